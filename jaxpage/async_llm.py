@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,7 +53,6 @@ class AsyncLLM:
         built = open_engine(self.config, progress=use_tqdm)
         self.tokenizer, self.spec, self.memory = built.tokenizer, built.spec, built.memory
         self.sampling_defaults = built.sampling_defaults
-        self._process = os.getpid()
         self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
         self._embedder = built.new_embedder()
         self._loop.start()
@@ -84,7 +82,7 @@ class AsyncLLM:
             TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
             QueueFull, EngineFailed, ShuttingDown.
         """
-        check_process(self._process)
+        check_process()
         prompts = normalise(prompt)
         if len(prompts) != 1:
             raise ValueError(f"generate takes one prompt, not {len(prompts)}; call it for each")
@@ -99,6 +97,9 @@ class AsyncLLM:
             request = request._replace(lora=await asyncio.to_thread(engine.opened_adapter, lora_request))
         stream = not (isinstance(params, BeamSearchParams) or params.ranks)
         [handle] = await self._loop.submit([request], stream=stream)
+        if request_id in self._running:  # since it was looked for
+            handle.cancel()
+            raise ValueError(f"request_id {request_id!r} is running already")
         self._running[request_id] = handle
         try:
             so_far: RequestOutput | None = None
@@ -116,7 +117,7 @@ class AsyncLLM:
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
     ) -> list[float] | list[list[float]]:
         """As `LLM.score`. Raises what it raises, and QueueFull, EngineFailed and ShuttingDown."""
-        check_process(self._process)
+        check_process()
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         engine = self._loop.engine
         requests = [engine.prepare(None, (*prompt, *continuation), SCORING) for prompt, continuation in pairs]
@@ -132,7 +133,7 @@ class AsyncLLM:
     ) -> npt.NDArray[np.float32]:
         """As `LLM.embed`, one prompt after another between two steps of the engine, all with the weights of the first. Raises its errors,
         EngineFailed and ShuttingDown."""
-        check_process(self._process)
+        check_process()
         check_choice("pooling", pooling, get_args(Pooling))
         engine, embedder = self._loop.engine, self._embedder
         checked = engine.admission.check_params(SamplingParams(max_tokens=1))
@@ -153,7 +154,7 @@ class AsyncLLM:
         """As `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights. With the mode "abort" those that run
         raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.
         """
-        check_process(self._process)
+        check_process()
         built = self._loop.built
         load = partial(given_weights, built.model, built.spec, self.config.event_log, parameters)
         weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)

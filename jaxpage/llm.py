@@ -124,9 +124,8 @@ class LLM:
         return dict(self._model.config)
 
     def parameters(self) -> dict[str, jax.Array]:
-        """The weights, in the types that they are computed in, by the names that they have in the checkpoint.
-
-        Raises UnsupportedError for quantised weights.
+        """The weights, in the types that they are computed in, by the names that they have in the checkpoint. Some are the arrays that the
+        engine uses: a program that donates them copies them first. Raises UnsupportedError for quantised weights.
         """
         self._calls.check_open()
         check_replaceable(self._model, None, "parameters")

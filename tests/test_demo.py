@@ -184,6 +184,20 @@ def test_tools_and_variables_reach_the_template(llm, monkeypatch):
     messages, tools = [{"role": "user", "content": "Hello"}], [TOOL]
     with pytest.raises(ValueError, match="chat template has no tools, enable_thinking"):
         llm.chat(messages, GREEDY, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    for wrong, text in (
+        ({"content": "Hello"}, "a message needs a 'role'"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "a list of parts of type 'text'",
+        ),
+        ({"role": "user", "content": 5}, "content must be a string"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            llm.chat([wrong], GREEDY)
+    with pytest.raises(ValueError, match="chat_template_kwargs cannot have add_generation_prompt"):
+        llm.chat(messages, GREEDY, chat_template_kwargs={"add_generation_prompt": False})
+    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hel", "lo")]}]
+    assert llm.chat_prompt(parts) == llm.chat_prompt([{"role": "user", "content": "Hel\nlo"}])
     monkeypatch.setattr(llm.tokenizer, "chat_template", CHATML)
     prompt = llm.chat_prompt(messages, tools, {"enable_thinking": True})
     assert prompt["prompt"] == "[meet]<|user|>Hello<|assistant|><think>\n"

@@ -107,12 +107,13 @@ def test_bad_arguments_are_refused_before_anything_runs(llm, prompts, params, er
     assert llm.stats()["engine_steps_total"] == steps
 
 
-def test_the_keyword_of_vllm_is_answered_with_ours(llm):
+def test_the_keyword_of_vllm_is_taken_too(llm):
+    assert llm.generate([5], sampling_params=GREEDY)[0].outputs == llm.generate([5], GREEDY)[0].outputs
     for call in (llm.generate, llm.chat, AsyncLLM.generate):
         with pytest.raises(
-            TypeError, match=f"^{call.__qualname__} has no argument sampling_params; its name here is params"
+            TypeError, match=f"^{call.__qualname__} takes params or sampling_params, its other name, and"
         ):
-            call([5], sampling_params=GREEDY)
+            call([5], params=GREEDY, sampling_params=GREEDY)
     with pytest.raises(TypeError, match="unexpected keyword argument 'sampling_param'"):
         llm.generate([5], sampling_param=GREEDY)
 
@@ -253,6 +254,21 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
     monkeypatch.undo()
     invariants(llm)
     assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+
+
+def test_an_interrupt_while_other_weights_wait_for_what_runs(llm):
+    """The step that it comes in is taken to its end; the old weights stay in use."""
+    want = one(llm, prompts_of(40)[0], GREEDY)
+    with llm.stream(prompts_of(40)[0], GREEDY) as stream:
+        first, step, taken = next(stream), llm._engine.step, []
+        llm._engine.step = lambda: (signal.raise_signal(signal.SIGINT), step(), taken.append(1))[1]
+        with pytest.raises(KeyboardInterrupt):
+            llm.update_parameters(llm.parameters())
+        del llm._engine.step
+        assert len(taken) == 1
+        rest = [token_id for chunk in stream for token_id in chunk.outputs[0].token_ids]
+    assert [*first.outputs[0].token_ids, *rest] == want.token_ids
+    assert llm.generate([5], GREEDY, use_tqdm=False)[0].weights_version == 0
 
 
 def test_another_stream_survives_an_interrupt_that_took_the_pages(llm, monkeypatch):
@@ -593,7 +609,7 @@ def test_a_forked_process_is_told_so(directory, llm, capfd):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert f"this LLM was made in process {os.getpid()}, from which this one was forked" in capfd.readouterr().err
+    assert f"an LLM was made in process {os.getpid()}, from which this one was forked" in capfd.readouterr().err
 
 
 def test_the_reference_backend_gives_the_same_tokens(directory, llm):

@@ -270,7 +270,7 @@ BAD = {
         {
             **{"use_dora": True, "lora_bias": True, "alora_invocation_tokens": [1], "layer_replication": [[0, 1]]},
             **{"modules_to_save": ["lm_head"], "init_lora_weights": "pissa", "bias": "all", "new_thing": 1},
-            **{"rank_pattern": {".*q": 4}},
+            **{"rank_pattern": {".*q": 4}, "r": 999},
         },
         {},
         [
@@ -280,7 +280,8 @@ BAD = {
                 "bias = 'all'",
                 "'new_thing' = 1 is not known",
                 "rank_pattern",
-                "(9 problems)",
+                "r = 999 is above max_lora_rank",
+                "(10 problems)",
             ),
         ],
     ),
@@ -487,7 +488,7 @@ def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_mode
     for text in ("'good' is given twice", "there is no directory", *BAD["names and numbers"][2], *BAD["integers"][2]):
         assert text in said
     check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("model",))
-    with pytest.raises(ConfigError, match="the name 'good' is given twice"):
+    with pytest.raises(ConfigError, match="the name 'good' is that of the model"):
         check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("good",))
 
 

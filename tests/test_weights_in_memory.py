@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxpage import LLM, SamplingParams
 from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
 from jaxpage.engine.build import Built
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.config import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
@@ -316,6 +316,12 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any,
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
     assert all(f"'{name}' has shape" in message for name in names) and "config.json has rope = " in message
     assert str(directory) not in message
+    not_finite = {**load_file(directory / "1" / "model.safetensors")}
+    not_finite[names[0]] = np.full_like(not_finite[names[0]], np.nan)
+    save_file(not_finite, wrong / "model.safetensors")
+    shutil.copy(directory / "0" / "config.json", wrong / "config.json")
+    answer = client.post("/v1/update_weights", json={"path": "wrong"})
+    assert answer.status_code == 400 and "1 parameters of wrong have numbers that are NaN" in answer.text, answer.text
     refusals = set()
     (directory / "link").symlink_to(directory.parent)
     for path in ("../w/../..", "link", "gone", "/etc", "a\0b", "1/config.json"):
@@ -326,6 +332,7 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any,
         ({}, "path"),
         ({"path": 3}, "path"),
         ({"path": "1", "mode": "now"}, "mode"),
+        ({"path": "1", "check_finite": 1}, "check_finite"),
         ({"pth": "1"}, "body"),
     ):
         answer = client.post("/v1/update_weights", json=body)
@@ -334,6 +341,22 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any,
     assert foreign.status_code == 403
     assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
     assert running.engine.weights_version == version
+
+
+def test_a_directory_of_weights_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="weights_directory: .*gone' is not a directory"):
+        resolve_both(None, {}, {"weights_directory": str(tmp_path / "gone")}, environment={})
+
+
+def test_weights_that_their_owner_gave_away_are_an_error(tmp_path: Path) -> None:
+    with make_llm(random_checkpoint(tmp_path, LLAMA)) as llm:
+        kept = {name: np.asarray(array).copy() for name, array in llm.parameters().items()}
+        score = llm.score([1, 2, 3], [4, 5])
+        llm.parameters()["model.norm.weight"].delete()  # as a function that donates its arguments does
+        with pytest.raises(RuntimeError, match="the engine failed during scoring"):
+            llm.score([1, 2, 3], [4, 5])
+        llm.update_parameters(kept)
+        assert llm.score([1, 2, 3], [4, 5]) == score
 
 
 def test_a_server_with_a_log_takes_no_other_weights(llm: LLM) -> None:

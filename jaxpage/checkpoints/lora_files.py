@@ -65,6 +65,9 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
     can_be_read = not problems
     pairs = _pairs(tensors, spec.targets, problems)
     if not can_be_read:
+        rank = config.get("r")
+        if isinstance(rank, int) and rank > spec.rank:
+            problems.add(f"{CONFIG}: r = {rank} is above max_lora_rank, which is {spec.rank}")
         problems.raise_if_any()
     layers: dict[Any, tuple[np.ndarray, np.ndarray]] = {}
     filled: set[tuple[Any, int]] = set()

@@ -45,12 +45,17 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
         )
 
 
-def check_process(made_in: int) -> None:
-    """Raises RuntimeError in a process that was forked from that in which an LLM was made: a step would wait for XLA's threads for ever."""
-    if os.getpid() != made_in:
+_first_process: list[
+    int
+] = []  # in which an LLM was made: JAX's threads are there, and not in those that are forked from it
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process that was forked from one in which an LLM was made: a step would wait for XLA's threads for ever."""
+    if _first_process and os.getpid() != _first_process[0]:
         raise RuntimeError(
-            f"this LLM was made in process {made_in}, from which this one was forked, and works only there: make one after the "
-            "fork, or start processes by multiprocessing's method 'spawn'"
+            f"an LLM was made in process {_first_process[0]}, from which this one was forked: none works here. Start processes by "
+            "multiprocessing's method 'spawn', or fork before the first LLM is made"
         )
 
 
@@ -62,10 +67,13 @@ class Calls:
         self._lock = threading.RLock()
         self._numbers = itertools.count()  # of requests
         self._changed: set[str] = set()  # requests with updates that were not read yet
-        self._closed, self._process = False, os.getpid()
+        self._closed = False
+        if not _first_process:
+            _first_process.append(os.getpid())
+        check_process()
 
     def check_open(self) -> None:
-        check_process(self._process)
+        check_process()
         if self._closed:
             raise RuntimeError("This LLM was shut down")
 
@@ -106,11 +114,13 @@ class Calls:
 
     def drain(self, *, abort: bool = False) -> None:
         """Steps the engine until nothing is left to do; abort: ends all at once. Callers that wait for requests find them finished."""
-        with self._lock:
-            while self._engine.has_unfinished:
+        with self._lock, held_interrupts() as interrupts:
+            while self._engine.has_unfinished and not interrupts.pending:
                 self.check_open()
                 groups = self._engine.abort_all() if abort else self._engine.step()
                 self._changed.update(group.request.request_id for group in groups)
+            if interrupts.pending:
+                raise KeyboardInterrupt
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""

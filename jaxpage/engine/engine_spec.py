@@ -147,7 +147,9 @@ def describe_engine(
     """
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}, but the model's positions end at {longest}")
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest} (of LongRoPE: the original length)"
+        )
     sharding = choose_sharding(config, model, device, layout.tensor_parallel_size)
     weights_bytes += drafting.num_bytes(layout.dtype) * sharding.num_devices if drafting else 0
     weights_bytes += lora.num_bytes(layout.dtype) * sharding.num_shards if lora else 0

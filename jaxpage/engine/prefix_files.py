@@ -6,6 +6,7 @@ another block is counted and skipped: it is never an error of a request.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -110,7 +111,8 @@ class PrefixFiles:
             logger.warning("%s is skipped: %s", path, error)
             self.counts.skipped += 1
             self._forget(path)
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # such as a directory of this name
+                path.unlink()
             return None
         self.counts.restored += 1
         return contents

@@ -27,15 +27,17 @@ class Prompt:
 
 
 def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The method, with an error for `sampling_params`, vLLM's keyword, that names its own."""
+    """The method, which takes `sampling_params`, vLLM's keyword, as `params`."""
 
     @functools.wraps(method)
-    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
+    def renamed(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         if "sampling_params" in keywords:
-            raise TypeError(f"{method.__qualname__} has no argument sampling_params; its name here is params")
+            if "params" in keywords:
+                raise TypeError(f"{method.__qualname__} takes params or sampling_params, its other name, and not both")
+            keywords["params"] = keywords.pop("sampling_params")
         return method(*arguments, **keywords)
 
-    return checked
+    return renamed
 
 
 def normalise(prompts: Any) -> list[Prompt]:
@@ -55,17 +57,35 @@ def chat_prompt(
     """The prompt of a conversation, by the chat template that the tokenizer has. See `LLM.chat_prompt`."""
     if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
         raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
+    messages = [_checked_message(message) for message in messages]
+    if given := [name for name in ("messages", "add_generation_prompt", "tokenize") if name in variables]:
+        raise ValueError(f"chat_template_kwargs cannot have {', '.join(given)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     asked = [*(["tools"] if tools else []), *variables]
     if unknown := [name for name in asked if not re.search(rf"\b{re.escape(name)}\b", template)]:
         raise ValueError(f"the model's chat template has no {', '.join(unknown)}")
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=True, **variables
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=True, **variables
         )
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
     return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+
+
+def _checked_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """With its parts joined as the server joins them. Raises ValueError."""
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"a message needs a 'role'; got {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list | tuple):
+        wrong = [part for part in content if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)]
+        if wrong or any(part.get("type") != "text" for part in content):
+            raise ValueError(f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}")
+        content = "\n".join(part["text"] for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}")
+    return {**message, "content": content} if "content" in message else dict(message)
 
 
 def _one(prompt: Any) -> Prompt:

@@ -23,7 +23,11 @@ def continuation_logprobs(output: RequestOutput, num_prompt_tokens: int) -> list
 def scores_of(
     outputs: Sequence[RequestOutput], pairs: Sequence[tuple[list[int], list[int]]], *, single: bool
 ) -> list[float] | list[list[float]]:
-    """What `LLM.score` returns, of the outputs of `scored_pairs`."""
+    """What `LLM.score` returns, of the outputs of `scored_pairs`. Raises RuntimeError where a step failed."""
+    if failed := next((each for output in outputs for each in output.outputs if each.finish_reason == "error"), None):
+        raise RuntimeError(
+            f"the engine failed during scoring, and its log says why: {failed.stop_reason or 'a step failed'}"
+        )
     scores = [
         [one.logprob for one in continuation_logprobs(output, len(prompt))]
         for (prompt, _), output in zip(pairs, outputs, strict=True)

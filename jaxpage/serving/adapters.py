@@ -46,7 +46,11 @@ def check_lora_modules(engine: EngineConfig, config: ServerConfig, model_names: 
     spec = lora_spec(engine, described.family, described.spec)
     assert spec is not None  # `resolve_both` has seen to it
     errors, names = [], Counter([*model_names, *(module.partition("=")[0] for module in modules)])
-    errors += [f"the name {name!r} is given twice" for name, count in names.items() if count > 1]
+    errors += [
+        f"the name {name!r} is that of the model" if name in model_names else f"the name {name!r} is given twice"
+        for name, count in names.items()
+        if count > 1
+    ]
     for asked in _asked(modules):
         try:
             read_adapter(directory_of(asked), spec)

@@ -182,6 +182,8 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
     errors: list[JaxpageError] = [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
     if server.kv_events is not None and not engine.enable_prefix_caching:
         errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
+    if server.weights_directory is not None and not Path(server.weights_directory).is_dir():
+        errors.append(ConfigError(f"weights_directory: {server.weights_directory!r} is not a directory"))
     if server.weights_directory is not None and engine.event_log is not None:
         errors.append(
             UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")

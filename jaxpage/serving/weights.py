@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
+import jax
+import numpy as np
 from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -40,12 +42,14 @@ class Updating:
 
     async def update(self, body: dict[str, Any]) -> dict[str, Any]:
         """What is answered. Raises ApiError."""
-        check_fields(body, {"path", "mode"})
+        check_fields(body, {"path", "mode", "check_finite"})
         if (mode := body.get("mode", "wait")) not in MODES:
             raise ApiError(400, f"mode must be one of {', '.join(MODES)}, got {shown(mode)}", param="mode")
+        if not isinstance(check_finite := body.get("check_finite", True), bool):
+            raise ApiError(400, f"check_finite must be true or false, got {shown(check_finite)}", param="check_finite")
         path = directory_inside(self._directory, text_field(body, "path"), setting="weights_directory", param="path")
         try:
-            weights = await self._loading.run(lambda: self._loaded(path))
+            weights = await self._loading.run(lambda: self._loaded(path, check_finite=check_finite))
             version = await self._loop.replace_weights(weights, abort=mode == "abort")
         except CheckpointError as error:
             message = str(error).replace(str(path), body["path"])
@@ -56,9 +60,17 @@ class Updating:
             raise ApiError(409, str(error), code="conflict") from error
         return {"weights_version": version}
 
-    def _loaded(self, path: Path) -> Any:
+    def _loaded(self, path: Path, *, check_finite: bool) -> Any:
+        """Raises CheckpointError; check_finite: also for numbers that are NaN or infinite."""
         built = self._loop.built
-        return weights_on_device(with_weights_of(built.model, path), built.spec)
+        weights = weights_on_device(with_weights_of(built.model, path), built.spec)
+        leaves = jax.tree_util.tree_leaves_with_path(weights) if check_finite else []
+        wrong = [jax.tree_util.keystr(place) for place, leaf in leaves if not np.isfinite(np.asarray(leaf)).all()]
+        if wrong:
+            raise CheckpointError(
+                f"{len(wrong)} parameters of {path} have numbers that are NaN or infinite: {', '.join(wrong[:20])}"
+            )
+        return weights
 
 
 def weights_routes(config: ServerConfig, loop: EngineLoop, visitors: InFlightRequests) -> list[Route]:
