@@ -379,3 +379,17 @@ def _blocks_of(llm, prompt, cut):
     engine.abort("watched")
     engine.abort("early")
     return b"".join(row.reshape(-1, *row.shape[2:])[: min(length, len(prompt) + 15)].tobytes() for row in rows)
+
+
+def test_chunks_of_8_tokens_and_of_16_give_the_same_bits(tmp_path):
+    """DeepSeek's router has tiles of 16 tokens. XLA computes a single one together with what is around it, unless it is kept apart."""
+    more = {"num_hidden_layers": 4, "intermediate_size": 96, "num_key_value_heads": 4, "n_shared_experts": 1}
+    groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
+    model = random_checkpoint(tmp_path, {**FAMILIES["deepseek_v3"], **more, **groups})
+    prompts = [np.random.default_rng(seed).integers(5, 100, 95).tolist() for seed in range(6)]
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=0)
+    found = []
+    for num_tokens in (8, 16):
+        with make_llm(model, **{**BLOCKS_OF_4, "max_num_batched_tokens": num_tokens}) as llm:
+            found.append([each.prompt_logprobs for each in llm.generate(prompts, scored, use_tqdm=False)])
+    assert found[0] == found[1]

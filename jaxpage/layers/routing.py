@@ -93,10 +93,17 @@ class Router(nnx.Module):
         return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
 
     def _chosen_by_tiles(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md)."""
+        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md).
+
+        Between barriers: XLA dissolves a loop over one tile, and computes what it holds together with what is around it.
+        """
+
+        def alone(tile_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+            return jax.lax.optimization_barrier(self._chosen(jax.lax.optimization_barrier(tile_TE)))
+
         num_tokens, num_experts = logits_TE.shape
         padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
-        tiles = jax.lax.map(self._chosen, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
+        tiles = jax.lax.map(alone, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
         expert_TX, weight_TX = (each.reshape(-1, self.routing.per_token)[:num_tokens] for each in tiles)
         return expert_TX, weight_TX
 
