@@ -234,7 +234,11 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
     now["environment"]["jax"] = "9"
     found = compare("a.json", baseline, now)
     assert (found.ratio, found.lowest, found.highest) == (2.0, 1.0, 4.0)
-    assert found.notes == (f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16")
+    one_run, *others = found.notes
+    assert one_run.startswith("one run has no spread: use --repeats")
+    assert others == [f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16"]
+    twice = compare("a.json", baseline, result_of(1.0, 1.0, config=now["config"]))
+    assert twice.notes == ("other dtype: auto, now bfloat16",)
     check_same_work("a.json", baseline, {"seed": 0, "model": "llama"})
     for work, said in (({"model": "opt"}, "model 'llama', now 'opt'"), ({"seed": 1, "completed": 2}, "seed 0, now 1")):
         with pytest.raises(UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"):

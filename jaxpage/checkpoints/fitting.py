@@ -207,11 +207,12 @@ def _of_other_form(
     coded = {_module(piece.name) for piece in pieces if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}}
     known, floats = {name for piece in pieces for name in piece.names}, [_CODES[name] for name in FLOATS]
     if coded:
-        found = [info for name in sorted(coded) if (info := stored.get(f"{name}.weight")) and info.dtype in floats]
+        of_modules = [info for name in sorted(coded) if (info := stored.get(f"{name}.weight"))]
+        found = [info for info in of_modules if scheme and info.dtype in floats]
     else:
         found = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
     modules = {_module(info.name) for info in found}
-    if modules and coded and scheme:
+    if modules and scheme and coded:
         problems.add(
             f"{found[0].described} has dtype {found[0].dtype}, but quantization_config of config.json says that it is quantised, by "
             f"{scheme.name!r} (such modules: {len(modules)}): remove quantization_config, or name there what is not"
