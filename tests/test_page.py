@@ -167,6 +167,7 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Engi
 
 def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: EngineLoop) -> None:
     open_live(page, server)
+    num_steps = loop.engine.stats()["engine_steps_total"]
     first = page.locator(".requests button").first
     before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
@@ -182,6 +183,7 @@ def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: Engin
     expect(page.locator("#numbers")).to_contain_text("0 in use")
     first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
+    assert loop.engine.stats()["engine_steps_total"] < num_steps + 100, "the engine went on behind the stop"
 
 
 def test_a_cell_for_every_block(page: Any, server: str) -> None:

@@ -90,9 +90,9 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         for name in sorted(settings)
         if baseline["config"].get(name) != result["config"].get(name)
     ]
-    # Of an even number of runs the slower one is shown; of latencies the median.
     if min(len(ours), len(theirs)) == 1:
         notes.insert(0, "one run has no spread: use --repeats for both, and work that takes some seconds")
+    # Of an even number of runs the slower one is shown; of latencies the median.
     middle = statistics.median if "latencies" in result else statistics.median_low
     return Comparison(
         f"{path}{commit}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import threading
@@ -45,16 +46,17 @@ def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
         )
 
 
-_first_process: list[
-    int
-] = []  # in which an LLM was made: JAX's threads are there, and not in those that are forked from it
+@functools.cache
+def _first_process() -> int:
+    """In which the first LLM was made: JAX's threads are there, and not in those that are forked from it."""
+    return os.getpid()
 
 
 def check_process() -> None:
     """Raises RuntimeError in a process that was forked from one in which an LLM was made: a step would wait for XLA's threads for ever."""
-    if _first_process and os.getpid() != _first_process[0]:
+    if os.getpid() != _first_process():
         raise RuntimeError(
-            f"an LLM was made in process {_first_process[0]}, from which this one was forked: none works here. Start processes by "
+            f"an LLM was made in process {_first_process()}, from which this one was forked: none works here. Start processes by "
             "multiprocessing's method 'spawn', or fork before the first LLM is made"
         )
 
@@ -68,8 +70,6 @@ class Calls:
         self._numbers = itertools.count()  # of requests
         self._changed: set[str] = set()  # requests with updates that were not read yet
         self._closed = False
-        if not _first_process:
-            _first_process.append(os.getpid())
         check_process()
 
     def check_open(self) -> None:
