@@ -453,7 +453,7 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
     "overflow": ('{"rms_norm_eps": 1e400}', "is not finite"),
     "duplicate": ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "no architecture": (json.dumps({**LLAMA, "architectures": None}), "architectures"),
+    "no architecture": (json.dumps({**LLAMA, "architectures": None}), "not None; known are LlamaForCausalLM"),
     "unknown architecture": (json.dumps({**LLAMA, "architectures": ["Evil"]}), "'Evil' is not one of LlamaForCausalLM"),
     "vocabulary": (json.dumps({**LLAMA, "vocab_size": 2**31}), "vocab_size is 2147483648, not a whole number from 1"),
     "layers": (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000"),

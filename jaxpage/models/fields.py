@@ -81,7 +81,8 @@ class Fields:
         """The raw value of a field, under its name or its alias."""
         present = [key for key in (name, self.aliases.get(name)) if key is not None and key in self.config]
         if len({repr(self.config[key]) for key in present}) > 1:
-            raise WrongField(f"{' and '.join(present)} contradict each other", **self._instead(name, self.config[name]))
+            values = " and ".join(f"{key} = {self.config[key]!r}" for key in present)
+            raise WrongField(f"{values} contradict each other", **self._instead(name, self.config[name]))
         if present:
             return self.config[present[0]]
         if default is REQUIRED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, cast
 
@@ -71,7 +71,9 @@ def load_family(config: Mapping[str, Any]) -> Family:
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise CheckpointError(f"config.json must name the model in architectures, not {names!r}")
+        raise CheckpointError(
+            f"config.json must name the model in architectures, not {names!r}; known are {', '.join(_known())}"
+        )
     name = names[0]
     if name in FAMILIES and name not in _registered:
         return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[name]}"))
@@ -80,13 +82,16 @@ def load_family(config: Mapping[str, Any]) -> Family:
     return _registered[name]
 
 
+def _known() -> Iterable[str]:
+    return (*FAMILIES, *_registered, *sorted(entry_points(group=ENTRY_POINTS).names - FAMILIES.keys()))
+
+
 def _register_installed(architecture: str) -> None:
     """A family of an installed package. Raises UnsupportedError if none has it, several have, or it cannot be imported."""
     found = entry_points(group=ENTRY_POINTS, name=architecture)
     if not found:
-        known = ", ".join((*FAMILIES, *_registered))
         raise UnsupportedError(
-            f"config.json: architecture {architecture!r} is not one of {known}; register_model adds one of your own"
+            f"config.json: architecture {architecture!r} is not one of {', '.join(_known())}; register_model adds one of your own"
         )
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
     if len(found) > 1:

@@ -67,7 +67,8 @@ TESTS = {
     ],
 }
 INTRODUCTION = """\
-What `architectures` of a config.json may name, and what each can be used with. An empty cell: it is refused with an error that names it.
+What `architectures` of a config.json may name, and what each can be used with. An empty cell: the model has
+nothing of the kind, or it is refused with an error that names it.
 All have prefix caching, preemption, chunked prefill, [several devices](../scale.md) (`tests/test_tensor_parallel.py`), linear layers in
 each format of [quantised weights](../guides/quantization.md) (`tests/test_quantization.py`), and
 [speculation](../guides/speculation.md) with chains of drafts by each method (`tests/test_speculation.py`, `tests/test_eagle.py`,

@@ -61,7 +61,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0] * 6}},
     ),
     (CheckpointError, "llama-linear", "contradict", {"rope_parameters": {"rope_type": "default"}}),
-    (CheckpointError, "gpt2-usual", "contradict", {"hidden_size": 44}),
+    (CheckpointError, "gpt2-usual", "n_embd = 48 and hidden_size = 44 contradict", {"hidden_size": 44}),
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),

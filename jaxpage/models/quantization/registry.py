@@ -38,7 +38,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
         if asked == gguf.NAME:
             raise CheckpointError(f"quantization is {asked!r}, but the model is no GGUF file")
         raise CheckpointError(
-            f"quantization is {asked!r}, but the checkpoint is not quantised; use {' or '.join(SCHEMES)}, or none"
+            f"quantization is {asked!r}, but the checkpoint has no quantization_config; use {', '.join(SCHEMES)}, "
+            f"{gguf.NAME} for a GGUF file, or none"
         )
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r}")
