@@ -624,7 +624,8 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
         open_model(tmp_path, "int8")
     random_checkpoint(tmp_path / "plain", CONFIG)
     with pytest.raises(
-        CheckpointError, match="quantization is 'awq', but the checkpoint has no quantization_config; use int8, int4, gguf for"
+        CheckpointError,
+        match="quantization is 'awq', but the checkpoint has no quantization_config; use int8, int4, gguf for",
     ):
         open_model(tmp_path / "plain", "awq")
     for model in (5, None):
