@@ -78,8 +78,9 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts() -> None:
     ],
 )
 def test_a_token_has_its_bits_among_any_others(num_experts: int, per_token: int, more: dict[str, Any]) -> None:
+    """Tiles of 8, 16 and 32 rows."""
     run, parameters = mixture(num_experts, per_token, **more)
-    x = np.random.default_rng(1).standard_normal((128, WIDTH)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((256, WIDTH)).astype(np.float32)
     together = np.asarray(run(parameters, x))
     for count in (2, 8, 33):
         np.testing.assert_array_equal(np.asarray(run(parameters, x[:count])), together[:count])

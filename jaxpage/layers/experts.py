@@ -1,11 +1,12 @@
 """A mixture of experts in place of the feed-forward half of a layer (Shazeer et al., 2017; Fedus et al., 2022).
 
 The work goes with the tokens that are routed, not with the experts there are: tokens are sorted by expert and multiplied in tiles of a
-few rows, each by the weights of one expert. All tiles have one shape, so that a token's bits do not depend on what else goes there.
+few rows, each by the weights of one expert. All tiles of a step have one shape, and `product` gives a row the same bits in any.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -21,7 +22,8 @@ from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import product
 from jaxpage.layers.routing import Router, Routing
 
-TILE_ROWS = 16
+# Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
+TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Experts(nnx.Module):
         """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
-        rows = TILE_ROWS
+        rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
         count_E = jnp.bincount(expert_P, length=num_experts)
