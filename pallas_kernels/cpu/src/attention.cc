@@ -1,11 +1,13 @@
 // Paged attention for the instruction set that JAXPAGE_ISA names.
 //
-// A unit is one query token and the query heads that share a key/value head. It is computed by one thread, always with the same operations in
-// the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
+// A unit is one query token and the query heads of some key/value heads. It is computed by one thread, and each head always with the same operations
+// in the same order, whatever else is in the step: positions in tiles that begin at multiples of 64, within a tile one after the other.
 #include "attention.h"
 
 #include <cmath>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "vec.h"
 
@@ -69,17 +71,10 @@ void write_quantized(const Attention& a, const void* from, int64_t token, void* 
   }
 }
 
-// The softmax of some heads of one token, as it goes from tile to tile.
-struct Running {
-  float most[kMostHeads];
-  float total[kMostHeads];
-  Vec acc[kMostHeads][kMostVecs];
-};
-
-// A query token and what it sees: positions `first` to `last` of its row. In a tree of drafts the positions from `num_before` on are the tokens of
-// its branch, one behind the other, as they will stand when they are accepted.
+// A query token, what it sees (positions `first` to `last` of its row), and key/value heads. In a tree of drafts the positions from `num_before`
+// on are the tokens of its branch, one behind the other, as they will stand when they are accepted.
 struct Unit {
-  int64_t row, token, kv_head, first, last, num_before;
+  int64_t row, token, kv_begin, kv_end, first, last, num_before;
   const int32_t* branch;  // places in the row, or null: every position is where it says
 
   int64_t slot(const Attention& a, int64_t position) const {
@@ -88,118 +83,211 @@ struct Unit {
   }
 };
 
-template <typename Page, int kHeads>
-void attend_heads(const Attention& a, const Unit& unit, int64_t first_head) {
-  const int64_t width = a.head_width, stride = a.num_kv_heads * width;
-  const int vecs = static_cast<int>(width / kLanes), value_vecs = static_cast<int>(a.value_width / kLanes);
-  Vec q[kHeads][kMostVecs];
-  for (int h = 0; h < kHeads; ++h)
-    for (int i = 0; i < vecs; ++i)
-      q[h][i] = load(a.query_type, a.q, ((unit.token * a.num_heads + first_head + h) * width) + i * kLanes) * splat(a.scale);
-  Running state;
-  for (int h = 0; h < kHeads; ++h) {
-    state.most[h] = a.sinks ? a.sinks[first_head + h] : -std::numeric_limits<float>::infinity();
-    state.total[h] = a.sinks ? 1.0f : 0.0f;
-    for (int i = 0; i < value_vecs; ++i) state.acc[h][i] = splat(0.0f);
-  }
-  const auto* k_pages = static_cast<const typename Page::type*>(a.k_pages) + unit.kv_head * width;
-  const auto* v_pages = static_cast<const typename Page::type*>(a.v_pages) + unit.kv_head * width;
-  for (int64_t tile = unit.first / kTile * kTile; tile <= unit.last; tile += kTile) {
-    int64_t slots[kTile];
-    float scores[kHeads][kTile] __attribute__((aligned(64)));
-    const int begin = static_cast<int>(unit.first > tile ? unit.first - tile : 0);
-    const int end = static_cast<int>(unit.last - tile < kTile ? unit.last - tile + 1 : kTile);
-    const int from = begin / kLanes * kLanes;
-    for (int j = begin; j < end; ++j) slots[j] = unit.slot(a, tile + j);
-    for (int group = from; group < end; group += kLanes) {
-      Vec products[kHeads][kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const int j = group + lane;
-        Vec sum_of[kHeads];
-        for (int h = 0; h < kHeads; ++h) sum_of[h] = splat(0.0f);
-        if (j >= begin && j < end) {
-          const auto* k = k_pages + slots[j] * stride;
-          for (int i = 0; i < vecs; ++i) {
-            Vec key = Load<Page>::at(k + i * kLanes);
-            for (int h = 0; h < kHeads; ++h) sum_of[h] += q[h][i] * key;
-          }
-        }
-        for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
-      }
-      for (int h = 0; h < kHeads; ++h) {
-        Vec score = sums(products[h]);
-        std::memcpy(scores[h] + group, &score, sizeof(score));
-      }
+// Of 64 positions those that a unit sees: `begin` to `end`. from: where the vector of the first one begins.
+struct Tile {
+  int64_t slots[kTile];
+  int begin, end, from;
+
+  void find(const Attention& a, const Unit& unit, int64_t position) {
+    begin = static_cast<int>(unit.first > position ? unit.first - position : 0);
+    end = static_cast<int>(unit.last - position < kTile ? unit.last - position + 1 : kTile);
+    from = begin / kLanes * kLanes;
+    for (int j = begin; j < end;) {
+      slots[j] = unit.slot(a, position + j);
+      // Without a division for each: those behind it, as far as its block goes.
+      int64_t left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
+      for (++j; left > 0 && j < end; --left, ++j) slots[j] = slots[j - 1] + 1;
     }
-    for (int h = 0; h < kHeads; ++h) {
-      float* s = scores[h];
-      if (a.k_scale)
-        for (int j = begin; j < end; ++j) s[j] *= a.k_scale[slots[j] * a.num_kv_heads + unit.kv_head];
-      float most = state.most[h];
-      Vec added = splat(0.0f);
-      if (a.softcap > 0.0f)
-        for (int group = from; group < end; group += kLanes) {
-          Vec score;
-          std::memcpy(&score, s + group, sizeof(score));
-          score = tanh(score / splat(a.softcap)) * splat(a.softcap);
-          std::memcpy(s + group, &score, sizeof(score));
-        }
-      for (int j = from; j < begin; ++j) s[j] = -std::numeric_limits<float>::infinity();
-      for (int j = end; j % kLanes; ++j) s[j] = -std::numeric_limits<float>::infinity();
-      for (int j = begin; j < end; ++j) most = s[j] > most ? s[j] : most;
-      // The first tile finds nothing to correct.
-      const float correction = state.total[h] == 0.0f ? 0.0f : exp(splat(state.most[h] - most))[0];
+  }
+
+  // Has memory bring what the positions of a vector hold: `width` bytes each, of `stride` bytes in all.
+  void fetch(const char* pages, int64_t stride, int64_t width, int group) const {
+    for (int j = group > begin ? group : begin; j < group + kLanes && j < end; ++j)
+      for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(pages + slots[j] * stride + i, 0, 2);
+  }
+};
+
+// A query head: its softmax, as it goes from tile to tile.
+struct Head {
+  Vec q[kMostVecs], acc[kMostVecs];
+  float scores[kTile] __attribute__((aligned(64)));
+  float most, total;
+
+  void start(const Attention& a, int64_t token, int64_t head) {
+    for (int64_t i = 0; i < a.head_width; i += kLanes)
+      q[i / kLanes] = load(a.query_type, a.q, (token * a.num_heads + head) * a.head_width + i) * splat(a.scale);
+    for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] = splat(0.0f);
+    most = a.sinks ? a.sinks[head] : -std::numeric_limits<float>::infinity();
+    total = a.sinks ? 1.0f : 0.0f;
+  }
+
+  // Makes weights of the scores of a tile.
+  void weigh(const Attention& a, const Tile& tile, int64_t kv_head) {
+    const int begin = tile.begin, end = tile.end, from = tile.from;
+    if (a.k_scale)
+      for (int j = begin; j < end; ++j) scores[j] *= a.k_scale[tile.slots[j] * a.num_kv_heads + kv_head];
+    if (a.softcap > 0.0f)
       for (int group = from; group < end; group += kLanes) {
         Vec score;
-        std::memcpy(&score, s + group, sizeof(score));
-        Vec weight = exp(score - splat(most));
-        std::memcpy(s + group, &weight, sizeof(weight));
-        added += weight;
+        std::memcpy(&score, scores + group, sizeof(score));
+        score = tanh(score / splat(a.softcap)) * splat(a.softcap);
+        std::memcpy(scores + group, &score, sizeof(score));
       }
-      state.most[h] = most;
-      state.total[h] = state.total[h] * correction + sum(added);
-      for (int i = 0; i < value_vecs; ++i) state.acc[h][i] *= splat(correction);
-      if (a.v_scale)
-        for (int j = begin; j < end; ++j) s[j] *= a.v_scale[slots[j] * a.num_kv_heads + unit.kv_head];
+    for (int j = from; j < begin; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+    for (int j = end; j % kLanes; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+    Vec most_of = splat(most);
+    for (int group = from; group < end; group += kLanes) {
+      Vec score;
+      std::memcpy(&score, scores + group, sizeof(score));
+      most_of = max(score, most_of);
     }
-    for (int j = begin; j < end; ++j) {
-      const auto* v = v_pages + slots[j] * stride;
-      for (int i = 0; i < value_vecs; ++i) {
-        Vec value = Load<Page>::at(v + i * kLanes);
-        for (int h = 0; h < kHeads; ++h) state.acc[h][i] += splat(scores[h][j]) * value;
+    const float largest = jaxpage::JAXPAGE_ISA::largest(most_of);
+    // The first tile finds nothing to correct.
+    const float correction = total == 0.0f ? 0.0f : exp(splat(most - largest))[0];
+    Vec added = splat(0.0f);
+    for (int group = from; group < end; group += kLanes) {
+      Vec score;
+      std::memcpy(&score, scores + group, sizeof(score));
+      const Vec weight = exp(score - splat(largest));
+      std::memcpy(scores + group, &weight, sizeof(weight));
+      added += weight;
+    }
+    most = largest;
+    total = total * correction + sum(added);
+    for (int64_t i = 0; i < a.value_width; i += kLanes) acc[i / kLanes] *= splat(correction);
+    if (a.v_scale)
+      for (int j = begin; j < end; ++j) scores[j] *= a.v_scale[tile.slots[j] * a.num_kv_heads + kv_head];
+  }
+
+  void finish(const Attention& a, int64_t token, int64_t head) const {
+    for (int64_t i = 0; i < a.value_width; i += kLanes)
+      store(a.query_type, a.out, (token * a.num_heads + head) * a.value_width + i, acc[i / kLanes] / splat(total));
+  }
+};
+
+// What reads the pages of one key/value head, from its first number on, for a vector of positions and some query heads. kVecs: of a head; 0: as
+// the call says.
+struct Steps {
+  void (*score)(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group);
+  void (*add)(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group);
+};
+
+template <typename Page, int kHeads, int kVecs>
+void score(const Attention& a, Head* heads, const Tile& tile, const void* k_pages, int group) {
+  const int vecs = kVecs ? kVecs : static_cast<int>(a.head_width / kLanes);
+  Vec q[kHeads][kVecs ? kVecs : 1], products[kHeads][kLanes];  // in registers where the width is known
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < kVecs; ++i) q[h][i] = heads[h].q[i];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int j = group + lane;
+    Vec sum_of[kHeads];
+    for (int h = 0; h < kHeads; ++h) sum_of[h] = splat(0.0f);
+    if (j >= tile.begin && j < tile.end) {
+      const auto* k = static_cast<const typename Page::type*>(k_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
+      for (int i = 0; i < vecs; ++i) {
+        const Vec key = Load<Page>::at(k + i * kLanes);
+        for (int h = 0; h < kHeads; ++h) sum_of[h] += (kVecs ? q[h][i] : heads[h].q[i]) * key;
       }
+    }
+    for (int h = 0; h < kHeads; ++h) products[h][lane] = sum_of[h];
+  }
+  for (int h = 0; h < kHeads; ++h) {
+    const Vec found = sums(products[h]);
+    std::memcpy(heads[h].scores + group, &found, sizeof(found));
+  }
+}
+
+template <typename Page, int kHeads, int kVecs>
+void add(const Attention& a, Head* heads, const Tile& tile, const void* v_pages, int group) {
+  const int vecs = kVecs ? kVecs : static_cast<int>(a.value_width / kLanes);
+  Vec acc[kHeads][kVecs ? kVecs : 1];
+  for (int h = 0; h < kHeads; ++h)
+    for (int i = 0; i < kVecs; ++i) acc[h][i] = heads[h].acc[i];
+  for (int j = group > tile.begin ? group : tile.begin; j < group + kLanes && j < tile.end; ++j) {
+    const auto* v = static_cast<const typename Page::type*>(v_pages) + tile.slots[j] * a.num_kv_heads * a.head_width;
+    for (int i = 0; i < vecs; ++i) {
+      const Vec value = Load<Page>::at(v + i * kLanes);
+      for (int h = 0; h < kHeads; ++h) (kVecs ? acc[h][i] : heads[h].acc[i]) += splat(heads[h].scores[j]) * value;
     }
   }
   for (int h = 0; h < kHeads; ++h)
-    for (int i = 0; i < value_vecs; ++i)
-      store(a.query_type, a.out, (unit.token * a.num_heads + first_head + h) * a.value_width + i * kLanes,
-            state.acc[h][i] / splat(state.total[h]));
+    for (int i = 0; i < kVecs; ++i) heads[h].acc[i] = acc[h][i];
+}
+
+template <typename Page, int kHeads>
+Steps steps_of_width(const Attention& a) {
+  const bool is_usual = a.head_width == a.value_width;
+  if (is_usual && a.head_width == 4 * kLanes) return {score<Page, kHeads, 4>, add<Page, kHeads, 4>};
+  if (is_usual && a.head_width == 8 * kLanes) return {score<Page, kHeads, 8>, add<Page, kHeads, 8>};
+  if (is_usual && a.head_width == 16 * kLanes) return {score<Page, kHeads, 16>, add<Page, kHeads, 16>};
+  return {score<Page, kHeads, 0>, add<Page, kHeads, 0>};
 }
 
 template <typename Page>
-void attend_pages(const Attention& a, const Unit& unit) {
-  const int64_t group = a.num_heads / a.num_kv_heads;
-  for (int64_t done = 0; done < group; done += kMostHeads) {
-    const int64_t head = unit.kv_head * group + done, left = group - done;
-    if (left >= 4)
-      attend_heads<Page, 4>(a, unit, head);
-    else if (left == 3)
-      attend_heads<Page, 3>(a, unit, head);
-    else if (left == 2)
-      attend_heads<Page, 2>(a, unit, head);
-    else
-      attend_heads<Page, 1>(a, unit, head);
+Steps steps_of_pages(const Attention& a, int64_t num_heads) {
+  switch (num_heads) {
+    case 1: return steps_of_width<Page, 1>(a);
+    case 2: return steps_of_width<Page, 2>(a);
+    case 3: return steps_of_width<Page, 3>(a);
+    default: return steps_of_width<Page, kMostHeads>(a);
   }
 }
 
-void attend_unit(const Attention& a, const Unit& unit) {
+Steps steps_of(const Attention& a, int64_t num_heads) {
   switch (a.page_type) {
-    case Type::kF32: attend_pages<F32>(a, unit); break;
-    case Type::kBF16: attend_pages<BF16>(a, unit); break;
-    case Type::kF16: attend_pages<F16>(a, unit); break;
-    case Type::kI8: attend_pages<I8>(a, unit); break;
-    case Type::kF8: attend_pages<F8>(a, unit); break;
+    case Type::kF32: return steps_of_pages<F32>(a, num_heads);
+    case Type::kBF16: return steps_of_pages<BF16>(a, num_heads);
+    case Type::kF16: return steps_of_pages<F16>(a, num_heads);
+    case Type::kI8: return steps_of_pages<I8>(a, num_heads);
+    default: return steps_of_pages<F8>(a, num_heads);
   }
+}
+
+// `num_heads` query heads of each key/value head of a unit, from its `offset`-th on. What the key/value heads hold of a vector of positions lies
+// side by side in memory, so they take turns, and the next positions are fetched: one head alone reads a few bytes here and there.
+void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t num_heads) {
+  static thread_local std::vector<Head> of_thread;
+  const int64_t group_size = a.num_heads / a.num_kv_heads, count = unit.kv_end - unit.kv_begin;
+  if (static_cast<int64_t>(of_thread.size()) < count * num_heads) of_thread.resize(count * num_heads);
+  Head* const heads = of_thread.data();
+  const auto head_of = [&](int64_t i) { return (unit.kv_begin + i / num_heads) * group_size + offset + i % num_heads; };
+  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit.token, head_of(i));
+
+  const Steps steps = steps_of(a, num_heads);
+  const int64_t item = a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2, width = a.head_width * item, stride = a.num_kv_heads * width;
+  const char* const k_pages = static_cast<const char*>(a.k_pages) + unit.kv_begin * width;
+  const char* const v_pages = static_cast<const char*>(a.v_pages) + unit.kv_begin * width;
+  const bool fetches = count > 1;
+  Tile tiles[2], *tile = tiles, *next = tiles + 1;
+  int64_t position = unit.first / kTile * kTile;
+  for (tile->find(a, unit, position); position <= unit.last; position += kTile, std::swap(tile, next)) {
+    const bool goes_on = position + kTile <= unit.last;
+    if (goes_on) next->find(a, unit, position + kTile);
+    for (int group = tile->from; group < tile->end; group += kLanes)
+      for (int64_t i = 0; i < count; ++i) {
+        if (fetches && group + kLanes < tile->end)
+          tile->fetch(k_pages + i * width, stride, width, group + kLanes);
+        else if (fetches)
+          tile->fetch(v_pages + i * width, stride, width, tile->from);
+        steps.score(a, heads + i * num_heads, *tile, k_pages + i * width, group);
+      }
+    for (int64_t i = 0; i < count * num_heads; ++i) heads[i].weigh(a, *tile, unit.kv_begin + i / num_heads);
+    for (int group = tile->from; group < tile->end; group += kLanes)
+      for (int64_t i = 0; i < count; ++i) {
+        if (fetches && group + kLanes < tile->end)
+          tile->fetch(v_pages + i * width, stride, width, group + kLanes);
+        else if (fetches && goes_on)
+          next->fetch(k_pages + i * width, stride, width, next->from);
+        steps.add(a, heads + i * num_heads, *tile, v_pages + i * width, group);
+      }
+  }
+  for (int64_t i = 0; i < count * num_heads; ++i) heads[i].finish(a, unit.token, head_of(i));
+}
+
+void attend_unit(const Attention& a, const Unit& unit) {
+  const int64_t group_size = a.num_heads / a.num_kv_heads;
+  for (int64_t done = 0; done < group_size; done += kMostHeads)
+    attend_heads(a, unit, done, group_size - done < kMostHeads ? group_size - done : kMostHeads);
 }
 
 void write(const Attention& a, int64_t token) {
@@ -216,10 +304,10 @@ void write(const Attention& a, int64_t token) {
   }
 }
 
-void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_head) {
+void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
   const int64_t num_queries = a.query_start[row + 1] - a.query_start[row];
   const int64_t num_before = a.context_len[row] - num_queries;
-  Unit unit{row, token, kv_head, 0, num_before + token - a.query_start[row], num_before, nullptr};
+  Unit unit{row, token, kv_begin, kv_end, 0, num_before + token - a.query_start[row], num_before, nullptr};
   int32_t branch[kMostDrafts];
   if (a.tree_mask) {
     int32_t depth = 0;

@@ -32,10 +32,10 @@ struct Attention {
   int64_t window;        // 0: none
 };
 
-// The units of work: every token's key and value of one head, then every token's queries that share a key/value head.
+// The units of work: every token's key and value, then every token's queries of the key/value heads from `kv_begin` to `kv_end`.
 struct Kernels {
   void (*write)(const Attention&, int64_t token);
-  void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_head);
+  void (*attend)(const Attention&, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end);
 };
 
 }  // namespace jaxpage

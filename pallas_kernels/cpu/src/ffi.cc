@@ -1,4 +1,5 @@
 // The kernels as XLA calls them: buffers are checked, and the units of work are shared among XLA's own threads.
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -159,6 +160,9 @@ bool type_of(ffi::DataType given, bool is_page, Type* type) {
   }
 }
 
+constexpr int64_t kHeadsInCache = 6144;  // numbers of queries, sums and scores
+constexpr int64_t kQueriesOfChunk = 32;
+
 using Pages = ffi::Result<ffi::AnyBuffer>;
 using Scales = ffi::Result<ffi::Buffer<ffi::F32>>;
 
@@ -194,15 +198,23 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   in_parallel(pool, num_written, 16, [&](int64_t token) { k.write(a, token); });
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
-  // Units of one key/value head lie one behind the other, so that a prompt's queries find their keys in the cache.
-  in_parallel(pool, num_queries * a.num_kv_heads, 1, [&](int64_t unit) {
-    const int64_t token = unit % num_queries, kv_head = unit / num_queries;
-    int64_t low = 0, high = a.num_rows;  // the row whose queries begin at or before the token
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (a.query_start[middle] <= token ? low : high) = middle;
-    }
-    k.attend(a, low, token, kv_head);
+  // A row of few queries reads its pages once, all key/value heads that lie side by side: as many as leave work for every thread, and whose
+  // queries stay in the cache. The many queries of a prompt's chunk find those of one head there.
+  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(a.num_heads / a.num_kv_heads, 4) * (a.head_width + a.value_width + 64));
+  const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
+  const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
+  const auto heads_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? side_by_side : 1; };
+  std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
+  for (int64_t row = 0; row < a.num_rows; ++row) {
+    first_query[row + 1] = std::min<int64_t>(a.query_start[row + 1], num_queries);
+    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries);
+    first_unit[row + 1] = first_unit[row] + queries * ((a.num_kv_heads + heads - 1) / heads);
+  }
+  in_parallel(pool, first_unit[a.num_rows], 1, [&](int64_t unit) {
+    const int64_t row = std::upper_bound(first_unit.begin(), first_unit.end(), unit) - first_unit.begin() - 1;
+    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries), own = unit - first_unit[row];
+    const int64_t kv_begin = own / queries * heads;
+    k.attend(a, row, first_query[row] + own % queries, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
   });
   return ffi::Error::Success();
 }

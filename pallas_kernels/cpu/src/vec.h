@@ -249,9 +249,11 @@ static inline float sum(Vec v) {
 }
 
 static inline float largest(Vec v) {
-  float found = v[0];
-  for (int i = 1; i < kLanes; ++i) found = v[i] > found ? v[i] : found;
-  return found;
+  float half[8];
+  for (int i = 0; i < 8; ++i) half[i] = v[i] > v[i + 8] ? v[i] : v[i + 8];
+  for (int i = 0; i < 4; ++i) half[i] = half[i] > half[i + 4] ? half[i] : half[i + 4];
+  for (int i = 0; i < 2; ++i) half[i] = half[i] > half[i + 2] ? half[i] : half[i + 2];
+  return half[0] > half[1] ? half[0] : half[1];
 }
 
 // e^x for x up to 88, 0 for what is below -87.3 (and for -inf): a polynomial after the range is reduced, within 2 ulp.
