@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.checkpoints import Parameters, open_parameters
+from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.built_model import BuiltModel
@@ -82,7 +82,7 @@ class LLM(BuiltModel):
     @classmethod
     def from_parameters(
         cls,
-        config: Mapping[str, Any],
+        config: ModelConfig,
         parameters: Parameters,
         tokenizer: Any | None = None,
         *,
@@ -93,13 +93,13 @@ class LLM(BuiltModel):
         """An LLM of weights that are in memory, as those of a trainer are. No file is read or written.
 
         Args:
-            config: what config.json of the model says, as a dict.
+            config: what config.json of the model says, as a dict; or a config of transformers.
             parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
                 Or a Flax NNX module of `jaxpage.models` that has its arrays.
             tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
             settings: fields of `EngineConfig`, by name.
 
-        Raises CheckpointError with all that does not fit, and the errors of the constructor.
+        Raises CheckpointError with all that does not fit, TypeError for what is neither of these, and the errors of the constructor.
         """
         path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         wanted = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
