@@ -33,6 +33,11 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 request", "2 requests"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     """Known names that were probably meant, at least `cutoff` alike (0 to 1). None for what is too long to be one: comparing takes time."""
     return difflib.get_close_matches(name, list(names), most, cutoff) if len(name) <= MAX_NAME_CHARACTERS else []
