@@ -240,6 +240,7 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Pa
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
     with serving(built, weights_directory=str(tmp_path / "w")) as server:
         with httpx.Client(base_url=server.address, timeout=60) as client:
+            assert "/v1/update_weights" in client.get("/").json()["paths"]
             yield server, client, tmp_path / "w"
         assert not server.errors
 
