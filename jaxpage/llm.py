@@ -221,7 +221,7 @@ class LLM(BuiltModel):
 
         Returns a number for each token of the continuation; for lists, a list for each.
 
-        Raises TypeError, ValueError and CapacityError as `generate` does. With the continuation there has to be room for one token more.
+        Raises TypeError, ValueError and CapacityError as `generate` does. Prompt and continuation have at most `max_model_len` tokens.
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
