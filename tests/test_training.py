@@ -97,7 +97,7 @@ def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
 
 def test_the_example_of_the_reference(tmp_path: Path) -> None:
     page = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    *_, code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "example.py").write_text(code)
     found = runpy.run_path(str(tmp_path / "example.py"))
     oracle = AutoModelForCausalLM.from_pretrained(found["directory"], dtype=torch.float32)
