@@ -9,28 +9,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack, get_args
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
 from jaxpage.checkpoints import Parameters
-from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine.built_model import BuiltModel
 from jaxpage.engine.calls import check_process, prepared
 from jaxpage.engine.embedding import Pooling, normalized
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import named_params, normalise
+from jaxpage.engine.prompts import Messages, named_params, normalise
 from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.request_handle import RequestHandle
+from jaxpage.serving.vectors import vectors_of
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_settings import AnyPath, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-class AsyncLLM:
+class AsyncLLM(BuiltModel):
     """A model with its KV cache and its compiled steps, for coroutines. Their requests share the batch.
 
     The constructor loads and compiles, and blocks meanwhile. Use it as an asynchronous context manager, or call `shutdown()`.
@@ -49,12 +50,10 @@ class AsyncLLM:
         max_queued_requests: int = 4096,
         **settings: Unpack[LLMSettings],
     ):
-        self.config = engine_config(model, settings)
-        built = open_engine(self.config, progress=use_tqdm)
-        self.tokenizer, self.spec, self.memory = built.tokenizer, built.spec, built.memory
-        self.sampling_defaults = built.sampling_defaults
+        config = engine_config(model, settings)
+        built = open_engine(config, progress=use_tqdm)
+        self._use(config, built)
         self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
-        self._embedder = built.new_embedder()
         self._loop.start()
         self._running: dict[str, RequestHandle] = {}
         self._numbers = itertools.count()
@@ -89,7 +88,7 @@ class AsyncLLM:
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         if request_id in self._running:
             raise ValueError(f"request_id {request_id!r} is running already")
-        engine, params = self._loop.engine, params or SamplingParams(**self.sampling_defaults)
+        engine, params = self._loop.engine, params or self.default_sampling_params()
         checked = engine.admission.check_params(params)
         request = await asyncio.to_thread(prepared, engine, prompts[0], checked)
         request = request._replace(grammar=await asyncio.to_thread(engine.compiled, params))
@@ -110,6 +109,22 @@ class AsyncLLM:
         finally:
             del self._running[request_id]
             handle.cancel()
+
+    @named_params
+    async def chat(
+        self,
+        messages: Messages,
+        params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """`generate` for a conversation, with what `chat_prompt` makes of it."""
+        prompt = await asyncio.to_thread(self.chat_prompt, messages, tools, chat_template_kwargs)
+        async for output in self.generate(prompt, params, request_id, lora_request=lora_request):
+            yield output
 
     async def score(
         self,
@@ -135,18 +150,19 @@ class AsyncLLM:
         EngineFailed and ShuttingDown."""
         check_process()
         check_choice("pooling", pooling, get_args(Pooling))
-        engine, embedder = self._loop.engine, self._embedder
+        engine = self._loop.engine
         checked = engine.admission.check_params(SamplingParams(max_tokens=1))
         requests = [await asyncio.to_thread(prepared, engine, prompt, checked) for prompt in normalise(prompts)]
         if not requests:
             raise ValueError("embed needs at least one prompt")
-        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])
-
-        def vector(_: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
-            return embedder.embed(weights, request.token_ids, pooling)
-
-        vectors = np.stack([await self._loop.snapshot(partial(vector, request=request)) for request in requests])
+        vectors = np.stack([vector async for vector in vectors_of(requests, self._loop, self._embedder, pooling)])
         return normalized(vectors) if normalize else vectors
+
+    async def parameters(self) -> dict[str, jax.Array]:
+        """As `LLM.parameters`. Raises what it raises, EngineFailed and ShuttingDown."""
+        check_process()
+        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])
+        return await asyncio.to_thread(self._named, weights)
 
     async def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
@@ -155,8 +171,7 @@ class AsyncLLM:
         raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.
         """
         check_process()
-        built = self._loop.built
-        load = partial(given_weights, built.model, built.spec, self.config.event_log, parameters)
+        load = partial(given_weights, self._model, self.spec, self.config.event_log, parameters)
         weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)
         return await self._loop.replace_weights(weights, abort=mode == "abort")
 

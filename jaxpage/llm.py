@@ -11,14 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.checkpoints import Parameters, named_parameters, open_parameters
+from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.build import Built, whole_weights
+from jaxpage.engine.build import Built
+from jaxpage.engine.built_model import BuiltModel
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
 from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import chat_prompt, named_params, normalise, one_each
-from jaxpage.engine.replacing import Mode, check_replaceable, given_weights
+from jaxpage.engine.prompts import Messages, named_params, normalise, one_each
+from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.errors import UnsupportedError
@@ -34,10 +35,9 @@ from jaxpage.settings.sources import resolve_config
 
 Params = SamplingParams | BeamSearchParams
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
-Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(BuiltModel):
     """A model with its KV cache and its compiled steps.
 
     The constructor loads the weights and compiles every shape. After that nothing is compiled. Several threads may use the same object;
@@ -67,15 +67,9 @@ class LLM:
         self._use(config, open_engine(config, progress=use_tqdm, verbose=verbose))
 
     def _use(self, config: EngineConfig, built: Built) -> None:
-        self.config = config
+        super()._use(config, built)
         self._engine = built.engine
-        self.tokenizer = built.tokenizer
-        self.spec = built.spec
-        self.memory = built.memory
-        self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
         self._calls = Calls(built.engine)
-        self._model = built.model
-        self._embedder = built.new_embedder()
 
     @classmethod
     def from_config(
@@ -88,7 +82,7 @@ class LLM:
     @classmethod
     def from_parameters(
         cls,
-        config: Mapping[str, Any],
+        config: ModelConfig,
         parameters: Parameters,
         tokenizer: Any | None = None,
         *,
@@ -99,13 +93,13 @@ class LLM:
         """An LLM of weights that are in memory, as those of a trainer are. No file is read or written.
 
         Args:
-            config: what config.json of the model says, as a dict.
+            config: what config.json of the model says, as a dict; or a config of transformers.
             parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
                 Or a Flax NNX module of `jaxpage.models` that has its arrays.
             tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
             settings: fields of `EngineConfig`, by name.
 
-        Raises CheckpointError with all that does not fit, and the errors of the constructor.
+        Raises CheckpointError with all that does not fit, TypeError for what is neither of these, and the errors of the constructor.
         """
         path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
         wanted = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
@@ -118,19 +112,12 @@ class LLM:
         made._use(wanted, open_engine(wanted, progress=use_tqdm, verbose=verbose, files=files, tokenizer=own))
         return made
 
-    @property
-    def hf_config(self) -> dict[str, Any]:
-        """What config.json of the model says."""
-        return dict(self._model.config)
-
     def parameters(self) -> dict[str, jax.Array]:
         """The weights, in the types that they are computed in, by the names that they have in the checkpoint. Some are the arrays that the
         engine uses: a program that donates them copies them first. Raises UnsupportedError for quantised weights.
         """
         self._calls.check_open()
-        check_replaceable(self._model, None, "parameters")
-        weights = whole_weights(self._model, self.spec, self._engine.runner.parameters["target"])
-        return named_parameters(self._model.plan, weights)
+        return self._named(self._engine.runner.parameters["target"])
 
     def update_parameters(self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait") -> int:
         """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
@@ -234,7 +221,7 @@ class LLM:
 
         Returns a number for each token of the continuation; for lists, a list for each.
 
-        Raises TypeError, ValueError and CapacityError as `generate` does. With the continuation there has to be room for one token more.
+        Raises TypeError, ValueError and CapacityError as `generate` does. Prompt and continuation have at most `max_model_len` tokens.
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
@@ -280,44 +267,11 @@ class LLM:
         prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
-    def chat_prompt(
-        self, messages: Any, tools: Sequence[Any] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """The prompt of a conversation.
-
-        tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
-        chat_template_kwargs: variables of the template, such as enable_thinking.
-
-        Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
-        """
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
-        return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
-
     def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True) -> list[RequestOutput]:
         """`generate` with beams. Each output has the hypotheses, the best first."""
         if isinstance(params, BeamSearchParams):
             return self.generate(prompts, params, use_tqdm)
         raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
-
-    def get_tokenizer(self) -> Any:
-        """That of transformers; None where the model has none."""
-        return self.tokenizer
-
-    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens."""
-        if self.tokenizer is None:
-            raise ValueError(f"The model {self.config.model!r} has no tokenizer")
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
-
-    def __repr__(self) -> str:
-        names = ("max_model_len", "num_blocks", "block_size", "device")
-        sizes = ", ".join(f"{name}={getattr(self.memory, name)!r}" for name in names)
-        return f"LLM(model={self.config.model!r}, dtype={self.spec.layout.dtype!r}, {sizes})"
-
-    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json says of sampling; `overrides` win over it."""
-        return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def stats(self) -> dict[str, Any]:
         """The current values of all metrics, by name (docs/reference/metrics.md)."""

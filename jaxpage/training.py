@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.checkpoints.in_memory import named_parameters, open_parameters
+from jaxpage.checkpoints.in_memory import ModelConfig, named_parameters, open_parameters
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import UnsupportedError
@@ -36,12 +36,12 @@ class TrainableModel:
 
     @classmethod
     def load(
-        cls, config: Mapping[str, Any], parameters: Mapping[str, Any], *, dtype: str = "float32"
+        cls, config: ModelConfig, parameters: Mapping[str, Any], *, dtype: str = "float32"
     ) -> tuple[Self, Parameters]:
         """The model, and its parameters in `dtype`.
 
         Args:
-            config: what config.json says, as a dict.
+            config: what config.json says, as a dict; or a config of transformers.
             parameters: arrays under the names of Hugging Face, as of `LLM.from_parameters`; those of `LLM.parameters()` do.
 
         Raises CheckpointError with all that does not fit, and UnsupportedError for quantised weights and mixtures of experts, whose loop
@@ -61,18 +61,25 @@ class TrainableModel:
         return named_parameters(self._files.plan, parameters)
 
     def logits(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
-        """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it."""
+        """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it.
+
+        Raises TypeError for what are no rows of integers.
+        """
+        token_ids_RC = jnp.asarray(token_ids_RC)
+        if token_ids_RC.ndim != 2 or not token_ids_RC.size or not jnp.issubdtype(token_ids_RC.dtype, jnp.integer):
+            form = f"shape {token_ids_RC.shape} and dtype {token_ids_RC.dtype}"
+            raise TypeError(f"token_ids must be integers in rows [R, C], at least one of each; got {form}")
         num_rows, length = token_ids_RC.shape
         model = nnx.merge(self._graph, parameters)
         positions_T = jnp.tile(jnp.arange(length), num_rows)
         pages = (None,) * self._files.spec.kv.num_layers
         context = ForwardContext(positions_T, dense_attend(num_rows), recur=dense_recur(num_rows))
-        hidden_TD, _, _ = model(jnp.asarray(token_ids_RC).reshape(-1), pages, context)
+        hidden_TD, _, _ = model(token_ids_RC.reshape(-1), pages, context)
         logits_RCV: jax.Array = model.logits(hidden_TD).reshape(num_rows, length, -1)
         return logits_RCV
 
     def log_probabilities(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C-1"]:
-        """Of each token given those before it, from the second on: natural logarithms at temperature 1."""
+        """Of each token given those before it, from the second on: natural logarithms at temperature 1. Raises as `logits`."""
         logprobs_RCV = jax.nn.log_softmax(self.logits(parameters, token_ids_RC)[:, :-1])
         return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[..., 0]
 

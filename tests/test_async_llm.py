@@ -6,6 +6,7 @@ import asyncio
 import time
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,6 +14,7 @@ from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
 from jaxpage.serving.request_handle import WeightsReplaced
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
+from tests.support.wire import with_template
 
 PROMPTS = [[1, 2, 3, 4] * 12, [7, 8, 9], [100] * 30]
 PARAMS: list[Any] = [
@@ -114,5 +116,16 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             await asyncio.sleep(0.1)
             assert await llm.update_parameters(weights[1]) == 3 and not found.done()
             np.testing.assert_array_equal(await found, vectors)  # no vector of the other weights
+            jax.tree.map(np.testing.assert_array_equal, await llm.parameters(), weights[1])
+            assert repr(llm).startswith("AsyncLLM(model=") and "max_model_len=256" in repr(llm)
+            with pytest.raises(ValueError, match="has no chat template; use generate"):
+                await anext(llm.chat([{"role": "user", "content": "Q"}]))
+            llm.tokenizer = with_template("{{ messages[0].content }}")
+            asked = llm.get_tokenizer()("Q")["input_ids"]
+            greedy = SamplingParams(temperature=0.0, max_tokens=5)
+            chatted = [each async for each in llm.chat([{"role": "user", "content": "Q"}], sampling_params=greedy)]
+            generated = [each async for each in llm.generate(asked, greedy)]
+            assert chatted[-1].prompt_token_ids == asked and chatted[-1].outputs == generated[-1].outputs
+            assert llm.detokenize(asked) == "Q"
 
     asyncio.run(run())

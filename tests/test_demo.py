@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -208,7 +209,14 @@ def test_tools_and_variables_reach_the_template(llm, monkeypatch):
 def test_small_things_that_scripts_ask_for(llm):
     assert repr(llm).startswith("LLM(model='demo', dtype='float32', max_model_len=") and "device=" in repr(llm)
     token_ids = llm.get_tokenizer()("Once upon a time")["input_ids"]
-    assert llm.detokenize(token_ids) == "Once upon a time"
+    for form in (list, tuple, np.array, jnp.array):
+        assert llm.detokenize(form(token_ids)) == "Once upon a time"
+    for wrong in ("Once", None, 5, [1.0], [True], np.array([[1]]), np.array(1)):
+        with pytest.raises(TypeError, match="token_ids must be a list of integers, or an array of them with one axis"):
+            llm.detokenize(wrong)
+    for wrong in (-1, 2048, 2**80):
+        with pytest.raises(ValueError, match=f"token_ids has {wrong}, but the model's token ids are 0 to 2047"):
+            llm.detokenize([5, wrong])
     beams = BeamSearchParams(2, max_tokens=4)
     assert llm.beam_search("Once", beams, False)[0].outputs == llm.generate("Once", beams, use_tqdm=False)[0].outputs
     with pytest.raises(TypeError, match="params must be BeamSearchParams, not SamplingParams"):

@@ -1246,7 +1246,26 @@ def test_the_command_looks_into_logs(
     assert out(str(crowd), "--diff", str(other), status=1).startswith(
         f"First difference: step {ours['step']} (line {line}), seed of its arrival\n  {crowd}:"
     )
-    assert out(str(crowd), "--diff", str(crowd)) == "The events are identical\n"
+    # What differs in the headers of two logs of one engine, whatever their paths are, and what does not.
+    again, [head, *events] = tmp_path / "again.jsonl", records
+    moved = {**head["config"], "model": "/elsewhere", "event_log": str(again)}
+    for changes, said in (
+        ({"config": moved, "config_hash": "0" * 32, "incident": {"reason": "asked"}}, []),
+        ({"config": moved, "weights_hash": "0" * 32}, ["config.model", "weights_hash"]),
+        ({"config": {**moved, "seed": 7}}, ["config.seed"]),
+    ):
+        write(again, [{**head, **changes}, *events])
+        assert run("replay", str(crowd), "--diff", str(again)) == 0
+        shown = capsys.readouterr()
+        assert shown.out == "The events are identical\n"
+        assert [line.split(": ")[1] for line in shown.err.splitlines()] == said
+    first, *_, last = (record["step"] for record in records if record["event"] == "plan")
+    for step in (first - 1, last + 1):
+        for words in ([], ["--state"], ["--request", request_id], ["--diff", str(crowd)]):
+            assert run("replay", str(crowd), "--until", str(step), *words) == 1
+            assert f"--until {step}: {crowd} has steps {first} to {last}" in capsys.readouterr().err
+    states = [out(str(crowd), "--state", "--until", str(step)).splitlines()[0] for step in range(first, last + 1)]
+    assert {line.endswith("requests") for line in states if ": 1 " in line} == {False}
 
     def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
         return Built(new_engine(llm, **parts), None, {}, llm.spec, llm._model)

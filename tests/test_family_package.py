@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxpage.cli.doctor import families_of_packages, report
 from jaxpage.errors import UnsupportedError
 from jaxpage.models import registry
 from jaxpage.models.registry import load_family
@@ -33,10 +34,13 @@ def test_a_package_brings_a_family(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(EXAMPLE))
     config = {"architectures": [architecture]}
+    assert list(families_of_packages()) == ["none are installed"]
     with pytest.raises(UnsupportedError, match="is not one of"):
         load_family(config)
     install(tmp_path, project["name"], architecture, module)
     install(tmp_path, "broken", "Broken", "no_such_module")
+    wanted = f"Broken of broken 0.1.0, {architecture} of jaxpage-seed-oss 0.1.0"
+    assert ("families of packages", wanted) in list(report())
     example = importlib.import_module("test_seed_oss")
     example.test_greedy_tokens_are_those_of_transformers(tmp_path / "model", {"attention_out_bias": True})
     assert load_family(config).__name__ == module

@@ -100,7 +100,8 @@ def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled:
         assert counts(llm)["skipped"] >= 1 and (counts(llm)["restored"] == 0 or damage == "other tokens")
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
-        assert counts(llm)["restored"] > 0 or damage == "a directory", "what was skipped was written anew"
+        found = counts(llm)
+        assert (found["restored"], found["skipped"]) == (8, 0) or damage == "a directory", "all were written anew"
 
 
 def test_other_weights_find_nothing(model: Path, filled: Path, tmp_path: Path, plain: list[Any]) -> None:

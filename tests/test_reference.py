@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+import jaxpage
 from tests.support.notebooks import as_page, as_text, executed
-from tests.support.reference import pages
+from tests.support.reference import pages, python_page
 from tests.support.reference_models import TESTS
 
 ROOT = Path(__file__).parent.parent
@@ -21,6 +22,17 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         if request.config.getoption("--write-reference"):
             path.write_text(text)
         assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
+
+
+def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> None:
+    path = ROOT / "docs" / "reference" / "python.md"
+    if request.config.getoption("--write-reference"):
+        path.write_text(python_page(path.read_text()))
+    assert path.read_text() == python_page(path.read_text()), (
+        "it is old: pytest tests/test_reference.py --write-reference"
+    )
+    documented = set(re.findall(r"^\.\. auto\w+:: jaxpage\.(\w+)$", path.read_text(), re.MULTILINE))
+    assert documented == {name for name in jaxpage.__all__ if not name.startswith("_")}
 
 
 def test_the_tests_of_the_page_of_models_exist() -> None:

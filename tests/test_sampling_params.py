@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import math
 import pickle
+import re
 import subprocess
 import sys
 
@@ -221,3 +222,19 @@ def test_the_module_needs_no_jax() -> None:
     program = "import sys, jaxpage.settings.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "hint"),
+    [
+        (SamplingParams, {"max_token": 3}, "SamplingParams has no parameter 'max_token'; did you mean 'max_tokens'?"),
+        (
+            BeamSearchParams,
+            {"beam_width": 2, "beams": 2},
+            "BeamSearchParams has no parameter 'beams'; parameters are beam_",
+        ),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(kind: type, fields: dict[str, int], hint: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(hint)):
+        kind(**fields)

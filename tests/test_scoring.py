@@ -38,7 +38,7 @@ def prompts() -> list[list[int]]:
 
 
 def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> None:
-    continuations = [[5, 6, 7], [1], [130, 0, 4, 4, 9], [77] * 10]
+    continuations = [[5, 6, 7], [1], [130, 0, 4, 4] * 7, [77] * 10]  # the third is as long as there is room
     scores = llm.score(prompts(), continuations)
     for prompt, continuation, score in zip(prompts(), continuations, scores, strict=True):
         with torch.no_grad():
@@ -95,6 +95,7 @@ def test_embeddings_are_hidden_states_of_transformers(model: tuple[Path, Any], l
         (([1, 2], []), "at least one token each"),
         (([[1], [2]], [[3]]), "2 prompts and 1 continuations"),
         (([1], [999]), "999"),
+        (([1] * 128, [2]), "The prompt has 129 tokens, .* max_model_len is 128"),
     ],
 )
 def test_scores_that_cannot_be_had(arguments: Any, text: str, llm: LLM) -> None:

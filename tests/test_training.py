@@ -71,7 +71,12 @@ def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pyte
     oracle = save_model("mistral-window", tmp_path)
     model, weights = loaded(tmp_path, oracle)
     wanted = of_torch(oracle).detach().numpy()
-    np.testing.assert_allclose(model.log_probabilities(weights, ROWS), wanted, atol=2e-5)
+    np.testing.assert_allclose(model.log_probabilities(weights, ROWS.tolist()), wanted, atol=2e-5)
+    for rows in (ROWS[0], ROWS[None], ROWS[:0], ROWS[:, :0], ROWS * 1.0, ROWS > 3, 5):
+        with pytest.raises(
+            TypeError, match=r"token_ids must be integers in rows \[R, C\], at least one of each; got shape"
+        ):
+            model.log_probabilities(weights, rows)
     dense = training.dense_attend
 
     def wrong(num_rows: int) -> Any:
@@ -92,7 +97,7 @@ def test_mixtures_of_experts_are_refused(tmp_path: Path) -> None:
 
 def test_the_example_of_the_reference(tmp_path: Path) -> None:
     page = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    *_, code = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "example.py").write_text(code)
     found = runpy.run_path(str(tmp_path / "example.py"))
     oracle = AutoModelForCausalLM.from_pretrained(found["directory"], dtype=torch.float32)

@@ -13,6 +13,7 @@ import ollama
 import openai
 import pytest
 
+import jaxpage
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.messages import open_message
@@ -305,6 +306,19 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
     assert more.content[0].text == text_of(wanted)
 
 
+def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: Any) -> None:
+    """As the chat has them. What a message may not have, its count may not either."""
+    asked: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
+    assert claude.messages.count_tokens(**asked).input_tokens == chat()["usage"]["prompt_tokens"]
+    begun: Any = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
+    wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"]["prompt_tokens"]
+    assert claude.messages.count_tokens(**{**asked, "messages": [USER, begun]}).input_tokens == wanted
+    with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
+        claude.messages.count_tokens(**asked, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.count_tokens(**{**asked, "model": "claude"})
+
+
 def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, server: Running) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is not supported"),
@@ -335,7 +349,9 @@ def test_a_key_may_be_in_the_header_of_messages(server: Running, promises: Promi
         ({"x-api-key": "wrong"}, 401),
         ({"x-api-key": KEY, "authorization": "Bearer wrong"}, 401),
     ):
-        assert httpx.post(f"{server.address}/v1/messages", json=body, headers=headers, timeout=60).status_code == status
+        for path in ("/v1/messages", "/v1/messages/count_tokens"):
+            answer = httpx.post(f"{server.address}{path}", json=body, headers=headers, timeout=60)
+            assert answer.status_code == status
 
 
 # Ollama
@@ -375,6 +391,24 @@ def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -
     formatted = llama.generate(**{**asked, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA)
     jsonschema.validate(json.loads(formatted.response or ""), SCHEMA)
     assert [model.model for model in llama.list().models] == ["demo"]
+
+
+def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+    """What they ask at their start, with the name that they give a model without a tag."""
+    length = http.get("/v1/models").json()["data"][0]["max_model_len"]
+    assert [(model.model, model.context_length) for model in llama.ps().models] == [("demo", length)]
+    assert http.get("/api/version").json() == {"version": jaxpage.__version__}
+    for name in ("demo", "demo:latest"):
+        shown = llama.show(name)
+        assert shown.details is not None and shown.details.family == "llama"
+        assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": length}
+        assert shown.capabilities == ["completion", "thinking"]
+        assert llama.chat(messages=MESSAGES, **{**OLLAMA, "model": name}).message.content == text_of(chat())
+        assert llama.generate(prompt="The old", **{**OLLAMA, "model": name}).eval_count == 12
+    for name in ("demo:7b", "latest", ":latest", "llama3"):
+        with pytest.raises(ollama.ResponseError) as caught:
+            llama.show(name)
+        assert caught.value.status_code in (400, 404)
 
 
 def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file, save_file
+from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
@@ -186,15 +187,35 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: l
         assert text in str(caught.value)
     assert "tensor 'lm_head.weight' of shape (257, 64) is missing" in str(caught.value)
     infinite = random_tensors(LLAMA, seed=1)
-    infinite["model.norm.weight"][3] = np.inf
-    with pytest.raises(CheckpointError, match="'model.norm.weight' has numbers that are not finite"):
+    infinite["model.layers.0.self_attn.k_proj.weight"][3] = np.inf
+    with pytest.raises(
+        CheckpointError, match=r"1 problem\):\n  - '.*0.self_attn.k_proj.weight' has numbers that are NaN or"
+    ):
         llm.update_parameters(infinite, check_finite=True)
-    assert texts(llm) == from_files[0] and llm.update_parameters(random_tensors(LLAMA)) == version + 1
+    assert llm.update_parameters(random_tensors(LLAMA), check_finite=True) == version + 1
+    for given in (None, 3, [("model.norm.weight", wrong["model.norm.weight"])]):
+        with pytest.raises(
+            TypeError, match="parameters must be a dict of arrays by name, or a module of Flax NNX; got"
+        ):
+            llm.update_parameters(given)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="'model.norm.weight' is a list, and no array of numpy or JAX"):
+        llm.update_parameters({**random_tensors(LLAMA), "model.norm.weight": [1.0] * 64})
+    assert texts(llm) == from_files[0] and llm.update_parameters(random_tensors(LLAMA)) == version + 2
+
+
+def test_a_config_of_transformers_is_one() -> None:
+    found, wanted = (open_parameters(config, random_tensors(LLAMA)) for config in (LlamaConfig(**LLAMA), LLAMA))
+    assert found.spec == wanted.spec
+    for wrong in (None, "config.json", [LLAMA]):
+        with pytest.raises(
+            TypeError, match="config must be a dict, as config.json is, or a config of transformers; got"
+        ):
+            LLM.from_parameters(wrong, random_tensors(LLAMA))  # type: ignore[arg-type]
 
 
 def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
     pinned = llm.pin_prefix([5] * 20)
-    with pytest.raises(RuntimeError, match="1 prefixes of the old ones are pinned"):
+    with pytest.raises(RuntimeError, match=r"prefixes of the old ones are pinned \(1\)"):
         llm.update_parameters(random_tensors(LLAMA))
     pinned.release()
     with pytest.raises(UnsupportedError, match="event_log is not supported with from_parameters"):
@@ -219,6 +240,7 @@ def server(llm: LLM, tmp_path: Path) -> Iterator[tuple[Running, httpx.Client, Pa
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
     with serving(built, weights_directory=str(tmp_path / "w")) as server:
         with httpx.Client(base_url=server.address, timeout=60) as client:
+            assert "/v1/update_weights" in client.get("/").json()["paths"]
             yield server, client, tmp_path / "w"
         assert not server.errors
 
@@ -310,18 +332,20 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any,
         {name: array[:1] if name in names else array for name, array in tensors.items()}, wrong / "model.safetensors"
     )
     config = json.loads((wrong / "config.json").read_text())
-    (wrong / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0}))
+    (wrong / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0, "transformers_version": "5"}))
     answer = client.post("/v1/update_weights", json={"path": "wrong"})
     message = answer.json()["error"]["message"]
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
-    assert all(f"'{name}' has shape" in message for name in names) and "config.json has rope = " in message
+    assert all(f"'{name}' has shape" in message for name in names)
+    assert message.count("config.json") == 1, "what decides nothing is not named"
+    assert "config.json: rope_theta is 77.0 here, and missing in the model that is served" in message
     assert str(directory) not in message
     not_finite = {**load_file(directory / "1" / "model.safetensors")}
     not_finite[names[0]] = np.full_like(not_finite[names[0]], np.nan)
     save_file(not_finite, wrong / "model.safetensors")
     shutil.copy(directory / "0" / "config.json", wrong / "config.json")
     answer = client.post("/v1/update_weights", json={"path": "wrong"})
-    assert answer.status_code == 400 and "1 parameters of wrong have numbers that are NaN" in answer.text, answer.text
+    assert answer.status_code == 400 and f"1 problem):\\n  - '{names[0]}' has numbers that are NaN" in answer.text
     refusals = set()
     (directory / "link").symlink_to(directory.parent)
     for path in ("../w/../..", "link", "gone", "/etc", "a\0b", "1/config.json"):

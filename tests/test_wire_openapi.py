@@ -11,8 +11,8 @@ import pytest
 from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, tokenize
-from jaxpage.serving.wire.messages import open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
+from jaxpage.serving.wire.messages import count_tokens, open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate, show_ollama
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.responses import open_response
 from tests.support.wire import Scripted, context, output
@@ -70,6 +70,8 @@ def test_the_answers_are_what_it_says() -> None:
         validator(name).validate(exchange.whole([output(exchange, [Scripted(["x"])])]))
     validator("Tokens").validate(tokenize({"prompt": "x"}, context()).body)
     validator("Text").validate(detokenize({"tokens": [5]}, context()).body)
+    validator("TokenCount").validate(count_tokens({"model": "demo", "messages": [USER]}, context()).body)
+    validator("OllamaModel").validate(show_ollama({"model": "demo"}, context()).body)
     for path, name in (
         ("/v1/chat/completions", "Error"),
         ("/v1/messages", "MessagesError"),

@@ -6,7 +6,14 @@ Nothing here unpickles, runs code that comes with a model, or touches a device b
 from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
-from jaxpage.checkpoints.in_memory import Parameters, named_parameters, open_parameters, with_parameters
+from jaxpage.checkpoints.in_memory import (
+    ModelConfig,
+    Parameters,
+    check_all_finite,
+    named_parameters,
+    open_parameters,
+    with_parameters,
+)
 from jaxpage.checkpoints.loading import load_sharded, load_shards, load_weights
 from jaxpage.checkpoints.opening import (
     ModelDescription,
@@ -20,9 +27,11 @@ from jaxpage.checkpoints.resolve import local_model, resolve_model, resolve_mode
 
 __all__ = [
     "LoadPlan",
+    "ModelConfig",
     "ModelDescription",
     "ModelFiles",
     "Parameters",
+    "check_all_finite",
     "check_weights",
     "convert",
     "describe_model",

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from flax import nnx
 
 from jaxpage.checkpoints.config_file import check_sizes
-from jaxpage.checkpoints.fitting import LoadPlan, fit_stored
+from jaxpage.checkpoints.fitting import Filled, LoadPlan, fit_stored
 from jaxpage.checkpoints.opening import ModelFiles, describe_config
 from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
@@ -21,18 +21,36 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import model_weights
 from jaxpage.models.fields import text_part
 from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.sharding import at
 from jaxpage.models.weights import Weight, tensor
 
 PLACE = Path("(parameters in memory)")  # where messages say that they are
 Parameters = Mapping[str, Any] | nnx.Module
+
+
+class HFConfig(Protocol):
+    """A config of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json says."""
+
+
+ModelConfig = Mapping[str, Any] | HFConfig
 _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
 
 
-def open_parameters(config: Mapping[str, Any], parameters: Parameters, quantization: str | None = None) -> ModelFiles:
-    """A model whose config.json is a dict and whose weights are arrays: in a flat or a nested dict, or a module of its family.
+def open_parameters(config: ModelConfig, parameters: Parameters, quantization: str | None = None) -> ModelFiles:
+    """A model whose config.json is a dict or a config of transformers, and whose weights are arrays: in a flat or a nested dict, or a
+    module of its family.
 
-    Raises one CheckpointError listing all that does not fit.
+    Raises one CheckpointError listing all that does not fit; TypeError for what is neither.
     """
+    if not isinstance(config, Mapping):
+        if not hasattr(config, "to_dict"):
+            raise TypeError(
+                f"config must be a dict, as config.json is, or a config of transformers; got {config!r:.80}"
+            )
+        config = config.to_dict()
     problems, config = Problems(PLACE), text_part(config)
     check_sizes(config, problems)
     described = describe_config(config, lambda: quantization_of(config, quantization), problems)
@@ -42,18 +60,18 @@ def open_parameters(config: Mapping[str, Any], parameters: Parameters, quantizat
     return with_parameters(empty, parameters)
 
 
-def with_parameters(files: ModelFiles, parameters: Parameters, *, check_finite: bool = False) -> ModelFiles:
-    """The same model with other weights. Raises as `open_parameters`; check_finite: also for numbers that are NaN or infinite."""
+def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
+    """The same model with other weights. Raises as `open_parameters`."""
+    if not isinstance(parameters, Mapping | nnx.Module):
+        raise TypeError(f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}")
     problems, weights = Problems(PLACE), model_weights(files.family, files.spec, files.rule)
     if isinstance(parameters, nnx.Module):
-        return _with_module(files, parameters, weights, problems, check_finite=check_finite)
-    plan = _fitted(files, dict(flat(parameters)), weights, problems, check_finite=check_finite)
+        return _with_module(files, parameters, weights, problems)
+    plan = _fitted(files, dict(flat(parameters)), weights, problems)
     return replace(files, directory=PLACE, plan=plan)
 
 
-def _with_module(
-    files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems, *, check_finite: bool
-) -> ModelFiles:
+def _with_module(files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems) -> ModelFiles:
     """Each parameter is one tensor, whose name is its path in the module."""
     if files.quantization is not None:
         raise UnsupportedError("a module cannot be quantised; give its arrays under the names of the checkpoint")
@@ -63,7 +81,7 @@ def _with_module(
         if not isinstance(array, jax.ShapeDtypeStruct)  # declared, and never filled
     }
     alone = [replace(one, sources=(tensor(".".join(map(str, one.path)), *one.shape),)) for one in weights]
-    plan = _fitted(files, arrays, alone, problems, check_finite=check_finite)
+    plan = _fitted(files, arrays, alone, problems)
     filled = tuple(replace(one, weight=weight) for one, weight in zip(plan.parameters, weights, strict=True))
     return replace(files, directory=PLACE, plan=replace(plan, layout="module", parameters=filled))
 
@@ -73,16 +91,16 @@ def _fitted(
     arrays: Mapping[str, Any],
     weights: Sequence[Weight],
     problems: Problems,
-    *,
-    check_finite: bool,
 ) -> LoadPlan:
     stored = {}
     for name, array in arrays.items():
-        dtype = np.dtype(getattr(array, "dtype", None))
-        if dtype not in _CODES:
-            problems.add(f"{name!r} has dtype {dtype}, not one of {', '.join(map(str, _CODES))}")
+        if not isinstance(array, np.ndarray | jax.Array):
+            problems.add(f"{name!r} is a {type(array).__name__}, and no array of numpy or JAX")
             continue
-        stored[name] = TensorInfo(name, _CODES[dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
+        if array.dtype not in _CODES:
+            problems.add(f"{name!r} has dtype {array.dtype}, not one of {', '.join(map(str, _CODES))}")
+            continue
+        stored[name] = TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
     empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), files.family.ignored
     plan = fit_stored(empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization)
     for filled in plan.parameters:
@@ -90,24 +108,32 @@ def _fitted(
             copies = [arrays[name] for name in piece.names if name in stored and name != info.name]
             if any(not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies):
                 problems.add(f"{info.name!r} is given under another name too, with other numbers")
-            if check_finite and not np.isfinite(np.asarray(arrays[info.name], np.float32)).all():
-                problems.add(f"{info.name!r} has numbers that are not finite")
     problems.raise_if_any()
     return plan
 
 
 def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
     """The arrays of a loaded model by the names that they have in its checkpoint, shaped as there."""
-    named = {}
-    for filled in plan.parameters:
-        array: Any = tree
-        for key in filled.weight.path:
-            array = array[key]
-        own = [piece for piece, _ in filled.pieces]
-        for piece in filled.weight.sources[0].pieces if plan.layout == "module" else own:
-            part = array[tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.shape, strict=True))]
-            named[piece.name] = part.swapaxes(-1, -2) if piece.transpose else part.reshape(piece.stored_shape)
-    return named
+    each = ((filled, at(tree, filled.weight.path)) for filled in plan.parameters)
+    return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
+
+
+def check_all_finite(files: ModelFiles, tree: Mapping[Any, Any]) -> None:
+    """Raises CheckpointError: tensors of a loaded model have numbers that are NaN or infinite. One at a time comes to the host."""
+    problems = Problems(files.directory)
+    for filled in files.plan.parameters:
+        for name, part in _parts(files.plan, filled, np.asarray(at(tree, filled.weight.path))):
+            if not np.isfinite(part).all():
+                problems.add(f"{name!r} has numbers that are NaN or infinite")
+    problems.raise_if_any()
+
+
+def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, Any]]:
+    """A parameter's array as the tensors of the checkpoint."""
+    own = [piece for piece, _ in filled.pieces]
+    for piece in filled.weight.sources[0].pieces if plan.layout == "module" else own:
+        part = array[tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))]
+        yield piece.name, part.swapaxes(-1, -2) if piece.transpose else part.reshape(piece.stored_shape)
 
 
 def flat(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.fields import RefusedField, WrongField
 from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.registry import quantization_of, without_quantization
+from jaxpage.models.quantization.registry import FIELDS, quantization_of, without_quantization
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
@@ -85,22 +85,35 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
     problems = Problems(Path(directory))
     if (problems.directory / "config.json").is_file():
         described = _describe(problems.directory, None, problems)
-        for name, wanted, found in _differences(files, described) if described else ():
-            problems.add(f"config.json has {name} = {quoted(found)}, and the model needs {quoted(wanted)}")
+        for name, there, here in _differences(files, described) if described else ():
+            problems.add(f"config.json: {name} is {there} here, and {here} in the model that is served")
     weights = model_weights(files.family, files.spec, files.rule)
     plan = fit(problems.directory, weights, files.family.ignored, problems)
     problems.raise_if_any()
     return replace(files, directory=problems.directory, plan=plan)
 
 
-def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, Any, Any]]:
-    """What is decided by config.json: its name, in the model and in the other description."""
-    if described.family is not files.family or described.quantization is not None:
-        yield "architectures", files.config.get("architectures"), described.config.get("architectures")
+def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, str, str]]:
+    """The fields of config.json that make another model of it, and what they are there and in the model."""
+    here, there = files.config, described.config
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if described.family is not files.family:
+        names = ["architectures"]
+    elif described.quantization is not None:
+        names = [name for name in FIELDS if name in there]
+    elif described.spec != files.spec:
+        alone = [
+            (name, check_spec(files.family, {**here, name: there.get(name)}, Problems(files.directory)))
+            for name in names
+        ]
+        names = [name for name, spec in alone if spec != files.spec] or names
+    else:
         return
-    for name, value in vars(files.spec).items():
-        if (other := getattr(described.spec, name)) != value:
-            yield name, value, other
+    for name in names:
+        there_is, here_is = (
+            "missing" if config.get(name) is None else quoted(config[name]) for config in (there, here)
+        )
+        yield name, there_is, here_is
 
 
 def describe_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelDescription:

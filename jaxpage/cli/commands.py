@@ -9,6 +9,7 @@ from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
 from jaxpage.serving.config import AUTO
 from jaxpage.serving.listening import bound_socket
+from jaxpage.settings.argument_checks import counted
 from jaxpage.settings.sources import BUILT_IN
 
 
@@ -154,9 +155,11 @@ def replay(arguments: argparse.Namespace) -> int:
     """`jaxpage replay LOG`: status 1 at a difference. With --request, --texts, --diff or --state no engine is built."""
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
-    from jaxpage.replay.looking import first_difference, header_differences, request_lines, state_lines
+    from jaxpage.replay.looking import check_until, first_difference, header_differences, request_lines, state_lines
 
     log, until = arguments.log, arguments.until
+    if until is not None:
+        check_until(until, log)
     if arguments.state:
         print("\n".join(state_lines(log, until)))
         return 0
@@ -188,7 +191,7 @@ def replay(arguments: argparse.Namespace) -> int:
     report = replay_log(log, model=arguments.model, force=arguments.force, until=until)
     if report.ending:
         say(report.ending)
-    print(report.difference or f"{report.num_steps} steps, {report.num_tokens} tokens, identical")
+    print(report.difference or f"{counted(report.num_steps, 'step')}, {counted(report.num_tokens, 'token')}, identical")
     if until is not None and not report.difference:
         print("\n".join(state_lines(log, until)))
     return 1 if report.difference else 0

@@ -48,6 +48,7 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _part("compile cache", _compile_cache)
     yield from _part("demo model", _demo_model)
     yield from _part("architectures", _architectures)
+    yield from _part("families of packages", families_of_packages)
     yield from _part("quantised weights", _quantizations)
     for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
         if variable in os.environ:
@@ -145,6 +146,15 @@ def _architectures() -> Iterator[str]:
     from jaxpage.models.registry import FAMILIES
 
     yield ", ".join(FAMILIES)
+
+
+def families_of_packages() -> Iterator[str]:
+    """That are installed beside jaxpage."""
+    from jaxpage.models.registry import ENTRY_POINTS
+
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    described = [f"{one.name} of {one.dist.name} {one.dist.version}" if one.dist else one.name for one in found]
+    yield ", ".join(sorted(described)) or "none are installed"
 
 
 def _quantizations() -> Iterator[str]:

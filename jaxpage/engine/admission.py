@@ -105,13 +105,14 @@ class Admission:
         """Raises ValueError: the prompt is empty, is too long, or has ids that the model has not."""
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
-        if len(token_ids) >= self._max_model_len:
+        longest = self._longest(checked.sampling)
+        if len(token_ids) >= longest:
             raise ValueError(
                 f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: max_model_len is "
                 f"{self._max_model_len}, prompt and output together"
             )
         self._check_token_ids("prompt_token_ids", token_ids)
-        room = self._max_model_len - len(token_ids)
+        room = longest - len(token_ids)
         if checked.sampling.min_tokens > room:
             raise ValueError(
                 f"min_tokens={checked.sampling.min_tokens} does not fit: after the prompt there is room for {room} tokens"
@@ -119,6 +120,10 @@ class Admission:
         if checked.beam:
             _check_length_penalty(checked.beam, min(checked.beam.max_tokens or room, room))
         return PreparedRequest(prompt, tuple(token_ids), checked)
+
+    def _longest(self, params: SamplingParams) -> int:
+        """Tokens, prompt and output together. Where a prompt is scored, the one token behind it is drawn and never computed."""
+        return self._max_model_len + (params.max_tokens == 1 and params.prompt_logprobs is not None)
 
     def _check_width(self, beam: BeamSearchParams) -> None:
         num_ends = len(self._eos(beam).union(beam.stop_token_ids))
@@ -131,7 +136,7 @@ class Admission:
     def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
         checked, params = prepared.checked, prepared.checked.sampling
         self._num_admitted += 1
-        longest = self._max_model_len
+        longest = self._longest(params)
         if params.max_tokens is not None:
             longest = min(longest, len(prepared.token_ids) + params.max_tokens)
         return Request(

@@ -235,7 +235,7 @@ class Engine:
             raise RuntimeError("weights cannot be replaced while requests are running or waiting")
         if pins := len(self.scheduler.block_manager.pins):
             raise RuntimeError(
-                f"weights cannot be replaced while {pins} prefixes of the old ones are pinned; release them first"
+                f"weights cannot be replaced while prefixes of the old ones are pinned ({pins}); release them first"
             )
         self.reset_prefix_cache()
         self.runner.replace_parameters(target)

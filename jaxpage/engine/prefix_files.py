@@ -13,6 +13,7 @@ import os
 import queue
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -76,6 +77,7 @@ class PrefixFiles:
         self._sizes: OrderedDict[str, int] = OrderedDict((path, size) for _, path, size in found)
         self._num_bytes = sum(self._sizes.values())
         self._pending: set[bytes] = set()
+        self._intact: set[bytes] = set()  # whose files were read or written here
         self._waiting: queue.Queue[tuple[StoredBlock, Contents] | None] = queue.Queue(_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="prefix cache", daemon=True)
         self._writer.start()
@@ -92,6 +94,17 @@ class PrefixFiles:
 
     def read(self, block: StoredBlock) -> Contents | None:
         """None: it is not there, or not what it should be."""
+        contents = self._checked(block)
+        self.counts.restored += contents is not None
+        return contents
+
+    def skip_damaged(self, blocks: Iterable[StoredBlock]) -> None:
+        """Those of the blocks whose files are damaged have none any more. Each file is looked at once."""
+        for block in blocks:
+            if block.digest not in self._intact:
+                self._checked(block)
+
+    def _checked(self, block: StoredBlock) -> Contents | None:
         path = self._path(block.digest)
         with self._lock:
             if str(path) not in self._sizes:
@@ -114,7 +127,7 @@ class PrefixFiles:
             with contextlib.suppress(OSError):  # such as a directory of this name
                 path.unlink()
             return None
-        self.counts.restored += 1
+        self._intact.add(block.digest)
         return contents
 
     def write(self, block: StoredBlock, contents: Contents) -> None:
@@ -150,6 +163,7 @@ class PrefixFiles:
                 self._num_bytes += len(written) - self._sizes.pop(str(path), 0)
                 self._sizes[str(path)] = len(written)
                 self._pending.discard(block.digest)
+            self._intact.add(block.digest)
             self.counts.written += 1
             self._tidy()
 

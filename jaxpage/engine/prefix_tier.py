@@ -47,12 +47,14 @@ class PrefixTier(Events):
         there = self._index.match(digests, sequence.token_ids, salt)
         restored: list[tuple[int, Contents]] = []
         parent: Parent = there[-1] if there else salt
-        for block in itertools.islice(_blocks(digests, sequence.token_ids, size), len(there), None):
+        blocks = itertools.islice(_blocks(digests, sequence.token_ids, size), len(there), None)
+        for block in blocks:
             if not self._cached.has_room or (contents := self._files.read(block)) is None:
                 break
             place = self._cached.restore(block.digest, parent, block.token_ids)
             restored.append((place, contents))
             parent = place
+        self._files.skip_damaged(blocks)  # what is left is computed, and can be written anew
         if restored:
             self._engine.runner.write_blocks(restored)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
+Messages = Sequence[Mapping[str, Any]]  # of one conversation
 _Params = TypeVar("_Params")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,6 +50,18 @@ def normalise(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, list | tuple):
         return [_one(prompt) for prompt in prompts]
     raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
+
+
+def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
+    """A list of integers, or an array of them with one axis, as a list. Raises TypeError; ValueError for ids that the model has not."""
+    given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not all(map(_is_integer, given)):
+        raise TypeError(
+            f"token_ids must be a list of integers, or an array of them with one axis; got {token_ids!r:.80}"
+        )
+    if wrong := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
+        raise ValueError(f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}")
+    return [int(token_id) for token_id in given]
 
 
 def chat_prompt(

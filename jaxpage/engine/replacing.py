@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from jaxpage.checkpoints import ModelFiles, Parameters, with_parameters
+from jaxpage.checkpoints import ModelFiles, Parameters, check_all_finite, with_parameters
 from jaxpage.device.mesh import make_mesh
-from jaxpage.engine.build import load_model
+from jaxpage.engine.build import load_model, whole_weights
 from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.argument_checks import check_choice
@@ -22,9 +22,12 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
         raise UnsupportedError(f"{name} is not supported with event_log: a log has one set of weights")
 
 
-def weights_on_device(files: ModelFiles, spec: EngineSpec) -> Any:
-    """For `Engine.replace_weights`. The old weights are on the device, too."""
-    return load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
+    """For `Engine.replace_weights`. The old weights are on the device, too. finite: raises CheckpointError for NaN and infinite numbers."""
+    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    if finite:
+        check_all_finite(files, whole_weights(files, spec, weights))
+    return weights
 
 
 def given_weights(
@@ -39,4 +42,4 @@ def given_weights(
     """As `weights_on_device`, of what `update_parameters` is given. Raises what that raises."""
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
-    return weights_on_device(with_parameters(model, parameters, check_finite=check_finite), spec)
+    return weights_on_device(with_parameters(model, parameters), spec, finite=check_finite)

@@ -15,6 +15,7 @@ from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.replay.walk import SequenceWalk, Walk
+from jaxpage.settings.argument_checks import counted
 
 Path = str | os.PathLike[str]
 _MOST_SHOWN = 16  # entries of a list in a line
@@ -32,14 +33,26 @@ def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
             log.take()
 
 
+def check_until(until: int, path: Path) -> None:
+    """Raises EventLogError if the log has no such step."""
+    steps: list[int] = []
+    for record in records_of(path):
+        if record["event"] == "plan":
+            steps.append(record.get("step", 0))
+            if steps[0] <= until <= steps[-1]:
+                return
+    found = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
+    raise EventLogError(f"--until {until}: {os.fspath(path)} {found}")
+
+
 def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
     """The requests that are there behind a step, each sequence with its block table. Raises EventLogError."""
     walk = Walk()
     for record in records_of(path, until):
         _follow(walk, record)
-    yield f"After step {walk.step}: {len(walk.arrivals)} requests"
+    yield f"After step {walk.step}: {counted(len(walk.arrivals), 'request')}"
     for request_id, arrival in walk.arrivals.items():
-        yield f"{request_id}: {_num_prompt_tokens(arrival)} prompt tokens"
+        yield f"{request_id}: {counted(_num_prompt_tokens(arrival), 'prompt token')}"
         for sequence_id in walk.sequences_of(request_id):
             sequence = walk.sequences[sequence_id]
             state = f"blocks {_tables(sequence)}" if sequence.is_running else "waits"
@@ -93,19 +106,23 @@ def first_difference(path: Path, other: Path, until: int | None = None) -> str |
 
 
 def header_differences(path: Path, other: Path) -> Iterator[str]:
-    """What the headers of two logs have that differs, a line each."""
+    """What the headers of two logs have that differs, a line each. Not the paths of the logs, nor that of the model where the weights are
+    the same, nor when and why incidents were written."""
     headers = []
     for one in (path, other):
         with LogReader(one) as log:
             headers.append(read_header(log))
     first, second = headers
+    unsaid = {"config_hash", "incident", "config.event_log"}
+    if first["weights_hash"] == second["weights_hash"]:
+        unsaid |= {"config.model", "config.revision"}
     for name in dict.fromkeys([*first, *second]):
         ours, theirs = first.get(name), second.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            differing = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-            yield from (f"{name}.{key}: {ours.get(key)!r}, and {theirs.get(key)!r}" for key in differing)
-        elif ours != theirs:
-            yield f"{name}: {ours!r}, and {theirs!r}"
+            pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+        else:
+            pairs = [(name, ours, theirs)]
+        yield from (f"{label}: {one!r}, and {two!r}" for label, one, two in pairs if one != two and label not in unsaid)
 
 
 def _follow(walk: Walk, record: Record) -> None:
@@ -150,7 +167,7 @@ def _arrived(arrival: Record, *, is_late: bool) -> str:
     asked: Record = arrival.get("beam") or arrival.get("params") or {}
     given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     was_there = "was there when the log begins" if is_late else "arrived"
-    return f"{was_there}: {_num_prompt_tokens(arrival)} prompt tokens, seed {arrival.get('seed')}" + (
+    return f"{was_there}: {counted(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}" + (
         given and f", {given}"
     )
 

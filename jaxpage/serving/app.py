@@ -44,8 +44,8 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
-from jaxpage.serving.wire.messages import open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
+from jaxpage.serving.wire.messages import count_tokens, open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate, show_ollama
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
@@ -83,9 +83,13 @@ class Server:
             post_route("/v1/chat/completions", partial(self._exchange, open_chat)),
             post_route("/v1/responses", partial(self._exchange, open_response)),
             post_route("/v1/messages", partial(self._exchange, open_message)),
+            post_route("/v1/messages/count_tokens", partial(self._transform, count_tokens)),
             post_route("/api/chat", partial(self._exchange, open_ollama_chat)),
             post_route("/api/generate", partial(self._exchange, open_ollama_generate)),
+            post_route("/api/show", partial(self._transform, show_ollama)),
             Route("/api/tags", self._tags),
+            Route("/api/ps", self._loaded),
+            Route("/api/version", self._version),
             post_route("/v1/embeddings", self._embed),
             post_route("/v1/score", partial(self._exchange, open_score)),
             post_route("/tokenize", partial(self._transform, tokenize)),
@@ -168,6 +172,13 @@ class Server:
         since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
         return json_answer({"models": [{"name": name, "model": name, "modified_at": since} for name in self._names]})
 
+    async def _loaded(self, request: Request) -> Response:
+        """Ollama's list of what is in memory, as all is."""
+        length = self._context.max_model_len
+        return json_answer(
+            {"models": [{"name": name, "model": name, "context_length": length} for name in self._names]}
+        )
+
     async def _capable(self, request: Request) -> Response:
         return json_answer(self._capabilities)
 
@@ -196,7 +207,7 @@ class Server:
         return json_answer(await asyncio.to_thread(openapi, self._context))
 
     async def _index(self, request: Request) -> Response:
-        paths = [route.path for route in self.routes if isinstance(route, Route)]
+        paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         return json_answer(
             {"name": "jaxpage", "version": __version__, "models": self._context.model_names, "paths": paths}
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -12,10 +11,10 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.embedding import Embedder
-from jaxpage.engine.engine import Engine
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
+from jaxpage.serving.vectors import vectors_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
@@ -53,13 +52,8 @@ class Embedding:
     ) -> list[npt.NDArray[np.float32]]:
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
-        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])  # all with the same
-
-        def vector(_: Engine, request: PreparedRequest) -> npt.NDArray[np.float32]:
-            return self._embedder.embed(weights, request.token_ids, asked.pooling)
-
         vectors = []
-        for request in requests:
-            vectors.append(await self._loop.snapshot(partial(vector, request=request)))
+        async for vector in vectors_of(requests, self._loop, self._embedder, asked.pooling):
+            vectors.append(vector)
             asked.check_width(vectors[0].size)
         return vectors

@@ -97,6 +97,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         tokenizer=built.tokenizer,
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
+        model_type=str(built.model.config.get("model_type", "")),
         tool_parser=server.tool_parser,
         reasoning_parser=server.reasoning_parser,
         strict_requests=server.strict_requests,

@@ -6,13 +6,16 @@ They are calls, not asserts, so that they also hold under `python -O`, and every
 from __future__ import annotations
 
 import difflib
+import functools
+import inspect
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from numbers import Integral, Real
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 Item = TypeVar("Item")
+_P = ParamSpec("_P")
 
 INT32_MAX = 2**31 - 1
 _SHOWN_CHARACTERS = 80
@@ -33,9 +36,29 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Such as "1 request", "2 requests"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     """Known names that were probably meant, at least `cutoff` alike (0 to 1). None for what is too long to be one: comparing takes time."""
     return difflib.get_close_matches(name, list(names), most, cutoff) if len(name) <= MAX_NAME_CHARACTERS else []
+
+
+def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
+    """The `__init__`, whose TypeError for an unknown keyword has the name that was probably meant."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @functools.wraps(init)
+    def checked(*arguments: _P.args, **keywords: _P.kwargs) -> None:
+        for unknown in keywords.keys() - known:
+            close = close_names(unknown, known)
+            hint = f"did you mean {close[0]!r}?" if close else f"parameters are {', '.join(known)}"
+            raise TypeError(f"{type(arguments[0]).__name__} has no parameter {unknown!r}; {hint}")
+        init(*arguments, **keywords)
+
+    return checked
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:

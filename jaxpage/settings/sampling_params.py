@@ -19,6 +19,7 @@ from jaxpage.settings.argument_checks import (
     check_items,
     check_text,
     check_token_id,
+    names_checked,
     refuse,
 )
 from jaxpage.settings.structured_outputs import check_structured_outputs
@@ -80,6 +81,7 @@ class SamplingParams:
     cache_salt: str | None  # only requests with the same salt share cached prefixes; at most 256 characters
     user: str | None  # with scheduling_policy="fair": the user to whom the tokens count; at most 256 characters
 
+    @names_checked
     def __init__(
         self,
         n: int = 1,
@@ -191,6 +193,7 @@ class BeamSearchParams:
     ignore_eos: bool  # continue after end-of-sequence tokens
     stop_token_ids: TokenIds  # additional end-of-sequence ids
 
+    @names_checked
     def __init__(
         self,
         beam_width: int,

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.serving.http.answers import send_error
+from jaxpage.serving.wire.dialects import MESSAGES, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -16,7 +17,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 class ApiKeys:
     """Lets a request through whose `Authorization: Bearer` has one of the keys. Without any key everybody comes in.
-    `/v1/messages` also takes it from `x-api-key`, where Anthropic's clients may send it.
+    Anthropic's paths also take it from `x-api-key`, where Anthropic's clients may send it.
 
     It decides on the path that the router sees, as it stands: what is no exact match of an open path is none. Host, query and other
     headers have no say. All keys are compared, each in constant time.
@@ -37,7 +38,7 @@ class ApiKeys:
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if not given and scope["path"] == "/v1/messages":
+        if not given and dialect_of(scope["path"]) is MESSAGES:
             given = [b"Bearer " + value for name, value in scope["headers"] if name == b"x-api-key"]
         scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         if scheme.lower() != b"bearer":

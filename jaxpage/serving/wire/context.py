@@ -34,6 +34,7 @@ class ModelContext:
     tokenizer: Any | None  # transformers'; None: prompts are token ids, and there is no text
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, where a request says nothing
     system_fingerprint: str = ""
+    model_type: str = ""  # as config.json has it
     tool_parser: str | None = None  # "hermes" | "llama3_json"
     reasoning_parser: str | None = None  # "think"
     strict_requests: bool = False  # unknown fields are refused

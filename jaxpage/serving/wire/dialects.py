@@ -31,7 +31,7 @@ def dialect_of(path: str) -> Dialect:
     """The API that a path belongs to: OpenAI's, if it is none of another one."""
     if path.startswith("/api/"):
         return OLLAMA
-    return {"/v1/messages": MESSAGES, "/v1/responses": RESPONSES}.get(path, OPENAI)
+    return _DIALECTS.get(path, OPENAI)
 
 
 def encoded(value: Any) -> bytes:
@@ -92,3 +92,4 @@ RESPONSES = Dialect(ApiError.body, _responses_error, _numbered)
 MESSAGES = Dialect(_messages_error, _messages_error, _named)
 # White space may stand before a line's JSON, and every stream ends with a line.
 OLLAMA = Dialect(_ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" ")
+_DIALECTS = {**dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), MESSAGES), "/v1/responses": RESPONSES}

@@ -1,4 +1,4 @@
-"""POST /v1/messages, which is Anthropic's, as a chat. Text alone."""
+"""POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's, as a chat. Text alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from jaxpage.serving.wire.chat import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import quotes
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.translated_fields import AssistantTurn, MessagesRequest, TextBlock, ThinkingBlock, UserTurn
+from jaxpage.serving.wire.tokenizing import Transformed, tokenize
+from jaxpage.serving.wire.translated_fields import (
+    AssistantTurn,
+    CountTokensRequest,
+    MessagesRequest,
+    TextBlock,
+    ThinkingBlock,
+    UserTurn,
+)
 from jaxpage.serving.wire.translating import InBlocks
 
 
@@ -19,11 +27,23 @@ def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
     return MessageAnswer(open_chat, _chat_of(request), context, request.model, ignored)
 
 
-def _chat_of(request: MessagesRequest) -> dict[str, Any]:
+@quotes
+def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
+    """Of the prompt that a message would have. Raises ApiError."""
+    request, ignored = read(body, CountTokensRequest, context)
+    counted = tokenize({"model": request.model, **_conversation_of(request)}, context)
+    return Transformed({"input_tokens": counted.body["count"]}, ignored)
+
+
+def _conversation_of(request: CountTokensRequest) -> dict[str, Any]:
     system = [] if request.system is None else [{"role": "system", "content": _text_of(request.system)}]
+    continues = isinstance(request.messages[-1], AssistantTurn)
+    return {"messages": [*system, *map(_message, request.messages)], "continue_final_message": continues}
+
+
+def _chat_of(request: MessagesRequest) -> dict[str, Any]:
     return {
-        "messages": [*system, *map(_message, request.messages)],
-        "continue_final_message": isinstance(request.messages[-1], AssistantTurn),
+        **_conversation_of(request),
         "stop": request.stop_sequences,
         **{name: getattr(request, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")},
     }

@@ -24,11 +24,13 @@ from jaxpage.serving.wire.fields import (
     ToolCall,
 )
 from jaxpage.serving.wire.translated_fields import (
+    CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
+    OllamaShowRequest,
     ResponsesMessage,
     ResponsesPart,
     ResponsesReasoning,
@@ -89,6 +91,19 @@ _OF_GENERATION: dict[str, Values] = {
     "length_penalty": (1,),
     "top_logprobs": (0,),
 }
+_OF_MESSAGES: dict[str, Values] = {
+    "container": (),
+    "context_management": (),
+    "diagnostics": (),
+    "inference_geo": (),
+    "mcp_servers": ([],),
+    "output_config": ({},),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "thinking": ({"type": "disabled"},),
+    "tool_choice": ({"type": "none"},),
+    "tools": ([],),
+}
 _OF_OLLAMA: dict[str, Values] = {
     "format": ("",),
     "images": ([],),
@@ -140,19 +155,9 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     },
-    MessagesRequest: {
-        "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "mcp_servers": ([],),
-        "output_config": ({},),
-        "service_tier": ("auto", "standard_only"),
-        "speed": ("standard",),
-        "thinking": ({"type": "disabled"},),
-        "tool_choice": ({"type": "none"},),
-        "tools": ([],),
-    },
+    MessagesRequest: _OF_MESSAGES,
+    CountTokensRequest: _OF_MESSAGES,
+    OllamaShowRequest: {"options": ({},), "system": ("",), "template": ("",)},
     OllamaChatRequest: _OF_OLLAMA,
     OllamaGenerateRequest: {
         **_OF_OLLAMA,

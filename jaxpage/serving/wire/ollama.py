@@ -1,4 +1,4 @@
-"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion."""
+"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion; and /api/show."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.neutral import NEUTRAL, is_neutral
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.templates import template_of, variables_of
+from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.serving.wire.translated_fields import (
     OllamaChatRequest,
     OllamaGenerateRequest,
     OllamaOptions,
     OllamaRequest,
+    OllamaShowRequest,
 )
 from jaxpage.serving.wire.translating import Open, Translated, pieces
 
@@ -31,7 +33,7 @@ _OPTIONS = {  # by their names in chats and completions
 @quotes
 def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
     """An `Exchange`. Raises ApiError."""
-    request, ignored = read(body, OllamaChatRequest, context)
+    request, ignored = read(_served(body, context), OllamaChatRequest, context)
     messages = [
         {"role": message.role, "content": message.content}
         | ({"reasoning_content": message.thinking} if message.thinking and message.role == "assistant" else {})
@@ -44,7 +46,7 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
 @quotes
 def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
     """An `Exchange`. Raises ApiError."""
-    request, ignored = read(body, OllamaGenerateRequest, context)
+    request, ignored = read(_served(body, context), OllamaGenerateRequest, context)
     if request.raw:
         for name in ("system", "think"):
             if getattr(request, name):
@@ -55,6 +57,27 @@ def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaA
     messages = [*system, {"role": "user", "content": request.prompt}]
     asked = {"messages": messages, **_common(request, context), **_thinking(request, context)}
     return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+@quotes
+def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
+    """What clients ask of a model: its length, and what it can do. Raises ApiError."""
+    _, ignored = read(_served(body, context), OllamaShowRequest, context)
+    kind = context.model_type
+    about = {
+        "details": {"family": kind},
+        "model_info": {"general.architecture": kind, f"{kind}.context_length": context.max_model_len},
+        "capabilities": ["completion", *(["thinking"] if context.reasoning_parser else [])],
+    }
+    return Transformed(about, ignored)
+
+
+def _served(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
+    """The request with the name that the model has here: Ollama's have a tag behind it, which is "latest" where nobody gave one."""
+    name = body.get("model")
+    if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
+        return {**body, "model": name.removesuffix(":latest")}
+    return body
 
 
 def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:

@@ -19,16 +19,19 @@ from jaxpage.serving.wire.fields import (
     TokenizeRequest,
 )
 from jaxpage.serving.wire.translated_fields import (
+    CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    OllamaShowRequest,
     ResponsesRequest,
 )
 
 _REQUESTS: tuple[type[BaseModel], ...] = (
     *(CompletionRequest, ChatCompletionRequest, EmbeddingRequest, ScoreRequest),
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
-    *(ResponsesRequest, MessagesRequest, OllamaChatRequest, OllamaGenerateRequest),
+    *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+    *(OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest),
 )
 _PLACE = "#/components/schemas/"
 _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
@@ -62,6 +65,9 @@ def openapi(context: ModelContext) -> dict[str, Any]:
                 streams=_EVENTS,
                 error="MessagesError",
             ),
+            "/v1/messages/count_tokens": _post(
+                "The tokens of a message's prompt.", ["CountTokensRequest"], "TokenCount", error="MessagesError"
+            ),
             "/api/chat": _post(
                 "Answers a conversation: Ollama's.",
                 ["OllamaChatRequest"],
@@ -77,6 +83,11 @@ def openapi(context: ModelContext) -> dict[str, Any]:
                 error="OllamaError",
             ),
             "/api/tags": _get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
+            "/api/ps": _get("The names of the model, which is loaded: Ollama's.", "OllamaLoaded", error="OllamaError"),
+            "/api/show": _post(
+                "What the model can do: Ollama's.", ["OllamaShowRequest"], "OllamaModel", error="OllamaError"
+            ),
+            "/api/version": _get("The version of jaxpage.", "Version", error="OllamaError"),
             "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
             "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
             "/tokenize": _post("The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"),
@@ -183,6 +194,9 @@ _ANSWERS: dict[str, Any] = {
     "OllamaChat": _object(message=_object(content=_STRING, **_TURN), **_OLLAMA),
     "OllamaGenerate": _object(response=_STRING, **_OLLAMA),
     "OllamaModels": _object(models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))),
+    "OllamaLoaded": _object(models=_list(_object(name=_STRING, model=_STRING, context_length=_INTEGER))),
+    "OllamaModel": _object(details=_object(family=_STRING), model_info={"type": "object"}, capabilities=_list(_STRING)),
+    "TokenCount": _object(input_tokens=_INTEGER),
     "Completion": _completion("text_completion", text=_STRING),
     "ChatCompletion": _completion("chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)),
     "Embeddings": _object(

@@ -132,19 +132,24 @@ class AssistantTurn(Fields):
     ]
 
 
-class MessagesRequest(Fields):
-    """POST /v1/messages."""
+class CountTokensRequest(Fields):
+    """POST /v1/messages/count_tokens."""
 
     model: ModelName
-    max_tokens: Count
     messages: Annotated[
         Items[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
         Field(min_length=1, max_length=MAX_MESSAGES),
     ]
     cache_control: dict[str, Any] | None = None  # prefixes are cached without it
+    system: Blocks | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: Count
     stop_sequences: Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
-    system: Blocks | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     top_p: TopP | None = None
@@ -173,6 +178,13 @@ class OllamaRequest(Fields):
     options: OllamaOptions | None = None
     stream: bool | None = None  # as if true
     think: bool | None = None
+
+
+class OllamaShowRequest(Fields):
+    """POST /api/show."""
+
+    model: ModelName
+    verbose: bool | None = None  # there is no more to say
 
 
 class OllamaMessage(Fields):

@@ -1,0 +1,72 @@
+"""What `LLM` and `AsyncLLM` have in common: what they know of their model, beside the engine that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxpage.checkpoints import named_parameters
+from jaxpage.engine.build import Built, whole_weights
+from jaxpage.engine.prompts import chat_prompt, checked_token_ids
+from jaxpage.engine.replacing import check_replaceable
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.sampling_params import SamplingParams
+
+
+class BuiltModel:
+    """Base of both."""
+
+    def _use(self, config: EngineConfig, built: Built) -> None:
+        self.config = config
+        self.tokenizer = built.tokenizer
+        self.spec = built.spec
+        self.memory = built.memory
+        self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
+        self._model = built.model
+        self._embedder = built.new_embedder()
+
+    @property
+    def hf_config(self) -> dict[str, Any]:
+        """What config.json of the model says."""
+        return dict(self._model.config)
+
+    def chat_prompt(
+        self, messages: Any, tools: Sequence[Any] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The prompt of a conversation.
+
+        tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
+        chat_template_kwargs: variables of the template, such as enable_thinking.
+
+        Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
+        """
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
+        return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
+
+    def get_tokenizer(self) -> Any:
+        """That of transformers; None where the model has none."""
+        return self.tokenizer
+
+    def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of tokens. token_ids: a list, or an array with one axis. Raises TypeError, ValueError."""
+        if self.tokenizer is None:
+            raise ValueError(f"The model {self.config.model!r} has no tokenizer")
+        checked = checked_token_ids(token_ids, self.spec.vocab_size)
+        return str(self.tokenizer.decode(checked, skip_special_tokens=skip_special_tokens))
+
+    def default_sampling_params(self, **overrides: Any) -> SamplingParams:
+        """What the model's generation_config.json says of sampling; `overrides` win over it."""
+        return SamplingParams(**{**self.sampling_defaults, **overrides})
+
+    def _named(self, weights: dict[Any, Any]) -> dict[str, jax.Array]:
+        """weights: as they are on the device."""
+        check_replaceable(self._model, None, "parameters")
+        return named_parameters(self._model.plan, whole_weights(self._model, self.spec, weights))
+
+    def __repr__(self) -> str:
+        names = ("max_model_len", "num_blocks", "block_size", "device")
+        sizes = ", ".join(f"{name}={getattr(self.memory, name)!r}" for name in names)
+        return f"{type(self).__name__}(model={self.config.model!r}, dtype={self.spec.layout.dtype!r}, {sizes})"
