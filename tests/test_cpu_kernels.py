@@ -361,9 +361,13 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     assert "copy_blocks" not in caplog.text, "the kernels have none of their own"
     said = re.findall(r"cpu: .*no C\+\+ compiler.*Plain XLA \(scan\) takes its place, which is slow", caplog.text)
     assert len(said) == 1
-    monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(RuntimeError, match="/bin/false failed"):
-        library.compiled("avx2", ())
+    for command, reason in {
+        "/bin/false -pipe": "/bin/false failed: exit status 1",
+        "sh -c 'printf \"warning\\nx.cc: error: no space\\nmore\" >&2; exit 1'": "sh failed: x.cc: error: no space",
+    }.items():
+        monkeypatch.setenv("CXX", command)
+        with pytest.raises(RuntimeError, match=f"^{reason}$"):
+            library.compiled("avx2", ())
 
 
 def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path) -> None:
@@ -398,6 +402,10 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
 
     monkeypatch.setattr(build, "_run", built)
     path = library.compiled("avx2", ())
+    with monkeypatch.context() as later:  # the file system is read-only now, and there is no compiler
+        later.setattr(Path, "chmod", lambda *_: 1 / 0)
+        later.setenv("CXX", "/bin/false")
+        assert library.compiled("avx2", ()) == path
     assert library.compiled("avx2", ()) == path and len(made) == 1 and "damaged" not in caplog.text
     path.write_bytes(path.read_bytes()[:-1])
     assert library.compiled("avx2", ()) == path and path.read_bytes()[:2000] == bytes(2000)
@@ -490,7 +498,7 @@ def test_no_memory_beyond_the_arrays_is_touched(beyond: bool, tmp_path: Path) ->
 
 
 def _of_compiler(name: str) -> str:
-    command = [build.compiler(), f"-print-file-name={name}"]
+    command = [*build.compiler(), f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if path == name:
         pytest.skip(f"this compiler has no {name}")

@@ -7,8 +7,10 @@ in bfloat16, and jax 0.10.2 takes longer (docs/lab-log.md). So it is measured, o
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -74,7 +76,9 @@ def remembered() -> dict[str, CPUProducts]:
         known = {key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()}
         for products in known.values():
             products.described()
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError):
+            if not all(0 < time < math.inf for times in products.seconds.values() for time in times):
+                return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, RecursionError):
         return {}
     return known
 
@@ -97,7 +101,8 @@ def _file() -> Path:
 
 
 def _conditions() -> str:
-    return f"{jax.__version__}, {processor()}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
+    digest = hashlib.sha256(repr(processor_lines()).encode()).hexdigest()[:16]
+    return f"{jax.__version__}, {processor()}, {digest}, {os.cpu_count()} cores, {os.environ.get('XLA_FLAGS', '')}"
 
 
 def _measure() -> CPUProducts:
@@ -129,10 +134,15 @@ def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:
     return min(found)
 
 
-def processor() -> str:
-    """Its name; "" where Linux has none."""
+def processor_lines() -> list[str]:
+    """Its name and what it can do, as Linux says it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+        return []
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+
+
+def processor() -> str:
+    """Its name; "" where Linux has none."""
+    return next((line.partition(":")[2].strip() for line in processor_lines() if line.startswith("model name")), "")

@@ -28,6 +28,7 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -325,10 +326,7 @@ def use_compile_cache(directory: Path) -> bool:
     Returns False, with a warning, where that cannot be had: everything is then compiled anew at each start.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if directory.stat().st_uid != os.geteuid():
-            raise PermissionError("it belongs to another user")
-        directory.chmod(0o700)
+        make_private(directory)
     except OSError as error:
         logger.warning("no compile cache at %s: %s", directory, error)
         return False

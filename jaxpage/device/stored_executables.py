@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxpage.device.backends import cpu_kernels
+from jaxpage.device.cpu_products import processor_lines
 from jaxpage.device.mesh import DeviceMesh
 from jaxpage.user_cache import user_cache
 from pallas_kernels.compat import without_compile_cache
@@ -31,7 +32,10 @@ from pallas_kernels.compat import without_compile_cache
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2 * 2**30  # of the directory: those that were not used for the longest time go first
-_DIGEST_BYTES, _SIZE_BYTES = 32, 8  # a file: the digest of the rest, the workspace in bytes, the executable
+_DIGEST_BYTES, _SIZE_BYTES = (
+    32,
+    8,
+)  # a file: the digest of its name and the rest, the workspace in bytes, the executable
 # What steps are traced from.
 _TRACED = ("jaxpage/device", "jaxpage/layers", "jaxpage/models", "jaxpage/step", "jaxpage/settings", "pallas_kernels")
 
@@ -50,6 +54,7 @@ class StoredExecutables:
         self._directory, self._devices = directory, devices
         self._lock = threading.Lock()
         self.num_found = 0
+        self._is_full = False  # or cannot be written for another reason, which was said
         self._texts: dict[int, tuple[Any, str]] = {}  # with what they are of, so that no other object gets its id
 
     def get(self, compile_one: functools.partial[Any], arguments: Any, result: Any) -> Any:
@@ -72,7 +77,9 @@ class StoredExecutables:
         try:
             _write(path, compiled, trees)
         except Exception as error:  # compiled again at the next start
-            logger.warning("cannot store an executable in %s: %s: %s", self._directory, type(error).__name__, error)
+            if not self._is_full:
+                logger.warning("cannot store executables in %s: %s: %s", self._directory, type(error).__name__, error)
+            self._is_full = True
         return compiled
 
     @contextlib.contextmanager
@@ -120,17 +127,12 @@ def _surroundings() -> str:
             name = f"{root.name}/{path.relative_to(root)}"
             if path.suffix in (".py", ".cc", ".h") and name.startswith(_TRACED):
                 code.update(f"{name} {path.stat().st_size}\n".encode() + path.read_bytes())
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
-    except OSError:
-        processor = []
     return repr(
         [
             jax.__version__,
             importlib.metadata.version("jaxlib"),
             code.hexdigest(),
-            processor,
+            processor_lines(),
             os.cpu_count(),
             cpu_kernels(),
             [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")],
@@ -145,14 +147,22 @@ def workspace_bytes(executable: Any) -> int:
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
+def _digest(path: Path, contents: bytes | memoryview) -> bytes:
+    """With the name, so that another executable in its place is seen."""
+    digest = hashlib.sha256(path.name.encode())
+    digest.update(contents)
+    return digest.digest()
+
+
 def _read(path: Path) -> memoryview | None:
     """What was written behind the digest."""
     try:
         contents = memoryview(path.read_bytes())
-        os.utime(path)
     except OSError:
         return None
-    if hashlib.sha256(contents[_DIGEST_BYTES:]).digest() != contents[:_DIGEST_BYTES]:
+    with contextlib.suppress(OSError):  # of a read-only file system
+        os.utime(path)
+    if _digest(path, contents[_DIGEST_BYTES:]) != contents[:_DIGEST_BYTES]:
         logger.warning("%s is compiled again: its contents are not those that were written", path)
         return None
     return contents[_DIGEST_BYTES:]
@@ -181,8 +191,11 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
         raise TypeError(f"it takes and gives {its_trees}, not {trees}")
     contents = workspace_bytes(compiled).to_bytes(_SIZE_BYTES, "little") + payload
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
-    temporary.write_bytes(hashlib.sha256(contents).digest() + contents)
-    temporary.replace(path)
+    try:
+        temporary.write_bytes(_digest(path, contents) + contents)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def compile_cache_directory() -> Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-Wall")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-w")
 # By instruction set, the best first: what /proc/cpuinfo must have, and the compiler's flags.
 X86 = {
     "avx512": ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=skylake-avx512", "-mprefer-vector-width=512")),
@@ -24,12 +25,14 @@ ARM = {"neon": ()}
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def compiler() -> str:
-    """Raises RuntimeError without one."""
-    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+def compiler() -> list[str]:
+    """Its command: $CXX may have options. Raises RuntimeError without one."""
+    if given := os.environ.get("CXX"):
+        return shlex.split(given)
+    found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if found is None:
         raise RuntimeError("it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)")
-    return found
+    return [found]
 
 
 def options(name: str, flags: Sequence[str], include: str) -> tuple[str, ...]:
@@ -43,8 +46,8 @@ def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
         units = sorted(sources.glob("*.cc"))
         objects = [str(Path(temporary) / f"{unit.stem}.o") for unit in units]
         made = Path(temporary) / path.name
-        _run([[compiler(), *chosen, "-c", str(unit), "-o", each] for unit, each in zip(units, objects, strict=True)])
-        _run([[compiler(), *chosen, *objects, "-o", str(made)]])
+        _run([[*compiler(), *chosen, "-c", str(unit), "-o", each] for unit, each in zip(units, objects, strict=True)])
+        _run([[*compiler(), *chosen, *objects, "-o", str(made)]])
         with made.open("ab") as file:  # behind what a loader reads; see `is_whole`
             file.write(hashlib.sha256(made.read_bytes()).digest())
         made.replace(path)  # another process may have made the same
@@ -57,11 +60,13 @@ def is_whole(path: Path) -> bool:
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Raises RuntimeError with what a command said, after all have ended."""
+    """Raises RuntimeError with the line in which a command tells of an error, after all have ended."""
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
     ]
     said = [process.communicate()[1] for process in running]
     for command, process, errors in zip(commands, running, said, strict=True):
         if process.returncode:
-            raise RuntimeError(f"{command[0]} failed: {errors.strip()[-2000:] or f'exit status {process.returncode}'}")
+            lines = errors.strip().splitlines() or [f"exit status {process.returncode}"]
+            reason = next((line for line in lines if "error" in line), lines[-1])
+            raise RuntimeError(f"{command[0]} failed: {reason[:500]}")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, compiler, is_whole, options
+from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, is_whole, options
 
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
@@ -101,7 +101,7 @@ def _processor_flags() -> set[str]:
 def compiled(name: str, flags: Sequence[str]) -> Path:
     """The library for this instruction set; compiled, unless the cache has it. Raises RuntimeError with the reason."""
     chosen = options(name, flags, jax.ffi.include_dir())
-    key = hashlib.sha256(repr((compiler(), chosen, jax.__version__, _FORM)).encode())
+    key = hashlib.sha256(repr((chosen, jax.__version__, _FORM)).encode())
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())
     path = _cache() / f"{name}-{key.hexdigest()[:16]}.so"
@@ -110,17 +110,26 @@ def compiled(name: str, flags: Sequence[str]) -> Path:
         return path
     if is_there:
         logger.warning("%s is damaged", path)
-    logger.warning("Compiling the kernels for CPUs (%s), once; this takes up to a minute", name)
+    logger.warning("Compiling the kernels for CPUs (%s), once: about 10 s on two free cores", name)
     build(path, SOURCES, chosen)
     return path
 
 
+def make_private(directory: Path) -> None:
+    """Makes a directory for code, which only this user may own and write. One that is so already may be on a read-only file system.
+
+    Raises OSError.
+    """
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = directory.stat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{directory} belongs to another user")
+    if found.st_mode & 0o077:
+        directory.chmod(0o700)
+
+
 def _cache() -> Path:
-    """A directory of the user's own: what is in it is code."""
     user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = Path(os.environ.get("JAXPAGE_CACHE_DIR") or user_cache / "jaxpage") / "kernels"
-    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if directory.stat().st_uid != os.geteuid():
-        raise RuntimeError(f"{directory} belongs to another user")
-    directory.chmod(0o700)
+    make_private(directory)
     return directory
