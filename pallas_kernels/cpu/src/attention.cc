@@ -16,7 +16,6 @@ namespace JAXPAGE_ISA {
 namespace {
 
 constexpr int kTile = 64;       // positions
-constexpr int kMostHeads = 4;   // of a group that are computed together
 constexpr int kMostVecs = kMostHeadWidth / kLanes;
 
 // Where the pages hold a position of a row, as a slot.
@@ -92,7 +91,7 @@ struct Tile {
     begin = static_cast<int>(unit.first > position ? unit.first - position : 0);
     end = static_cast<int>(unit.last - position < kTile ? unit.last - position + 1 : kTile);
     from = begin / kLanes * kLanes;
-    for (int j = begin; j < end;) {
+    for (int j = begin; j < end;) {  // none where the unit sees nothing here
       slots[j] = unit.slot(a, position + j);
       // Without a division for each: those behind it, as far as its block goes.
       int64_t left = unit.branch ? 0 : a.block_size - 1 - (position + j) % a.block_size;
@@ -284,6 +283,37 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   for (int64_t i = 0; i < count * num_heads; ++i) heads[i].finish(a, unit.token, head_of(i));
 }
 
+// Query tokens of a prompt's chunk, one behind the other, with one key/value head: at most kMostHeads query heads in all. They share what is read
+// of the tiles that they see alike, which are all but the last and, with a window, the first.
+void attend_together(const Attention& a, const Unit* units, int num_tokens) {
+  const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
+  const int64_t kv_head = units->kv_begin, width = a.head_width * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2);
+  const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
+  const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
+  Head heads[kMostHeads];
+  for (int i = 0; i < num_heads; ++i) heads[i].start(a, units[i / group_size].token, kv_head * group_size + i % group_size);
+  const auto attend_tile = [&](const Tile& tile, Head* some, int count, const Steps& steps) {
+    for (int group = tile.from; group < tile.end; group += kLanes) steps.score(a, some, tile, k_pages, group);
+    for (int i = 0; i < count; ++i) some[i].weigh(a, tile, kv_head);
+    for (int group = tile.from; group < tile.end; group += kLanes) steps.add(a, some, tile, v_pages, group);
+  };
+  const Steps together = steps_of(a, num_heads), apart = steps_of(a, group_size);
+  Tile first, tile;
+  for (int64_t position = units->first / kTile * kTile; position <= units[num_tokens - 1].last; position += kTile) {
+    first.find(a, *units, position);
+    tile.find(a, units[num_tokens - 1], position);
+    if (first.begin == tile.begin && first.end == tile.end) {
+      attend_tile(tile, heads, num_heads, together);
+      continue;
+    }
+    for (int t = 0; t < num_tokens; ++t) {
+      tile.find(a, units[t], position);
+      if (tile.begin < tile.end) attend_tile(tile, heads + t * group_size, group_size, apart);
+    }
+  }
+  for (int i = 0; i < num_heads; ++i) heads[i].finish(a, units[i / group_size].token, kv_head * group_size + i % group_size);
+}
+
 void attend_unit(const Attention& a, const Unit& unit) {
   const int64_t group_size = a.num_heads / a.num_kv_heads;
   for (int64_t done = 0; done < group_size; done += kMostHeads)
@@ -304,11 +334,10 @@ void write(const Attention& a, int64_t token) {
   }
 }
 
-void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
+Unit unit_of(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end, int32_t* branch) {
   const int64_t num_queries = a.query_start[row + 1] - a.query_start[row];
   const int64_t num_before = a.context_len[row] - num_queries;
   Unit unit{row, token, kv_begin, kv_end, 0, num_before + token - a.query_start[row], num_before, nullptr};
-  int32_t branch[kMostDrafts];
   if (a.tree_mask) {
     int32_t depth = 0;
     for (int64_t place = 0; place < num_queries && place < a.mask_width; ++place)
@@ -317,12 +346,23 @@ void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, in
     unit.last = num_before + depth - 1;
   }
   if (a.window > 0 && unit.last + 1 > a.window) unit.first = unit.last + 1 - a.window;
-  attend_unit(a, unit);
+  return unit;
+}
+
+void attend(const Attention& a, int64_t row, int64_t token, int64_t kv_begin, int64_t kv_end) {
+  int32_t branch[kMostDrafts];
+  attend_unit(a, unit_of(a, row, token, kv_begin, kv_end, branch));
+}
+
+void attend_chunk(const Attention& a, int64_t row, int64_t token, int64_t num_tokens, int64_t kv_head) {
+  Unit units[kMostHeads];
+  for (int64_t t = 0; t < num_tokens; ++t) units[t] = unit_of(a, row, token + t, kv_head, kv_head + 1, nullptr);
+  attend_together(a, units, static_cast<int>(num_tokens));
 }
 
 }  // namespace
 
-extern const Kernels kKernels = {write, attend};
+extern const Kernels kKernels = {write, attend, attend_chunk};
 
 }  // namespace JAXPAGE_ISA
 }  // namespace jaxpage

@@ -199,22 +199,30 @@ ffi::Error run(ffi::ThreadPool& pool, Attention& a, ffi::AnyBuffer& q, ffi::AnyB
   const int64_t item = a.num_heads * a.value_width * (a.query_type == Type::kF32 ? 4 : 2);
   std::memset(static_cast<char*>(a.out) + num_queries * item, 0, (a.num_tokens - num_queries) * item);  // padding
   // A row of few queries reads its pages once, all key/value heads that lie side by side: as many as leave work for every thread, and whose
-  // queries stay in the cache. The many queries of a prompt's chunk find those of one head there.
-  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(a.num_heads / a.num_kv_heads, 4) * (a.head_width + a.value_width + 64));
+  // queries stay in the cache. The many queries of a prompt's chunk find those of one head there, some queries at once.
+  const int64_t group_size = a.num_heads / a.num_kv_heads;
+  const int64_t heads_in_cache = kHeadsInCache / (std::min<int64_t>(group_size, kMostHeads) * (a.head_width + a.value_width + 64));
   const int64_t heads_of_thread = num_queries * a.num_kv_heads / (2 * pool.num_threads());
   const int64_t side_by_side = std::clamp<int64_t>(std::min(heads_in_cache, heads_of_thread), 1, a.num_kv_heads);
+  const int64_t of_chunk = a.tree_mask ? 1 : std::max<int64_t>(1, kMostHeads / group_size);
   const auto heads_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? side_by_side : 1; };
+  const auto queries_of_unit = [&](int64_t queries) { return queries < kQueriesOfChunk ? 1 : of_chunk; };
+  const auto up = [](int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; };
   std::vector<int64_t> first_query(a.num_rows + 1), first_unit(a.num_rows + 1);
   for (int64_t row = 0; row < a.num_rows; ++row) {
     first_query[row + 1] = std::min<int64_t>(a.query_start[row + 1], num_queries);
-    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries);
-    first_unit[row + 1] = first_unit[row] + queries * ((a.num_kv_heads + heads - 1) / heads);
+    const int64_t queries = first_query[row + 1] - first_query[row];
+    first_unit[row + 1] = first_unit[row] + up(queries, queries_of_unit(queries)) * up(a.num_kv_heads, heads_of_unit(queries));
   }
   in_parallel(pool, first_unit[a.num_rows], 1, [&](int64_t unit) {
     const int64_t row = std::upper_bound(first_unit.begin(), first_unit.end(), unit) - first_unit.begin() - 1;
-    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries), own = unit - first_unit[row];
-    const int64_t kv_begin = own / queries * heads;
-    k.attend(a, row, first_query[row] + own % queries, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
+    const int64_t queries = first_query[row + 1] - first_query[row], heads = heads_of_unit(queries), at_once = queries_of_unit(queries);
+    const int64_t own = unit - first_unit[row], of_head = up(queries, at_once), kv_begin = own / of_head * heads;
+    const int64_t query = own % of_head * at_once, token = first_query[row] + query;
+    if (at_once > 1)
+      k.attend_chunk(a, row, token, std::min(at_once, queries - query), kv_begin);
+    else
+      k.attend(a, row, token, kv_begin, std::min(kv_begin + heads, a.num_kv_heads));
   });
   return ffi::Error::Success();
 }
