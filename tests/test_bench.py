@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -245,6 +246,41 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
             check_same_work("a.json", baseline, work)
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": None}, "config must be a valid dictionary, got None"),
+        ({"config": []}, "config must be a valid dictionary, got []"),
+        ({"config": {"model": 3}}, "config.model must be a valid string, got 3"),
+        ({"environment": "linux"}, "environment must be a valid dictionary, got 'linux'"),
+        ({"environment": {"commit": 5}}, "environment.commit must be a valid string, got 5"),
+        ({"total_output_tokens": 0}, "total_output_tokens must be greater than or equal to 1, got 0"),
+        ({"total_output_tokens": 10**400}, "total_output_tokens must be less than 1000000000000, got 1000"),
+        ({"duration": float("nan")}, "duration must be a finite number, got nan"),
+        ({"duration": float("inf")}, "duration must be a finite number, got inf"),
+        ({"duration": -1}, "duration must be greater than 0, got -1"),
+        ({"durations": [1.0, 0]}, "durations.1 must be greater than 0, got 0"),
+        ({"seed": "0", "self": 1}, "seed must be a valid integer, got '0'"),
+    ],
+)
+def test_a_baseline_whose_fields_cannot_be_compared_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps({**result_of(2.0, 4.0, 1.0), **changes}))
+    with pytest.raises(
+        UsageError, match=f"--compare {path}: {re.escape(said)}.*, so it is no result of `jaxpage bench"
+    ):
+        read_baseline(str(path))
+
+
+def test_a_baseline_of_brackets_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="the file is not JSON, so it is no result"):
+        read_baseline(str(path))
+
+
 def test_a_gate_fails_where_all_runs_are_slower(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -282,7 +318,7 @@ def test_a_gate_fails_where_all_runs_are_slower(
         ("", f"the file is not JSON, {no_result}"),
         ("[]", f"the file has no 'duration', {no_result}"),
         ('{"total_output_tokens": 3, "duration": 1}', f"the file has no 'dataset', {no_result}"),
-        (json.dumps({**first, "durations": [0]}), "its times are no result of `jaxpage bench throughput`: division by"),
+        (json.dumps({**first, "config": {}}), f"the file has no 'config.model', {no_result}"),
     ):
         path.write_text(text)
         assert cli.main([*words, "--compare", str(path)]) == 2

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.bench.comparison import WORK, check_same_work, compare, read_baseline
+from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     _check(arguments)
     earlier = read_baseline(arguments.compare, "latency") if arguments.compare else None
     if earlier is not None:
-        now = {name: getattr(arguments, name) for name in WORK["latency"]}
+        now = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "seed")}
         check_same_work(arguments.compare, earlier, {**now, "model": Path(config.model).name})
     settings = [("jaxpage", config), *((text, config.replace(**changes_of(text))) for text in arguments.versus)]
     directory = resolve_model(config.model, config.revision)
