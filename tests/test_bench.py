@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ import pytest
 from jaxpage import cli
 from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
+from jaxpage.bench.measure import dtypes
 from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.cli.flags import UsageError
 from jaxpage.engine.build import PHASES
+from jaxpage.engine.capacity import ModelLayout
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -240,6 +243,10 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
     assert others == [f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16"]
     twice = compare("a.json", baseline, result_of(1.0, 1.0, config=now["config"]))
     assert twice.notes == ("other dtype: auto, now bfloat16",)
+    types = [{"effective_dtype": dtype, "effective_kv_cache_dtype": "int8"} for dtype in ("bfloat16", "float32")]
+    before, now = (result_of(1.0, 1.0, **each) for each in types)
+    assert compare("a.json", before, now).notes == ("other effective_dtype: bfloat16, now float32",)
+    assert compare("a.json", result_of(1.0, 1.0), now).notes == (), "a result of before does not say"
     check_same_work("a.json", baseline, {"seed": 0, "model": "llama"})
     for work, said in (({"model": "opt"}, "model 'llama', now 'opt'"), ({"seed": 1, "completed": 2}, "seed 0, now 1")):
         with pytest.raises(UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"):
@@ -281,6 +288,11 @@ def test_a_baseline_of_brackets_is_refused(tmp_path: Path) -> None:
         read_baseline(str(path))
 
 
+def test_a_quantised_kv_cache_has_a_dtype_of_its_own() -> None:
+    llm: Any = SimpleNamespace(spec=SimpleNamespace(layout=ModelLayout("bfloat16", "int8")))
+    assert dtypes(llm) == {"effective_dtype": "bfloat16", "effective_kv_cache_dtype": "int8"}
+
+
 def test_a_gate_fails_where_all_runs_are_slower(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +302,7 @@ def test_a_gate_fails_where_all_runs_are_slower(
     more = ["--repeats", "2", "--output-json", str(path), "--record", str(document)]
     assert cli.main([*words, *more]) == 0
     first = json.loads(path.read_text())
+    assert first["effective_dtype"] == first["effective_kv_cache_dtype"] == "float32"
     history.record(str(document), first, day=datetime.date(2030, 1, 2))  # a second row, below the first
     title, *lines, more_text = [line for line in document.read_text().splitlines() if line]
     assert title == "# Page" and more_text == "More." and [lines[0], lines[-1]] == [history.BEGIN, history.END]

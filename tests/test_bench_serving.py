@@ -396,6 +396,7 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
         <= max(result["latencies"])
     )
     assert [one["engine"] for one in result["baselines"]] == ["enable_prefix_caching=false"]
+    assert result["effective_dtype"] == result["effective_kv_cache_dtype"] == "float32"
     assert "p99 (s)" in out and result["environment"]["device"].startswith("cpu")
     earlier = tmp_path / "earlier.json"
     slow = [2 * seconds for seconds in result["latencies"]]

@@ -126,6 +126,11 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         for name in ("python", "jax", "device", "cpu", "cores")
         if before.get(name) != now.get(name)
     ]
+    notes += [
+        f"other {name}: {baseline[name]}, now {result[name]}"
+        for name in ("effective_dtype", "effective_kv_cache_dtype")  # results of before have none
+        if name in baseline and name in result and baseline[name] != result[name]
+    ]
     settings = {*baseline["config"], *result["config"]} - {"model", "event_log"}
     notes += [
         f"other {name}: {baseline['config'].get(name)}, now {result['config'].get(name)}"
