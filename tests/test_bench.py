@@ -8,10 +8,12 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,11 +23,13 @@ import pytest
 from jaxpage import cli
 from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
+from jaxpage.bench.measure import dtypes
 from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.cli.flags import UsageError
 from jaxpage.engine.build import PHASES
+from jaxpage.engine.capacity import ModelLayout
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
@@ -239,10 +243,54 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
     assert others == [f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16"]
     twice = compare("a.json", baseline, result_of(1.0, 1.0, config=now["config"]))
     assert twice.notes == ("other dtype: auto, now bfloat16",)
+    types = [{"effective_dtype": dtype, "effective_kv_cache_dtype": "int8"} for dtype in ("bfloat16", "float32")]
+    before, now = (result_of(1.0, 1.0, **each) for each in types)
+    assert compare("a.json", before, now).notes == ("other effective_dtype: bfloat16, now float32",)
+    assert compare("a.json", result_of(1.0, 1.0), now).notes == (), "a result of before does not say"
     check_same_work("a.json", baseline, {"seed": 0, "model": "llama"})
     for work, said in (({"model": "opt"}, "model 'llama', now 'opt'"), ({"seed": 1, "completed": 2}, "seed 0, now 1")):
         with pytest.raises(UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"):
             check_same_work("a.json", baseline, work)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"config": None}, "config must be a valid dictionary, got None"),
+        ({"config": []}, "config must be a valid dictionary, got []"),
+        ({"config": {"model": 3}}, "config.model must be a valid string, got 3"),
+        ({"environment": "linux"}, "environment must be a valid dictionary, got 'linux'"),
+        ({"environment": {"commit": 5}}, "environment.commit must be a valid string, got 5"),
+        ({"total_output_tokens": 0}, "total_output_tokens must be greater than or equal to 1, got 0"),
+        ({"total_output_tokens": 10**400}, "total_output_tokens must be less than 1000000000000, got 1000"),
+        ({"duration": float("nan")}, "duration must be a finite number, got nan"),
+        ({"duration": float("inf")}, "duration must be a finite number, got inf"),
+        ({"duration": -1}, "duration must be greater than 0, got -1"),
+        ({"durations": [1.0, 0]}, "durations.1 must be greater than 0, got 0"),
+        ({"seed": "0", "self": 1}, "seed must be a valid integer, got '0'"),
+    ],
+)
+def test_a_baseline_whose_fields_cannot_be_compared_is_refused(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps({**result_of(2.0, 4.0, 1.0), **changes}))
+    with pytest.raises(
+        UsageError, match=f"--compare {path}: {re.escape(said)}.*, so it is no result of `jaxpage bench"
+    ):
+        read_baseline(str(path))
+
+
+def test_a_baseline_of_brackets_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "baseline.json"
+    path.write_text("[" * 100_000)
+    with pytest.raises(UsageError, match="the file is not JSON, so it is no result"):
+        read_baseline(str(path))
+
+
+def test_a_quantised_kv_cache_has_a_dtype_of_its_own() -> None:
+    llm: Any = SimpleNamespace(spec=SimpleNamespace(layout=ModelLayout("bfloat16", "int8")))
+    assert dtypes(llm) == {"effective_dtype": "bfloat16", "effective_kv_cache_dtype": "int8"}
 
 
 def test_a_gate_fails_where_all_runs_are_slower(
@@ -254,6 +302,7 @@ def test_a_gate_fails_where_all_runs_are_slower(
     more = ["--repeats", "2", "--output-json", str(path), "--record", str(document)]
     assert cli.main([*words, *more]) == 0
     first = json.loads(path.read_text())
+    assert first["effective_dtype"] == first["effective_kv_cache_dtype"] == "float32"
     history.record(str(document), first, day=datetime.date(2030, 1, 2))  # a second row, below the first
     title, *lines, more_text = [line for line in document.read_text().splitlines() if line]
     assert title == "# Page" and more_text == "More." and [lines[0], lines[-1]] == [history.BEGIN, history.END]
@@ -282,7 +331,7 @@ def test_a_gate_fails_where_all_runs_are_slower(
         ("", f"the file is not JSON, {no_result}"),
         ("[]", f"the file has no 'duration', {no_result}"),
         ('{"total_output_tokens": 3, "duration": 1}', f"the file has no 'dataset', {no_result}"),
-        (json.dumps({**first, "durations": [0]}), "its times are no result of `jaxpage bench throughput`: division by"),
+        (json.dumps({**first, "config": {}}), f"the file has no 'config.model', {no_result}"),
     ):
         path.write_text(text)
         assert cli.main([*words, "--compare", str(path)]) == 2

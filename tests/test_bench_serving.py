@@ -242,6 +242,14 @@ def test_ratios_to_an_earlier_run(server: FakeServer, capsys: pytest.CaptureFixt
     words = ["bench", "serve", "--base-url", server.url, *SMALL, "--num-prompts", "4", "--compare", path]
     assert cli.main(words) == 2
     assert "that was other work: num_prompts 3, now 4" in capsys.readouterr().err
+    for changes, said in (
+        ({"runs": []}, "runs must have at least 1 item after validation, not 0, got []"),
+        ({"runs": [{}]}, "the file has no 'runs.0.request_throughput'"),
+        ({"median_ttft_ms": None}, "median_ttft_ms must be a valid number, got None"),
+    ):
+        Path(path).write_text(json.dumps({**first, **changes}))
+        assert cli.main(words) == 2
+        assert f"--compare {path}: {said}" in capsys.readouterr().err
 
 
 def test_every_request_is_sent_and_counted(
@@ -345,7 +353,10 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--num-rounds", "2"), "--num-rounds goes with --dataset chat, not sharegpt"),
         (("--request-rate", "1", "2", "--compare", "x"), "--baseline and --compare go with one --request-rate"),
         (("--compare", "no.json"), "--compare no.json: No such file or directory"),
-        (("--compare", "tests/durations.json"), "the file has no 'runs', so it is no result of `jaxpage bench serve"),
+        (
+            ("--compare", "tests/durations.json"),
+            "the file has no 'request_throughput', so it is no result of `jaxpage bench serve",
+        ),
     ],
 )
 def test_wrong_use_of_bench_serve(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,6 +396,7 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
         <= max(result["latencies"])
     )
     assert [one["engine"] for one in result["baselines"]] == ["enable_prefix_caching=false"]
+    assert result["effective_dtype"] == result["effective_kv_cache_dtype"] == "float32"
     assert "p99 (s)" in out and result["environment"]["device"].startswith("cpu")
     earlier = tmp_path / "earlier.json"
     slow = [2 * seconds for seconds in result["latencies"]]

@@ -13,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from jaxpage import cli
 from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS
+from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
@@ -362,3 +364,19 @@ def test_a_model_without_a_template_is_asked_for_completions() -> None:
         assert words[1] == "http://h:1/v1/completions" and "Bearer" not in curl
         assert json.loads(words[-1]) == {"model": "it's", "max_tokens": 32, "prompt": prompt}
         assert "http://h:1/ui/" in text and "client.completions.create(" in text
+
+
+def test_the_servers_of_the_compose_file_have_the_kernels_for_cpus() -> None:
+    """The image is not built here: its commands are read. An image without a compiler needs the kernels in the wheel."""
+    root = Path(__file__).parents[1]
+    services = yaml.safe_load((root / "deploy" / "compose.yaml").read_text())["services"]
+    servers = [service for service in services.values() if "jaxpage serve" in str(service["command"])]
+    assert len(servers) == 2
+    for server in servers:
+        parsed = make_parser().parse_args(shlex.split(server["command"])[1:])
+        assert (parsed.host, parsed.kv_events) == ("0.0.0.0", "tcp://0.0.0.0:5557")
+        assert (root / "deploy" / server["build"]["context"]).resolve() == root
+        making, running = server["build"]["dockerfile_inline"].split("FROM python:3.12-slim")[1:]
+        compiler, wheel = making.index("apt-get install -y --no-install-recommends g++"), making.index("pip wheel")
+        assert compiler < making.index("RUN JAXPAGE_BUILD_KERNELS=1") < wheel
+        assert "COPY --from=wheel /wheels /wheels" in running and "$$(ls /wheels/*.whl)[kv-events]" in running

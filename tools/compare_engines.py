@@ -13,8 +13,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
+import re
+import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -44,7 +48,12 @@ CASES = {
     "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
     "llama.cpp int4 (Q4_1)": ("llama_cpp", "int4"),
 }
-PEERS = sorted({peer for peer, _ in CASES.values()})
+PACKAGES = {  # what the process of each imports
+    "jaxpage": "jaxpage",
+    "transformers": "torch transformers",
+    "ctranslate2": "ctranslate2 torch transformers",
+    "llama_cpp": "llama-cpp-python gguf torch safetensors",
+}
 BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"
 
 
@@ -85,21 +94,26 @@ def _arguments() -> argparse.Namespace:
     add("model", help="directory of a Llama, as tools/make_random_model.py writes it")
     add("--engines", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"default: {', '.join(CASES)}")
     pythons: dict[str, Any] = {"type": _python, "action": "append", "default": [], "metavar": "PEER=PATH"}
-    add("--python", **pythons, help=f"the Python of one of {', '.join(PEERS)}; repeatable")
+    add("--python", **pythons, help=f"the Python of one of {', '.join(PACKAGES)}; repeatable")
     add("--num-prompts", type=int, default=64, metavar="N", help="requests of the trace; default: 64")
     add("--batches", type=int, nargs="+", default=[1, 8, 16, 64], metavar="N", help="rows; default: 1 8 16 64")
     add("--context", type=int, default=200, metavar="N", help="prompt of uniform decode; default: 200")
     add("--steps", type=int, default=64, metavar="N", help="steps of uniform decode; default: 64")
     add("--write", metavar="FILE", help="replace the section between the marks in this file")
     add("--chart", metavar="FILE", help="draw the throughput of the trace: .svg or .png")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.chart and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'")
+    return arguments
 
 
 def _python(text: str) -> tuple[str, str]:
     peer, is_given, path = text.partition("=")
-    if not is_given or peer not in PEERS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(PEERS)} with = and a path")
-    return peer, path
+    if not is_given or peer not in PACKAGES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(PACKAGES)} with = and a path")
+    if (found := shutil.which(path)) is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such program")
+    return peer, str(Path(found).absolute())
 
 
 def _run(name: str, task: Task, python: str) -> Answer | None:
@@ -112,7 +126,9 @@ def _run(name: str, task: Task, python: str) -> Answer | None:
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
-        print(f"{name} is left out: {reason[0]}", file=sys.stderr)
+        missing = re.fullmatch(r"ModuleNotFoundError: (No module named .*)", reason[0])
+        how = f"{missing[1]}. Install its packages: {python} -m pip install {PACKAGES[peer]}" if missing else reason[0]
+        print(f"{name} is left out: {how}", file=sys.stderr)
         return None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return Answer(**{**found, "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()}})
@@ -145,12 +161,16 @@ def report(
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
-    batches = " ".join(map(str, arguments.batches))
-    flags = f"--num-prompts {len(trace)} --batches {batches} --context {arguments.context} --steps {arguments.steps}"
+    words = ["python", "tools/compare_engines.py", f"models/{model}"]
+    words += ["--engines", *answers] if list(answers) != list(CASES) else []
+    for peer, path in arguments.python:
+        words += ["--python", f"{peer}={Path(path).name}"]
+    words += ["--num-prompts", f"{len(trace)}", "--batches", *map(str, arguments.batches)]
+    words += ["--context", f"{arguments.context}", "--steps", f"{arguments.steps}"]
     until = arguments.context + arguments.steps
     return "\n".join(
         [
-            f"`python tools/compare_engines.py models/{model} {flags}`, {day}, {machine}.",
+            f"`{shlex.join(words)}`, {day}, {machine}.",
             f"{model}: {len(trace)} requests with lengths of `sharegpt`, {num_input:,} tokens in, {num_output:,} out, all at once;",
             f"and milliseconds of a decode step at a context of {arguments.context} to {until}.",
             "",

@@ -7,15 +7,56 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxpage.cli.flags import UsageError
+from jaxpage.settings.argument_checks import shown
 
-WORK = {  # what a result must have, and what is the same where the work is
-    "throughput": ("dataset", "seed", "completed", "max_input", "max_output", "total_input_tokens"),
-    "latency": ("batch_size", "input_len", "output_len", "seed"),
-}
-_TIMES = {"throughput": ("duration", "total_output_tokens"), "latency": ("latencies",)}
+_Count = Annotated[int, Field(ge=1, lt=10**12)]
+_Seconds = Annotated[float, Field(gt=0, lt=10**9)]
+
+
+class Fields(BaseModel):
+    """What a comparison reads of a result. Others may stand beside."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Config(Fields):
+    model: str
+
+
+class _Environment(Fields):
+    commit: str | None = None
+
+
+class _Throughput(Fields):
+    duration: _Seconds
+    durations: list[_Seconds] = Field([])
+    dataset: str
+    seed: int
+    completed: _Count
+    max_input: _Count
+    max_output: _Count
+    total_input_tokens: _Count
+    total_output_tokens: _Count
+    config: _Config
+    environment: _Environment
+
+
+class _Latency(Fields):
+    latencies: list[_Seconds] = Field(min_length=1)
+    batch_size: _Count
+    input_len: _Count
+    output_len: _Count
+    seed: int
+    config: _Config
+    environment: _Environment
+
+
+_RESULTS: dict[str, type[Fields]] = {"throughput": _Throughput, "latency": _Latency}
 
 
 @dataclass(frozen=True)
@@ -42,33 +83,34 @@ class Comparison:
 
 
 def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
-    """What `--output-json` wrote. Raises UsageError if it is something else."""
-    result = read_result(path, kind, (*_TIMES[kind], *WORK[kind], "config", "environment"))
-    try:
-        _speeds(result)
-    except (TypeError, ZeroDivisionError) as error:
-        raise UsageError(f"--compare {path}: its times are no result of `jaxpage bench {kind}`: {error}") from None
-    return result
+    """What `--output-json` wrote. Raises UsageError if it is something else: with the fields, what they are and what they must be."""
+    return read_result(path, kind, _RESULTS[kind])
 
 
-def read_result(path: str, kind: str, names: Sequence[str]) -> dict[str, Any]:
-    """The JSON object in a file. Raises UsageError if there is no such file, or it lacks one of the names."""
+def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
+    """The JSON object in a file. Raises UsageError if there is no such file, or it lacks one of the fields, or one has a wrong value."""
     no_result = f"so it is no result of `jaxpage bench {kind} --output-json`"
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--compare {path}: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise UsageError(f"--compare {path}: the file is not JSON, {no_result}") from None
-    for name in names:
-        if not isinstance(result, dict) or name not in result:
-            raise UsageError(f"--compare {path}: the file has no {name!r}, {no_result}")
+    try:
+        fields.model_validate(result if isinstance(result, dict) else {})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        must = first["msg"].partition(" should ")[2].partition(" or instance of ")[0]
+        wrong = f"{name} must {must}, got {shown(first['input'])}"
+        said = f"the file has no {name!r}" if first["type"] == "missing" else wrong
+        raise UsageError(f"--compare {path}: {said}, {no_result}") from None
     return dict(result)
 
 
 def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, Any]) -> None:
     """Raises UsageError if the baseline did other work. `work`: as far as it is known, under the names of the result, and `model`."""
-    before = {**baseline, "model": Path(str(baseline["config"]["model"])).name}
+    before = {**baseline, "model": Path(baseline["config"]["model"]).name}
     other = [f"{name} {before[name]!r}, now {value!r}" for name, value in work.items() if before[name] != value]
     if other:
         raise UsageError(f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs")
@@ -83,6 +125,11 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         f"other {name}: {before.get(name)}, now {now.get(name)}"
         for name in ("python", "jax", "device", "cpu", "cores")
         if before.get(name) != now.get(name)
+    ]
+    notes += [
+        f"other {name}: {baseline[name]}, now {result[name]}"
+        for name in ("effective_dtype", "effective_kv_cache_dtype")  # results of before have none
+        if name in baseline and name in result and baseline[name] != result[name]
     ]
     settings = {*baseline["config"], *result["config"]} - {"model", "event_log"}
     notes += [

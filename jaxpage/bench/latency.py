@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from jaxpage.bench.comparison import WORK, check_same_work, compare, read_baseline
-from jaxpage.bench.measure import parameters
+from jaxpage.bench.comparison import check_same_work, compare, read_baseline
+from jaxpage.bench.measure import dtypes, parameters
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
 from jaxpage.bench.workloads import WorkItem
@@ -32,6 +32,7 @@ class Latencies:
 
     engine: str
     seconds: tuple[float, ...]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def mean(self) -> float:
@@ -44,6 +45,7 @@ class Latencies:
             "engine": self.engine,
             "avg_latency": self.mean,
             "latencies": list(self.seconds),
+            **self.dtypes,
             "percentiles": {str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=False)},
         }
 
@@ -53,7 +55,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     _check(arguments)
     earlier = read_baseline(arguments.compare, "latency") if arguments.compare else None
     if earlier is not None:
-        now = {name: getattr(arguments, name) for name in WORK["latency"]}
+        now = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "seed")}
         check_same_work(arguments.compare, earlier, {**now, "model": Path(config.model).name})
     settings = [("jaxpage", config), *((text, config.replace(**changes_of(text))) for text in arguments.versus)]
     directory = resolve_model(config.model, config.revision)
@@ -120,7 +122,7 @@ def _measured(llm: LLM, name: str, arguments: argparse.Namespace, prompts: Seque
         seconds.append(perf_counter() - start)
         if any(len(output.outputs[0].token_ids) != arguments.output_len for output in outputs):
             raise RuntimeError(f"{name} gave fewer tokens than were asked for")
-    return Latencies(name, tuple(seconds[arguments.num_iters_warmup :]))
+    return Latencies(name, tuple(seconds[arguments.num_iters_warmup :]), dtypes(llm))
 
 
 def _table(measured: Sequence[Latencies]) -> str:

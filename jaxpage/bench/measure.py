@@ -69,11 +69,19 @@ def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_sec
             "num_cached_tokens": after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"],
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
             **_of_decoding(before, after),
+            **dtypes(llm),
             "compiles_during_run": after["compile_total"] - before["compile_total"],
             "num_blocks": after["num_blocks_total"],
             "num_blocks_free_afterwards": after["num_blocks_free"],
         },
     )
+
+
+def dtypes(llm: LLM) -> dict[str, str]:
+    """What "auto" came to: the type that the model computes in, and that of its KV cache."""
+    layout = llm.spec.layout
+    cache = layout.dtype if layout.kv_cache_dtype == "auto" else layout.kv_cache_dtype
+    return {"effective_dtype": layout.dtype, "effective_kv_cache_dtype": cache}
 
 
 def _of_decoding(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.bench.comparison import read_result
+from pydantic import Field
+
+from jaxpage.bench.comparison import Fields, read_result
 from jaxpage.cli.flags import UsageError
 from jaxpage.tables import aligned
 
-COMPARED = (
-    *("request_throughput", "output_throughput", "mean_normalized_latency_ms"),
-    *(f"{label}_{name}_ms" for name in ("ttft", "tpot", "e2el") for label in ("median", "p99")),
-)
+
+class _Numbers(Fields):
+    request_throughput: float
+    output_throughput: float
+    mean_normalized_latency_ms: float
+    median_ttft_ms: float
+    p99_ttft_ms: float
+    median_tpot_ms: float
+    p99_tpot_ms: float
+    median_e2el_ms: float
+    p99_e2el_ms: float
+
+
+class _Result(_Numbers):
+    runs: list[_Numbers] = Field(min_length=1)
+    request_rate: float | None
+    num_prompts: int
+
+
+COMPARED = tuple(_Numbers.model_fields)
 _WORK = (
     *("dataset", "dataset_path", "num_prefixes", "prefix_len", "num_rounds", "seed", "num_prompts", "arrivals"),
     *("request_rate", "burstiness", "max_concurrency", "max_input", "max_output"),
@@ -21,7 +39,7 @@ _WORK = (
 
 def read_baseline(path: str) -> dict[str, Any]:
     """What `--output-json` wrote. Raises UsageError if it is something else."""
-    return read_result(path, "serve", ("runs", "request_rate", "num_prompts"))
+    return read_result(path, "serve", _Result)
 
 
 def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, Any]) -> None:
@@ -38,7 +56,7 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     ratios = {}
     for name in COMPARED:
         theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
-        if min(theirs) > 0:
+        if min(*theirs, baseline[name]) > 0:
             lowest, highest = min(ours) / max(theirs), max(ours) / min(theirs)
             ratios[name] = {"ratio": result[name] / baseline[name], "lowest": lowest, "highest": highest}
     return ratios
