@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,7 +100,8 @@ def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled:
         )
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
-        assert counts(llm)["skipped"] >= 1 and (counts(llm)["restored"] == 0 or damage == "other tokens")
+        assert counts(llm)["skipped"] >= 1 or damage == "a directory", "which is no file of ours"
+        assert counts(llm)["restored"] == 0 or damage == "other tokens"
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         found = counts(llm)
@@ -124,14 +128,55 @@ def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Pa
         files.write(block, contents)
     files.close()
     assert files.counts.written == 8 and not (tmp_path / "key").stat().st_mode & 0o077
+    (tmp_path / "model").mkdir()
+    foreign = tmp_path / "model" / "model.safetensors"
+    foreign.write_bytes(bytes(100_000))
+    (tmp_path / "key" / f"{blocks[7].digest.hex()}x.safetensors").mkdir()
+    os.utime(foreign, (0, 0))
+    left = tmp_path / "key" / f"{blocks[6].digest.hex()}.123"
+    for path, age in ((left, 3600), (left.with_suffix(".124"), 0)):
+        path.write_bytes(bytes(100_000))
+        os.utime(path, (time.time() - age,) * 2)
     again = PrefixFiles(tmp_path, "other", 5 * 4500)
     again.close()
+    assert not left.exists() and left.with_suffix(".124").exists(), "of a process that ended, and of one that writes"
     files = PrefixFiles(tmp_path, "key", 5 * 4500)
     np.testing.assert_array_equal(files.read(blocks[0]), contents)
     files.write(StoredBlock(b"\xff" * 32, b"", (9,)), contents)
     files.close()
     assert files.num_bytes <= 5 * 4500
     assert [files.has(block.digest) for block in blocks] == [True, *[False] * 4, True, True, True]
+    assert foreign.stat().st_size == 100_000, "a file of another name stays"
+
+
+def test_what_cannot_be_deleted_or_written_ends_no_thread(tmp_path: Path) -> None:
+    contents = np.arange(4000, dtype=np.uint8)
+    files = PrefixFiles(tmp_path, "key", 5000)
+    first, second, third = (StoredBlock(bytes([index]) * 32, b"", (index,)) for index in range(3))
+    files.write(first, contents)
+    files.close()
+    files = PrefixFiles(tmp_path, "key", 5000)
+    path = tmp_path / "key" / f"{first.digest.hex()}.safetensors"
+    path.unlink()
+    path.mkdir()  # what the least recently used file is by now
+    files.write(second, contents)
+    while not files.counts.written:
+        time.sleep(0.01)
+    shutil.rmtree(tmp_path / "key")
+    (tmp_path / "key").write_text("")
+    files.write(third, contents)
+    files.close()
+    assert files.counts.dropped == 1
+    (tmp_path / "key").unlink()
+    files = PrefixFiles(tmp_path, "key", 50_000)
+    files.write(third, contents)
+    files.close()
+    files = PrefixFiles(tmp_path, "key", 50_000)
+    path = tmp_path / "key" / f"{third.digest.hex()}.safetensors"
+    path.unlink()
+    os.mkfifo(path)  # nobody ever writes to it
+    assert files.read(third) is None and files.counts.skipped == 1 and not path.exists()
+    files.close()
 
 
 def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(

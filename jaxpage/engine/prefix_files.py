@@ -11,7 +11,10 @@ import hashlib
 import logging
 import os
 import queue
+import re
+import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -29,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 Contents = npt.NDArray[np.uint8]  # [bytes of a block]
 _SUFFIX = ".safetensors"
+_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")  # of a block, or of one that a process writes
+_LONGEST_WRITE = 60.0  # seconds
 _WAITING = 256  # blocks that may wait to be written; more are left out
 
 
@@ -67,14 +72,12 @@ class PrefixFiles:
             self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
             if directory.stat().st_uid != os.geteuid():
                 raise PermissionError("it belongs to another user")
-            found = sorted(
-                (path.stat().st_mtime, str(path), path.stat().st_size) for path in directory.glob(f"*/*{_SUFFIX}")
-            )
+            found = _found(directory)
         except OSError as error:
             raise ConfigError(f"prefix_cache_directory {str(directory)!r} cannot be used: {error}") from None
         self.counts = FileCounts()
         self._lock = threading.Lock()  # of the next three
-        self._sizes: OrderedDict[str, int] = OrderedDict((path, size) for _, path, size in found)
+        self._sizes = OrderedDict(found)
         self._num_bytes = sum(self._sizes.values())
         self._pending: set[bytes] = set()
         self._intact: set[bytes] = set()  # whose files were read or written here
@@ -111,6 +114,8 @@ class PrefixFiles:
                 return None
             self._sizes.move_to_end(str(path))
         try:
+            if not stat.S_ISREG(path.lstat().st_mode):
+                raise ValueError("it is no regular file")
             with safe_open(path, framework="numpy") as file:
                 about, token_ids = file.metadata(), file.get_tensor("token_ids")
                 contents: Contents = file.get_tensor("pages")
@@ -124,8 +129,7 @@ class PrefixFiles:
             logger.warning("%s is skipped: %s", path, error)
             self.counts.skipped += 1
             self._forget(path)
-            with contextlib.suppress(OSError):  # such as a directory of this name
-                path.unlink()
+            _delete(path)
             return None
         self._intact.add(block.digest)
         return contents
@@ -156,7 +160,7 @@ class PrefixFiles:
                 temporary.replace(path)
             except OSError as error:
                 logger.warning("a block of the prefix cache cannot be written to %s: %s", path, error)
-                temporary.unlink(missing_ok=True)
+                _delete(temporary)
                 self._give_up(block)
                 continue
             with self._lock:
@@ -176,7 +180,7 @@ class PrefixFiles:
                 self._num_bytes -= size
                 taken.append(path)
         for path in taken:
-            Path(path).unlink(missing_ok=True)
+            _delete(Path(path))
 
     def _give_up(self, block: StoredBlock) -> None:
         self.counts.dropped += 1
@@ -189,6 +193,28 @@ class PrefixFiles:
 
     def _path(self, digest: bytes) -> Path:
         return self._own / f"{digest.hex()}{_SUFFIX}"
+
+
+def _found(directory: Path) -> list[tuple[str, int]]:
+    """Blocks and their bytes, the least recently used first. Files of other names are none of ours, whatever they hold.
+
+    Deletes what a process left that ended while it wrote.
+    """
+    found = []
+    for path in directory.glob("*/*"):
+        about = path.lstat()
+        if not _NAME.fullmatch(path.name) or not stat.S_ISREG(about.st_mode):
+            continue
+        if path.suffix == _SUFFIX:
+            found.append((about.st_mtime, str(path), about.st_size))
+        elif time.time() - about.st_mtime > _LONGEST_WRITE:
+            _delete(path)
+    return [(path, size) for _, path, size in sorted(found)]
+
+
+def _delete(path: Path) -> None:
+    with contextlib.suppress(OSError):  # it is not there any more, or a directory of this name
+        path.unlink()
 
 
 def _about(block: StoredBlock, contents: Contents) -> dict[str, str]:
