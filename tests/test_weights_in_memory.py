@@ -211,6 +211,10 @@ def test_a_config_of_transformers_is_one() -> None:
             TypeError, match="config must be a dict, as config.json is, or a config of transformers; got"
         ):
             LLM.from_parameters(wrong, random_tensors(LLAMA))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of transformers .*, or a directory; got 42"):
+        LLM.from_parameters(LLAMA, random_tensors(LLAMA), tokenizer=42)
+    with pytest.raises(TypeError, match="from_parameters takes no model: the config and the parameters are the model"):
+        LLM.from_parameters(LLAMA, random_tensors(LLAMA), model="demo")  # type: ignore[call-arg]
 
 
 def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
