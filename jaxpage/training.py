@@ -71,7 +71,7 @@ class TrainableModel:
         if token_ids_RC.ndim != 2 or not token_ids_RC.size or not jnp.issubdtype(token_ids_RC.dtype, jnp.integer):
             form = f"shape {token_ids_RC.shape} and dtype {token_ids_RC.dtype}"
             raise TypeError(f"token_ids must be integers in rows [R, C], at least one of each; got {form}")
-        if not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True):
+        if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
             ids, vocab_size = np.asarray(given), self._files.spec.vocab_size
             if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
                 raise ValueError(f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}")
