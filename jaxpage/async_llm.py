@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack, get_args
@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.checkpoints import Parameters
+from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.engine.build import Built
 from jaxpage.engine.built_model import BuiltModel
 from jaxpage.engine.calls import check_process, prepared
 from jaxpage.engine.embedding import Pooling, normalized
@@ -21,12 +22,13 @@ from jaxpage.engine.prompts import Messages, named_params, normalise
 from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay.opening import open_engine, open_in_memory
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.request_handle import RequestHandle
 from jaxpage.serving.vectors import vectors_of
 from jaxpage.settings.argument_checks import check_choice
-from jaxpage.settings.engine_settings import AnyPath, LLMSettings, engine_config
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -51,12 +53,30 @@ class AsyncLLM(BuiltModel):
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        built = open_engine(config, progress=use_tqdm)
-        self._use(config, built)
+        self._use(config, open_engine(config, progress=use_tqdm), max_queued_requests)
+
+    def _use(self, config: EngineConfig, built: Built, max_queued_requests: int = 4096) -> None:
+        super()._use(config, built)
         self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
         self._loop.start()
         self._running: dict[str, RequestHandle] = {}
         self._numbers = itertools.count()
+
+    @classmethod
+    def from_parameters(
+        cls,
+        config: ModelConfig,
+        parameters: Parameters,
+        tokenizer: Any | None = None,
+        *,
+        use_tqdm: bool = False,
+        max_queued_requests: int = 4096,
+        **settings: Unpack[EngineSettings],
+    ) -> Self:
+        """As `LLM.from_parameters`. Raises what it raises."""
+        made = cls.__new__(cls)
+        made._use(*open_in_memory(config, parameters, tokenizer, settings, progress=use_tqdm), max_queued_requests)
+        return made
 
     @named_params
     async def generate(
@@ -175,10 +195,15 @@ class AsyncLLM(BuiltModel):
         weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)
         return await self._loop.replace_weights(weights, abort=mode == "abort")
 
-    async def abort(self, request_id: str) -> None:
-        """Ends a request; who reads it gets a last output, with the finish reason "abort". An id that is not running is ignored."""
-        if (handle := self._running.get(request_id)) is not None:
-            await self._loop.abort(handle)
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends a request, or several; who reads one gets a last output with the finish reason "abort". Other ids are ignored.
+
+        Raises TypeError for what is neither a string nor an iterable of strings.
+        """
+        ids = [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else list(request_id)
+        if not all(isinstance(one, str) for one in ids):
+            raise TypeError(f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}")
+        await asyncio.gather(*(self._loop.abort(self._running[one]) for one in {*ids} & self._running.keys()))
 
     async def stats(self) -> Mapping[str, Any]:
         """The current values of all metrics, by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self, Unpack, get_args
 
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
+from jaxpage.checkpoints import ModelConfig, Parameters
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.build import Built
 from jaxpage.engine.built_model import BuiltModel
@@ -22,10 +21,9 @@ from jaxpage.engine.prompts import Messages, named_params, normalise, one_each
 from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
-from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay.opening import open_engine, open_in_memory
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
@@ -101,15 +99,8 @@ class LLM(BuiltModel):
 
         Raises CheckpointError with all that does not fit, TypeError for what is neither of these, and the errors of the constructor.
         """
-        path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
-        wanted = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
-        if wanted.event_log is not None:
-            raise UnsupportedError(
-                "event_log is not supported with from_parameters: a replay could not find the weights"
-            )
-        files = open_parameters(config, parameters, wanted.quantization)
-        made, own = cls.__new__(cls), None if path else tokenizer
-        made._use(wanted, open_engine(wanted, progress=use_tqdm, verbose=verbose, files=files, tokenizer=own))
+        made, options = cls.__new__(cls), {"progress": use_tqdm, "verbose": verbose}
+        made._use(*open_in_memory(config, parameters, tokenizer, settings, **options))
         return made
 
     def parameters(self) -> dict[str, jax.Array]:

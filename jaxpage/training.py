@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -63,12 +64,17 @@ class TrainableModel:
     def logits(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
         """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it.
 
-        Raises TypeError for what are no rows of integers.
+        Raises TypeError for what are no rows of integers; ValueError for ids that the model has not; traced ids are not checked.
         """
+        given = token_ids_RC
         token_ids_RC = jnp.asarray(token_ids_RC)
         if token_ids_RC.ndim != 2 or not token_ids_RC.size or not jnp.issubdtype(token_ids_RC.dtype, jnp.integer):
             form = f"shape {token_ids_RC.shape} and dtype {token_ids_RC.dtype}"
             raise TypeError(f"token_ids must be integers in rows [R, C], at least one of each; got {form}")
+        if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
+            ids, vocab_size = np.asarray(given), self._files.spec.vocab_size
+            if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
+                raise ValueError(f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}")
         num_rows, length = token_ids_RC.shape
         model = nnx.merge(self._graph, parameters)
         positions_T = jnp.tile(jnp.arange(length), num_rows)

@@ -63,7 +63,14 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
                 assert seen[-1].outputs[0].finish_reason == "abort"
             async for _ in llm.generate([5], endless):
                 break  # leaving ends it
-            await llm.abort("unknown")
+            several = [llm.generate([5], endless, name) for name in "ab"]
+            await asyncio.gather(*map(anext, several))
+            await llm.abort(name for name in ("a", "unknown", "b"))
+            for each in several:
+                assert [output async for output in each][-1].outputs[0].finish_reason == "abort"
+            for wrong in (5, [["a"]]):
+                with pytest.raises(TypeError, match="request_id must be a string, or an iterable of strings; got"):
+                    await llm.abort(wrong)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="takes one prompt, not 2"):
                 await anext(llm.generate([[1], [2]]))
             for _ in range(200):
@@ -89,7 +96,9 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             scores.append(llm.score(PROMPTS, CONTINUATIONS))
 
     async def run() -> None:
-        async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
+        settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", "max_queued_requests": 9}
+        async with AsyncLLM.from_parameters(LLAMA, weights[0], **settings) as llm:
+            assert llm._loop.num_places == llm._loop.engine.scheduler.max_num_seqs + 9
             assert await llm.score(PROMPTS[0], CONTINUATIONS[0]) == scores[0][0]
             np.testing.assert_array_equal(await llm.embed(PROMPTS, pooling="mean"), vectors)
             with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):

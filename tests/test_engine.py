@@ -10,6 +10,7 @@ import threading
 
 import jax
 import jax.monitoring
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -61,8 +62,10 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
     assert llm.generate([], GREEDY) == []
     for same in (
         np.array(first),
+        jnp.array(first),
         [np.int32(token) for token in first],
         {"prompt_token_ids": np.array(first)},
+        {"prompt_token_ids": jnp.array(first)},
         tuple(first),
     ):
         assert one(llm, same, GREEDY) == both[0].outputs[0]

@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,7 +46,10 @@ def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> 
             logprobs = model[1](torch.tensor([prompt + continuation])).logits[0].double().log_softmax(-1)
         wanted = [float(logprobs[len(prompt) + i - 1, id_]) for i, id_ in enumerate(continuation)]
         np.testing.assert_allclose(score, wanted, atol=1e-4)
-    assert llm.score(prompts()[0], [5, 6, 7]) == scores[0]
+    alone = prompts()[0], [5, 6, 7]
+    for made in (list, np.array, jnp.array):
+        assert llm.score(*map(made, alone)) == scores[0]
+        assert llm.score(*(made([one]) for one in alone)) == llm.score(*([made(one)] for one in alone)) == scores[:1]
 
 
 def test_scores_are_what_generation_reports_to_the_last_bit(
@@ -95,7 +99,7 @@ def test_embeddings_are_hidden_states_of_transformers(model: tuple[Path, Any], l
         (([1, 2], []), "at least one token each"),
         (([[1], [2]], [[3]]), "2 prompts and 1 continuations"),
         (([1], [999]), "999"),
-        (([1] * 128, [2]), "The prompt has 129 tokens, .* max_model_len is 128"),
+        (([1] * 128, [2]), "^129 tokens are more than max_model_len = 128$"),
     ],
 )
 def test_scores_that_cannot_be_had(arguments: Any, text: str, llm: LLM) -> None:
@@ -113,4 +117,18 @@ def test_a_pooling_that_is_unknown(llm: LLM) -> None:
 @pytest.mark.parametrize("given", [("a", "b"), ("a", [1]), (["a"], [[1]]), ([1], ["b"])])
 def test_scores_of_texts_are_refused(llm: LLM, given: Any) -> None:
     with pytest.raises(TypeError, match="score takes token ids, and no texts"):
+        llm.score(*given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (([[1]], [1]), "must both be lists of token ids, or both be lists of such lists"),
+        (([1], [[1]]), "must both be lists of token ids, or both be lists of such lists"),
+        ((None, None), "prompt_token_ids must be a list of token ids, or a list of such lists; got None"),
+        (([1], 2), "continuation_token_ids must be a list of token ids, or a list of such lists; got 2"),
+    ],
+)
+def test_what_is_no_list_of_token_ids_is_not_scored(llm: LLM, given: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         llm.score(*given)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -77,6 +78,14 @@ def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pyte
             TypeError, match=r"token_ids must be integers in rows \[R, C\], at least one of each; got shape"
         ):
             model.log_probabilities(weights, rows)
+    size = oracle.config.vocab_size
+    for wrong_id in (size, -1):
+        rows = jnp.array([[5, wrong_id]])
+        with pytest.raises(
+            ValueError, match=f"token_ids has {wrong_id}, but the model's token ids are 0 to {size - 1}"
+        ):
+            model.log_probabilities(weights, rows)
+        assert jax.jit(model.log_probabilities)(weights, rows).shape == (1, 1), "traced: not known"
     dense = training.dense_attend
 
     def wrong(num_rows: int) -> Any:

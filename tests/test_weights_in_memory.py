@@ -129,9 +129,12 @@ def test_a_module_does_not_come_to_the_host(config: dict[str, Any], monkeypatch:
 def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
     files = open_parameters(LLAMA, random_tensors(LLAMA, seed=1))
     module = files.family.Model(files.spec, dtype="float32")
-    with pytest.raises(CheckpointError, match="'tokens.table' of shape .* is missing"):
+    with pytest.raises(CheckpointError, match=r"1 problem\):\n  - the model has no arrays yet$"):
         llm.update_parameters(module)
-    nnx.update(module, load_weights(files.plan, "float32", jnp.asarray))
+    tree = load_weights(files.plan, "float32", jnp.asarray)
+    with pytest.raises(CheckpointError, match=r"1 problem\):\n  - these are parameters as TrainableModel.load .*named"):
+        llm.update_parameters(tree)
+    nnx.update(module, tree)
     compiled = llm.stats()["compile_total"]
     llm.update_parameters(module)
     assert texts(llm) == from_files[1] and llm.stats()["compile_total"] == compiled
@@ -179,11 +182,19 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: l
     wrong = random_tensors(LLAMA, seed=1)
     wrong["model.norm.weight"] = wrong["model.norm.weight"][:5]
     wrong["model.layers.0.mlp.up_proj.weight"] = wrong["model.layers.0.mlp.up_proj.weight"].astype(np.float64)
+    gone = wrong["model.layers.0.mlp.down_proj.weight"] = jnp.zeros((64, 64))
+    gone.delete()
     wrong["extra"] = np.zeros(3, np.float32)
     del wrong["lm_head.weight"]
     with pytest.raises(CheckpointError) as caught:
         llm.update_parameters(wrong)
-    for text in ("'model.norm.weight' has shape (5,)", "has dtype float64", "'extra' of shape (3,) is unexpected"):
+    for text in (
+        "(5 problems)",
+        "'model.norm.weight' has shape (5,)",
+        "'model.layers.0.mlp.up_proj.weight' has dtype float64",
+        "'model.layers.0.mlp.down_proj.weight' was deleted or donated: its numbers are gone",
+        "'extra' of shape (3,) is unexpected",
+    ):
         assert text in str(caught.value)
     assert "tensor 'lm_head.weight' of shape (257, 64) is missing" in str(caught.value)
     infinite = random_tensors(LLAMA, seed=1)
@@ -198,7 +209,9 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: l
             TypeError, match="parameters must be a dict of arrays by name, or a module of Flax NNX; got"
         ):
             llm.update_parameters(given)  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="'model.norm.weight' is a list, and no array of numpy or JAX"):
+    with pytest.raises(
+        CheckpointError, match=r"1 problem\):\n  - 'model.norm.weight' is a list, and no array of numpy or JAX"
+    ):
         llm.update_parameters({**random_tensors(LLAMA), "model.norm.weight": [1.0] * 64})
     assert texts(llm) == from_files[0] and llm.update_parameters(random_tensors(LLAMA)) == version + 2
 
@@ -211,6 +224,10 @@ def test_a_config_of_transformers_is_one() -> None:
             TypeError, match="config must be a dict, as config.json is, or a config of transformers; got"
         ):
             LLM.from_parameters(wrong, random_tensors(LLAMA))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of transformers .*, or a directory; got 42"):
+        LLM.from_parameters(LLAMA, random_tensors(LLAMA), tokenizer=42)
+    with pytest.raises(TypeError, match="from_parameters takes no model: the config and the parameters are the model"):
+        LLM.from_parameters(LLAMA, random_tensors(LLAMA), model="demo")  # type: ignore[call-arg]
 
 
 def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, tmp_path: Path) -> None:

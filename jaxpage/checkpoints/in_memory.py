@@ -67,7 +67,12 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     problems, weights = Problems(PLACE), model_weights(files.family, files.spec, files.rule)
     if isinstance(parameters, nnx.Module):
         return _with_module(files, parameters, weights, problems)
-    plan = _fitted(files, dict(flat(parameters)), weights, problems)
+    arrays = dict(flat(parameters))
+    known = {name for one in weights for source in one.sources for piece in source.pieces for name in piece.names}
+    if arrays and arrays.keys() == {_place(one) for one in weights} and known.isdisjoint(arrays):
+        problems.add("these are parameters as TrainableModel.load returns them: give model.named(parameters)")
+        problems.raise_if_any()
+    plan = _fitted(files, arrays, weights, problems)
     return replace(files, directory=PLACE, plan=plan)
 
 
@@ -80,10 +85,17 @@ def _with_module(files: ModelFiles, module: nnx.Module, weights: Sequence[Weight
         for name, array in flat(nnx.to_pure_dict(nnx.state(module)))
         if not isinstance(array, jax.ShapeDtypeStruct)  # declared, and never filled
     }
-    alone = [replace(one, sources=(tensor(".".join(map(str, one.path)), *one.shape),)) for one in weights]
+    if not arrays:
+        problems.add("the model has no arrays yet")
+        problems.raise_if_any()
+    alone = [replace(one, sources=(tensor(_place(one), *one.shape),)) for one in weights]
     plan = _fitted(files, arrays, alone, problems)
     filled = tuple(replace(one, weight=weight) for one, weight in zip(plan.parameters, weights, strict=True))
     return replace(files, directory=PLACE, plan=replace(plan, layout="module", parameters=filled))
+
+
+def _place(weight: Weight) -> str:
+    return ".".join(map(str, weight.path))
 
 
 def _fitted(
@@ -92,24 +104,39 @@ def _fitted(
     weights: Sequence[Weight],
     problems: Problems,
 ) -> LoadPlan:
-    stored = {}
-    for name, array in arrays.items():
-        if not isinstance(array, np.ndarray | jax.Array):
-            problems.add(f"{name!r} is a {type(array).__name__}, and no array of numpy or JAX")
-            continue
-        if array.dtype not in _CODES:
-            problems.add(f"{name!r} has dtype {array.dtype}, not one of {', '.join(map(str, _CODES))}")
-            continue
-        stored[name] = TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
+    told = {name: problem for name, array in arrays.items() if (problem := _unusable(array))}
+    stored = {
+        name: TensorInfo(name, "", (), PLACE, 0, 0)
+        if name in told
+        else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
+        for name, array in arrays.items()
+    }
     empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), files.family.ignored
-    plan = fit_stored(empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization)
+    plan = fit_stored(
+        empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization, told=told.keys()
+    )
+    for name, problem in told.items():
+        problems.add(f"{name!r} {problem}")
     for filled in plan.parameters:
         for piece, info in filled.pieces:
-            copies = [arrays[name] for name in piece.names if name in stored and name != info.name]
-            if any(not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies):
+            copies = [arrays[name] for name in piece.names if name in stored.keys() - told - {info.name}]
+            if info.name not in told and any(
+                not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies
+            ):
                 problems.add(f"{info.name!r} is given under another name too, with other numbers")
     problems.raise_if_any()
     return plan
+
+
+def _unusable(array: Any) -> str | None:
+    """Why it cannot be a weight of any model."""
+    if not isinstance(array, np.ndarray | jax.Array):
+        return f"is a {type(array).__name__}, and no array of numpy or JAX"
+    if array.dtype not in _CODES:
+        return f"has dtype {array.dtype}, not one of {', '.join(map(str, _CODES))}"
+    if isinstance(array, jax.Array) and array.is_deleted():
+        return "was deleted or donated: its numbers are gone"
+    return None
 
 
 def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:

@@ -106,6 +106,8 @@ class Admission:
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
         longest = self._longest(checked.sampling)
+        if len(token_ids) >= longest > self._max_model_len:  # nothing is generated
+            raise ValueError(f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}")
         if len(token_ids) >= longest:
             raise ValueError(
                 f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: max_model_len is "

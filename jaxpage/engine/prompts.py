@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
-import numpy as np
 from jinja2 import TemplateError
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
@@ -43,8 +42,7 @@ def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 def normalise(prompts: Any) -> list[Prompt]:
     """One `Prompt` per prompt. A list of integers is one prompt; an empty list is none. Raises TypeError naming the forms."""
-    if isinstance(prompts, np.ndarray):
-        prompts = prompts.tolist()
+    prompts = as_list(prompts)
     if isinstance(prompts, str | dict) or _is_token_ids(prompts):
         return [_one(prompts)]
     if isinstance(prompts, list | tuple):
@@ -52,9 +50,14 @@ def normalise(prompts: Any) -> list[Prompt]:
     raise TypeError(f"prompts must be {FORMS}; got {type(prompts).__name__}")
 
 
+def as_list(given: Any) -> Any:
+    """An array (NumPy, JAX or PyTorch) as a list; all else as it is."""
+    return given.tolist() if hasattr(given, "tolist") else given
+
+
 def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
     """A list of integers, or an array of them with one axis, as a list. Raises TypeError; ValueError for ids that the model has not."""
-    given = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    given = as_list(token_ids)
     if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not all(map(_is_integer, given)):
         raise TypeError(
             f"token_ids must be a list of integers, or an array of them with one axis; got {token_ids!r:.80}"
@@ -106,8 +109,7 @@ def _one(prompt: Any) -> Prompt:
         return Prompt(_valid_text(prompt), None)
     if isinstance(prompt, dict):
         return _from_dict(prompt)
-    if isinstance(prompt, np.ndarray):
-        prompt = prompt.tolist()
+    prompt = as_list(prompt)
     if isinstance(prompt, list | tuple) and all(_is_integer(token_id) for token_id in prompt):
         return Prompt(None, tuple(int(token_id) for token_id in prompt))
     raise TypeError(f"a prompt must be {FORMS}; got {prompt!r:.80}")
@@ -116,12 +118,12 @@ def _one(prompt: Any) -> Prompt:
 def _from_dict(prompt: dict[str, Any]) -> Prompt:
     if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
         raise TypeError(f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}")
-    token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+    token_ids, text = as_list(prompt.get("prompt_token_ids")), prompt.get("prompt")
     if token_ids is None and text is None:
         raise TypeError(f"a prompt is empty; it must be {FORMS}")
     if text is not None and not isinstance(text, str):
         raise TypeError(f"'prompt' must be a string; got {text!r:.80}")
-    if token_ids is not None and not isinstance(token_ids, list | tuple | np.ndarray):
+    if token_ids is not None and not isinstance(token_ids, list | tuple):
         raise TypeError(f"'prompt_token_ids' must be a list of integers; got {token_ids!r:.80}")
     ids = None if token_ids is None else _one(token_ids).token_ids
     return Prompt(None if text is None else _valid_text(text), ids)

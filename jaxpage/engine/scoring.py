@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpage.engine.prompts import as_list
 from jaxpage.outputs import Logprob, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
 
@@ -37,9 +38,13 @@ def scores_of(
 
 def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[list[int], list[int]]]]:
     """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises TypeError or ValueError."""
-    if any(isinstance(each, str) for given in (prompts, continuations) for each in (given, *given[:1])):
-        raise TypeError("score takes token ids, and no texts: use those of llm.tokenizer")
-    single = not len(prompts) or not hasattr(prompts[0], "__len__")
+    prompts, continuations = _listed("prompt_token_ids", prompts), _listed("continuation_token_ids", continuations)
+    kinds = {isinstance(each, list | tuple) for each in (*prompts, *continuations)}
+    if len(kinds) > 1:
+        raise TypeError(
+            "prompt_token_ids and continuation_token_ids must both be lists of token ids, or both be lists of such lists"
+        )
+    single = True not in kinds
     prompts, continuations = ([prompts], [continuations]) if single else (prompts, continuations)
     if len(prompts) != len(continuations):
         raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
@@ -47,3 +52,13 @@ def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[lis
     if any(not prompt or not continuation for prompt, continuation in pairs):
         raise ValueError("a prompt and its continuation must have at least one token each")
     return single, pairs
+
+
+def _listed(name: str, given: Any) -> list[Any]:
+    """With arrays as lists. Raises TypeError for texts, and for what is no list."""
+    listed = as_list(given)
+    if isinstance(listed, str) or (isinstance(listed, list | tuple) and any(isinstance(each, str) for each in listed)):
+        raise TypeError("score takes token ids, and no texts: use those of llm.tokenizer")
+    if not isinstance(listed, list | tuple):
+        raise TypeError(f"{name} must be a list of token ids, or a list of such lists; got {given!r:.80}")
+    return [as_list(each) for each in listed]

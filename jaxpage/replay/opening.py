@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
+from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
 from jaxpage.engine.build import Built, build_engine
 from jaxpage.engine.prefix_files import PrefixFiles
 from jaxpage.engine.prefix_tier import PrefixTier
@@ -13,6 +15,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
 # What changes the numbers or the layout of a block, beside the weights and the device.
 _OF_BLOCKS = ("dtype", "kv_cache_dtype", "quantization", "block_size", "attention_backend", "speculative_config")
@@ -28,6 +31,25 @@ def open_engine(config: EngineConfig, **options: Any) -> Built:
     if config.event_log is not None:
         built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec, built.model))
     return built
+
+
+def open_in_memory(
+    model: ModelConfig, parameters: Parameters, tokenizer: Any | None, settings: EngineSettings, **options: Any
+) -> tuple[EngineConfig, Built]:
+    """The settings, and `open_engine`, of what `LLM.from_parameters` is given. Raises what that raises."""
+    if "model" in settings:
+        raise TypeError("from_parameters takes no model: the config and the parameters are the model")
+    path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
+    own = None if path else tokenizer
+    if own is not None and getattr(own, "backend_tokenizer", None) is None:
+        raise TypeError(
+            f"tokenizer must be a tokenizer of transformers with a backend_tokenizer, or a directory; got {own!r:.80}"
+        )
+    config = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
+    if config.event_log is not None:
+        raise UnsupportedError("event_log is not supported with from_parameters: a replay could not find the weights")
+    files = open_parameters(model, parameters, config.quantization)
+    return config, open_engine(config, files=files, tokenizer=own, **options)
 
 
 def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixTier:
