@@ -12,7 +12,7 @@ from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, igno
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+THETA = {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}
 
 
 class Spec(RotaryDecoderSpec):

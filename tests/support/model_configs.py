@@ -140,6 +140,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
     "olmo3-windows": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": _BY_TYPE}),
+    "olmo3-old-rope": (
+        "olmo3",
+        {"rope_theta": 500.0, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "ministral3-growth": (
         "ministral3",
         {
@@ -167,6 +171,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 12,
         },
     ),
+    "gemma3-old-rope": ("gemma3_text", {"head_dim": 16, "rope_theta": 500.0, "sliding_window_pattern": 2}),
     "qwen3-moe-mixed": (
         "qwen3_moe",
         {
