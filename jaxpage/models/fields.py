@@ -165,7 +165,7 @@ class Fields:
         theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
         aliases: other names of rope types in this family.
         """
-        parameters = self._rope_parameters(max_position_embeddings, theta)
+        parameters = self.rope_parameters(max_position_embeddings, theta)
         return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
 
     def ropes_by_type(
@@ -228,7 +228,7 @@ class Fields:
         except CheckpointError as error:
             raise WrongField(str(error), **NO_ROPE) from error
 
-    def _rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
+    def rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):

@@ -151,6 +151,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.4, "rope_theta": 500.0, **_YARN},
         },
     ),
+    "ministral3-old-rope": (
+        "ministral3",
+        {"head_dim": 12, "rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.4, **_YARN}},
+    ),
+    "ministral3-no-rope": ("ministral3", {"head_dim": 12}),
     "glm4-interleaved": ("glm4", {"head_dim": 16}),
     "cohere2-parallel": (
         "cohere2",
