@@ -162,6 +162,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "logit_scale": 0.5},
     ),
     "gemma-wide": ("gemma", {"head_dim": 20}),
+    "gemma-old-gelu": ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "num_hidden_layers": 1}),
+    "gemma-silu": ("gemma", {"hidden_act": "silu", "num_hidden_layers": 1}),
     "gemma2-caps": (
         "gemma2",
         {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},

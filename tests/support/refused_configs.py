@@ -9,6 +9,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 # The error, the name in MODELS, what the error says, and the fields that are changed.
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
+    (UnsupportedError, "gemma-wide", "hidden_activation", {"hidden_activation": "silu"}),
     (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
     (UnsupportedError, "llama-grouped", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
     (UnsupportedError, "qwen2-full", "per_layer_config", {"per_layer_config": {"0": {"head_dim": 4}}}),
