@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.gemma2 import gemma_knobs
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
 
@@ -21,6 +21,9 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "gemma3_text")
+        if fields.get("attn_logit_softcapping", None) is not None:
+            text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+            raise RefusedField(text, attn_logit_softcapping=None)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
         knobs = gemma_knobs(fields, caps=(None, None))
         ropes, longest = fields.ropes_by_type(

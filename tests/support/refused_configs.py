@@ -10,6 +10,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
     (UnsupportedError, "gemma-wide", "hidden_activation", {"hidden_activation": "silu"}),
+    (UnsupportedError, "gemma3-types", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
     (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
     (UnsupportedError, "llama-grouped", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
     (UnsupportedError, "qwen2-full", "per_layer_config", {"per_layer_config": {"0": {"head_dim": 4}}}),
