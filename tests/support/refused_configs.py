@@ -67,6 +67,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (UnsupportedError, "qwen3-5-mixed", "hidden_act", {"hidden_act": "gelu"}),
+    (UnsupportedError, "qwen3-next-mixed", "hidden_act", {"hidden_act": "gelu"}),
     (UnsupportedError, "qwen3-5-mixed", "sliding_attention", {"layer_types": ["sliding_attention"] * 3}),
     (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
