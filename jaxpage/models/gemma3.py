@@ -1,4 +1,7 @@
-"""Gemma 3, text (Gemma Team, 2025): Gemma 2 without caps, with norms of queries and keys, and five layers with windows to one without."""
+"""Gemma 3, text (Gemma Team, 2025): Gemma 2 with norms of queries and keys, windows in 5 of 6 layers; not `Gemma3ForConditionalGeneration`.
+
+Attention has no softcap, and logits have none by default.
+"""
 
 from __future__ import annotations
 

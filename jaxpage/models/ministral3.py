@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, 2025): Llama with queries scaled by position, as in Llama 4."""
+"""Ministral 3, text (Mistral AI, 2025): Llama with queries scaled by position, as in Llama 4; not `Mistral3ForConditionalGeneration`."""
 
 from __future__ import annotations
 
