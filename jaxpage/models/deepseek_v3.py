@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024): latent attention, and experts that are rated apart from each other, in groups."""
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024): latent attention, and experts with sigmoid scores, in groups."""
 
 from __future__ import annotations
 

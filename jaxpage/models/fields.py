@@ -165,25 +165,27 @@ class Fields:
         theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
         aliases: other names of rope types in this family.
         """
-        parameters = self._rope_parameters(max_position_embeddings, theta)
+        parameters = self.rope_parameters(max_position_embeddings, theta)
         return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
 
     def ropes_by_type(
-        self, head_width: int, max_position_embeddings: int, theta: Mapping[str, float]
+        self, head_width: int, max_position_embeddings: int, theta: Mapping[str, tuple[str, float]]
     ) -> tuple[dict[str, Rope], int]:
-        """As `rope`, for each layer type. theta: the defaults; older configs have `rope_local_base_freq` for layers with windows, and
-        `rope_scaling` for the others."""
-        given = self.get("rope_parameters", None) or {}
+        """As `rope`, for each layer type. theta: the field of older configs, or none (""), and the default.
+
+        `rope_scaling` of older configs holds for layers without a window.
+        """
+        given, scaling = self.get("rope_parameters", None) or {}, self.get("rope_scaling", None) or {}
         if not isinstance(given, dict) or not all(value is None or isinstance(value, dict) for value in given.values()):
             raise WrongField(f"rope_parameters must have an object for each layer type, not {given!r}", **NO_ROPE)
-        old = {
-            "full_attention": {"rope_theta": self.get("rope_theta", None), **(self.get("rope_scaling", None) or {})},
-            "sliding_attention": {"rope_theta": self.get("rope_local_base_freq", self.get("rope_theta", None))},
-        }
+        if not isinstance(scaling, dict):
+            raise WrongField(f"rope_scaling must be an object or null, not {scaling!r}", **NO_ROPE)
         ropes, limit = {}, max_position_embeddings
-        for kind, default in theta.items():
-            parameters = {key: value for key, value in (given.get(kind) or old[kind]).items() if value is not None}
-            parameters.setdefault("rope_theta", default)
+        for kind, (name, default) in theta.items():
+            parameters = {**(given.get(kind) or {}), **(scaling if kind == "full_attention" else {})}
+            parameters = {key: value for key, value in parameters.items() if value is not None}
+            older = self.get(name, None) if name else None
+            parameters.setdefault("rope_theta", default if older is None else older)
             parameters.setdefault("rope_type", parameters.get("type", "default"))
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
             ropes[kind], reach = self._rope_of(parameters, head_width, max_position_embeddings, None, {})
@@ -226,7 +228,7 @@ class Fields:
         except CheckpointError as error:
             raise WrongField(str(error), **NO_ROPE) from error
 
-    def _rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
+    def rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):

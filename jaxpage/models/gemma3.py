@@ -1,18 +1,21 @@
-"""Gemma 3, text (Gemma Team, 2025): Gemma 2 without caps, with norms of queries and keys, and five layers with windows to one without."""
+"""Gemma 3, text (Gemma Team, 2025): Gemma 2 with norms of queries and keys, windows in 5 of 6 layers; not `Gemma3ForConditionalGeneration`.
+
+Attention has no softcap, and logits have none by default.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields
+from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.gemma2 import gemma_knobs
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-THETA = {"full_attention": 1_000_000.0, "sliding_attention": 10_000.0}
+THETA = {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}
 
 
 class Spec(RotaryDecoderSpec):
@@ -21,6 +24,9 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         fields = Fields(config, "gemma3_text")
+        if fields.get("attn_logit_softcapping", None) is not None:
+            text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+            raise RefusedField(text, attn_logit_softcapping=None)
         types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
         knobs = gemma_knobs(fields, caps=(None, None))
         ropes, longest = fields.ropes_by_type(

@@ -1,4 +1,4 @@
-"""GLM-4, dense (Zeng et al., 2024; 0414 and later): four norms in a layer, and a rotation of half of each head, of neighbours."""
+"""GLM-4, dense (Zeng et al., 2024; 0414 and later): four norms in a layer, and interleaved RoPE of half of each head."""
 
 from __future__ import annotations
 

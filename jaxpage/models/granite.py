@@ -1,4 +1,4 @@
-"""Granite 3 and 4, dense (IBM, 2024): Llama with four factors, of embeddings, attention, what layers add, and logits."""
+"""Granite 3, dense (IBM, 2024): Llama with factors of embeddings, attention, residuals, logits; not `GraniteMoeHybridForCausalLM`."""
 
 from __future__ import annotations
 

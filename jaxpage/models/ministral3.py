@@ -1,11 +1,11 @@
-"""Ministral 3 (Mistral AI, 2025): Llama whose queries grow with the position, as in Llama 4."""
+"""Ministral 3, text (Mistral AI, 2025): Llama with queries scaled by position, as in Llama 4; not `Mistral3ForConditionalGeneration`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields, WrongField
+from jaxpage.models.fields import NO_ROPE, Fields, WrongField
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -18,23 +18,29 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ROPE = {  # of a config that has neither `rope_parameters` nor `rope_scaling`
+    **{"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+}
 
 
 class Spec(RotaryDecoderSpec):
-    """`Ministral3Config`. `rope_parameters` say how the queries grow."""
+    """`Ministral3Config`. `rope_parameters`, or `rope_scaling`, say how queries are scaled by position."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        if config.get("rope_parameters") is None and not config.get("rope_scaling"):
+            config = {**config, "rope_parameters": ROPE}
         fields = Fields(config, "ministral3")
         head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
         longest = fields.integer("max_position_embeddings", 262_144)
-        rope = fields.rope(head_width, longest, theta=1_000_000.0)
-        parameters = fields.get("rope_parameters", None) or {}
+        rope = fields.rope(head_width, longest)
+        parameters = fields.rope_parameters(longest, 10_000.0)
         rate, length = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
         if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
             raise WrongField(
                 f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}",
-                rope_parameters={},
+                **NO_ROPE,
             )
         return cls._from_fields(
             fields,

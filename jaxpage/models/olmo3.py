@@ -21,7 +21,8 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-THETA = {"full_attention": 500_000.0, "sliding_attention": 500_000.0}
+# As in `Olmo3Config`, `rope_theta` does not reach layers with windows.
+THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
 
 
 class Spec(RotaryDecoderSpec):

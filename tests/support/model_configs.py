@@ -140,6 +140,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
     "olmo3-windows": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": _BY_TYPE}),
+    "olmo3-old-rope": (
+        "olmo3",
+        {"rope_theta": 500.0, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "ministral3-growth": (
         "ministral3",
         {
@@ -147,12 +151,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.4, "rope_theta": 500.0, **_YARN},
         },
     ),
+    "ministral3-old-rope": (
+        "ministral3",
+        {"head_dim": 12, "rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.4, **_YARN}},
+    ),
+    "ministral3-no-rope": ("ministral3", {"head_dim": 12}),
     "glm4-interleaved": ("glm4", {"head_dim": 16}),
     "cohere2-parallel": (
         "cohere2",
         {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "logit_scale": 0.5},
     ),
     "gemma-wide": ("gemma", {"head_dim": 20}),
+    "gemma-old-gelu": ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "num_hidden_layers": 1}),
+    "gemma-silu": ("gemma", {"hidden_act": "silu", "num_hidden_layers": 1}),
     "gemma2-caps": (
         "gemma2",
         {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
@@ -167,6 +178,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 12,
         },
     ),
+    "gemma3-old-rope": ("gemma3_text", {"head_dim": 16, "rope_theta": 500.0, "sliding_window_pattern": 2}),
     "qwen3-moe-mixed": (
         "qwen3_moe",
         {

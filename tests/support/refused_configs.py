@@ -9,6 +9,8 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 # The error, the name in MODELS, what the error says, and the fields that are changed.
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
+    (UnsupportedError, "gemma-wide", "hidden_activation", {"hidden_activation": "silu"}),
+    (UnsupportedError, "gemma3-types", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
     (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
     (UnsupportedError, "llama-grouped", "quantization_config", {"quantization_config": {"quant_method": "gptq"}}),
     (UnsupportedError, "qwen2-full", "per_layer_config", {"per_layer_config": {"0": {"head_dim": 4}}}),
@@ -65,6 +67,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "mistral-window", "sliding_window", {"sliding_window": 0}),
     (CheckpointError, "qwen2-layer-types", "layer_types", {"layer_types": ["full_attention"]}),
     (CheckpointError, "qwen2-layer-types", "sliding_attention", {"use_sliding_window": False}),
+    (UnsupportedError, "qwen3-5-mixed", "hidden_act", {"hidden_act": "gelu"}),
+    (UnsupportedError, "qwen3-next-mixed", "hidden_act", {"hidden_act": "gelu"}),
     (UnsupportedError, "qwen3-5-mixed", "sliding_attention", {"layer_types": ["sliding_attention"] * 3}),
     (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
