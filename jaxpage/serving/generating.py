@@ -71,6 +71,8 @@ class Generating:
                 one.cancel()
 
     async def _submitted(self, exchange: Exchange, arrived: float) -> list[RequestHandle]:
+        if not exchange.prompts:
+            return []
         try:
             requests = await self._preparing.requests(exchange.prompts)
             _check_prompt_logprobs(requests)
