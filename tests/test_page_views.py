@@ -404,6 +404,9 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
         page.locator("[name=pane][value=chat]").check(force=True)
         prompt = page.locator("#prompt").bounding_box()
         assert prompt["y"] + prompt["height"] < 844, "the input is in sight below the conversation"
+        heights = "(one) => [one.scrollHeight, one.clientHeight]"
+        content, box = page.locator(".parameters-box").evaluate(heights)
+        assert content <= box, "all parameters are in sight"
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:
