@@ -27,3 +27,27 @@ class CapacityError(JaxpageError):
 
 class EventLogError(JaxpageError):
     """An event log cannot be replayed: it is damaged, or of another engine than the one at hand."""
+
+
+class NotInLogError(EventLogError):
+    """An event log does not have the step or the request that is asked for."""
+
+
+class QueueFull(JaxpageError):
+    """As many requests wait as may wait. Later there is room again."""
+
+
+class ShuttingDown(JaxpageError):
+    """The server takes no requests any more, or has ended this one because its time to finish was over."""
+
+
+class EngineFailed(JaxpageError):
+    """The engine could not go on with this request, or not at all."""
+
+
+class WeightsReplaced(JaxpageError):
+    """The request was ended because the model gets other weights."""
+
+
+class DeadlineExceeded(JaxpageError, TimeoutError):
+    """The request did not finish within `request_timeout_seconds`; it was ended."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
-from jaxpage.serving.request_handle import WeightsReplaced
+from jaxpage.errors import WeightsReplaced
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.wire import with_template

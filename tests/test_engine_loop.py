@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.engine.build import build_engine
-from jaxpage.errors import CapacityError, JaxpageError, UnsupportedError
+from jaxpage.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    EngineFailed,
+    JaxpageError,
+    QueueFull,
+    ShuttingDown,
+    UnsupportedError,
+)
 from jaxpage.serving import engine_loop
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import updates_of
-from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
 from tests.support.random_checkpoints import random_checkpoint

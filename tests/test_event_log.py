@@ -1235,7 +1235,7 @@ def test_the_command_looks_into_logs(
             drawn += [token for row, token in draws if plan["rows"][row][0] == sequence_id]
     said = [line.rpartition("drew [")[2].partition("]")[0] for line in lines if "drew [" in line]
     assert list(map(int, said)) == drawn and lines[-1].endswith(f"sequence {sequence_id} ended: length")
-    assert run("replay", str(crowd), "--request", "no") == 1
+    assert run("replay", str(crowd), "--request", "no") == 2
     assert "has no request 'no'; it has request-0, request-1" in capsys.readouterr().err
     # Two runs part where a comparison of lines says.
     other = tmp_path / "other.jsonl"
@@ -1262,7 +1262,7 @@ def test_the_command_looks_into_logs(
     first, *_, last = (record["step"] for record in records if record["event"] == "plan")
     for step in (first - 1, last + 1):
         for words in ([], ["--state"], ["--request", request_id], ["--diff", str(crowd)]):
-            assert run("replay", str(crowd), "--until", str(step), *words) == 1
+            assert run("replay", str(crowd), "--until", str(step), *words) == 2
             assert f"--until {step}: {crowd} has steps {first} to {last}" in capsys.readouterr().err
     states = [out(str(crowd), "--state", "--until", str(step)).splitlines()[0] for step in range(first, last + 1)]
     assert {line.endswith("requests") for line in states if ": 1 " in line} == {False}

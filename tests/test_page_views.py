@@ -46,6 +46,10 @@ TEXT = """# A title with `code`
 Some *emphasis*, **strong words**, ***both***, `a *b* c`, ~~gone~~ and snake_case_words, 2 * 3 * 4.
 A second line with [a link](https://example.org/a_(b) "title") and \\*no emphasis\\*.
 
+# C#
+# closed # ##
+# ####
+
 - one
 - two with **bold**
   - inner *one*
@@ -157,6 +161,21 @@ HOSTILE = [
     "`" * 3000 + "".join("`" * number + " " for number in range(100)),
     "|" * 5000 + "\n" + "|-" * 5000,
 ]
+SPACES = " " * 190_000
+LONG = [
+    "# a" + SPACES + "x",
+    "# a " + "#" * 190_000 + "x",
+    "[a](" + SPACES + "x",
+    "[a](b" + SPACES + "x",
+    "[" * 190_000 + "](",
+]
+LONG += [
+    "ahttp://" * 23_000,
+    "* * *" + SPACES + "x",
+    "http://" + "." * 190_000,
+    "```" + SPACES + "x",
+    "|" + SPACES + "|\n|-|",
+]
 TAGS = {"p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "pre", "code", "em", "strong", "del", "a", "blockquote", "hr"}
 TAGS |= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}
 ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class", "start"}
@@ -185,7 +204,7 @@ def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     assert addresses and all(re.match("https?://", address) for address in addresses)
     assert page.evaluate("window.broken") is None
     assert all(url.startswith(files) for url in asked), "nothing is fetched from elsewhere"
-    for text in HOSTILE:
+    for text in [*HOSTILE, *LONG]:
         took = page.evaluate(
             """async (text) => {
                 const { markdown } = await import("/ui/markdown.js");
@@ -385,6 +404,9 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
         page.locator("[name=pane][value=chat]").check(force=True)
         prompt = page.locator("#prompt").bounding_box()
         assert prompt["y"] + prompt["height"] < 844, "the input is in sight below the conversation"
+        heights = "(one) => [one.scrollHeight, one.clientHeight]"
+        content, box = page.locator(".parameters-box").evaluate(heights)
+        assert content <= box, "all parameters are in sight"
 
 
 def open_faked_on_phone(page: Any, files: str) -> None:

@@ -411,6 +411,41 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
         assert caught.value.status_code in (400, 404)
 
 
+def test_ollama_loads_the_model_where_there_is_no_prompt(llama: ollama.Client, http: httpx.Client) -> None:
+    for prompt in ({}, {"prompt": ""}):
+        answer = llama.generate(model="demo:latest", **prompt)
+        assert (answer.response, answer.done, answer.done_reason) == ("", True, "load")
+        [part] = llama.generate(model="demo", stream=True, **prompt)
+        assert (part.response, part.done, part.done_reason) == ("", True, "load")
+    chatted = llama.chat(model="demo")
+    assert (chatted.message.content, chatted.done, chatted.done_reason) == ("", True, "load")
+    assert http.post("/api/chat", json={"model": "demo"}).json()["done_reason"] == "load"
+    with pytest.raises(ollama.ResponseError) as caught:
+        llama.generate(model="llama3")
+    assert caught.value.status_code == 404
+
+
+def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
+    texts = ["The old house", "A garden"]
+    wanted = open_ai.embeddings.create(model="demo", input=texts)
+    answer = llama.embed("demo:latest", texts, options={"temperature": 0})
+    assert answer.embeddings == [one.embedding for one in wanted.data]
+    assert answer.prompt_eval_count == wanted.usage.prompt_tokens
+    assert llama.embed("demo", texts[0]).embeddings == [wanted.data[0].embedding]
+    plain = open_ai.embeddings.create(model="demo", input=texts[0], extra_body={"normalize": False})
+    assert llama.embeddings("demo", texts[0]).embedding == plain.data[0].embedding
+    for call, status, message in (
+        (lambda: llama.embed("demo", "x" * 100_000), 400, "max_model_len=512"),
+        (lambda: llama.embeddings("demo", "x" * 100_000), 400, "max_model_len=512"),
+        (lambda: llama.embed("demo", texts, truncate=True), 400, "truncate is not supported"),
+        (lambda: llama.embed("demo", texts, dimensions=7), 400, "dimensions=7"),
+        (lambda: llama.embed("llama3", texts), 404, "llama3"),
+    ):
+        with pytest.raises(ollama.ResponseError) as caught:
+            call()
+        assert caught.value.status_code == status and message in caught.value.error
+
+
 def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),

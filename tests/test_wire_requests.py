@@ -30,11 +30,18 @@ from jaxpage.serving.wire.fields import (
 )
 from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
-from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate
+from jaxpage.serving.wire.ollama import (
+    open_ollama_chat,
+    open_ollama_embed,
+    open_ollama_embeddings,
+    open_ollama_generate,
+)
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.translated_fields import (
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     ResponsesRequest,
 )
@@ -452,6 +459,8 @@ ENDPOINTS = [
     (ResponsesRequest, open_response, {"model": "demo", "input": "x"}),
     (MessagesRequest, open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}),
     (OllamaChatRequest, open_ollama_chat, {"model": "demo", "messages": [USER]}),
+    (OllamaEmbedRequest, open_ollama_embed, {"model": "demo", "input": "x"}),
+    (OllamaEmbeddingsRequest, open_ollama_embeddings, {"model": "demo", "prompt": "x"}),
     (OllamaGenerateRequest, open_ollama_generate, {"model": "demo", "prompt": "x"}),
 ]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxpage.cli.flags import UsageError
 from jaxpage.cli.parsers import make_parser
-from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
+from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, UnsupportedError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
-    except (ConfigError, UnsupportedError, UsageError) as error:  # asked for what cannot be had: wrong use
+    except (
+        ConfigError,
+        NotInLogError,
+        UnsupportedError,
+        UsageError,
+    ) as error:  # asked for what cannot be had: wrong use
         return _fail(str(error), 2)
     except JaxpageError as error:
         return _fail(str(error), 1)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import EventLogError
+from jaxpage.errors import EventLogError, NotInLogError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
@@ -34,7 +34,7 @@ def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
 
 
 def check_until(until: int, path: Path) -> None:
-    """Raises EventLogError if the log has no such step."""
+    """Raises NotInLogError if the log has no such step, EventLogError if it is damaged."""
     steps: list[int] = []
     for record in records_of(path):
         if record["event"] == "plan":
@@ -42,7 +42,7 @@ def check_until(until: int, path: Path) -> None:
             if steps[0] <= until <= steps[-1]:
                 return
     found = f"has steps {steps[0]} to {steps[-1]}" if steps else "has no steps"
-    raise EventLogError(f"--until {until}: {os.fspath(path)} {found}")
+    raise NotInLogError(f"--until {until}: {os.fspath(path)} {found}")
 
 
 def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
@@ -62,7 +62,7 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
 def request_lines(
     path: Path, request_id: str, until: int | None = None, text_of: Callable[[int], str] | None = None
 ) -> Iterator[str]:
-    """What happened to one request, a line for each of its sequences in each step. Raises EventLogError if the log does not have it.
+    """What happened to one request, a line for each of its sequences in each step. Raises NotInLogError if the log does not have it.
 
     text_of: what a token is called, beside its id.
     """
@@ -86,7 +86,7 @@ def request_lines(
         for sequence_id in sorted(before & walk.ended.keys()):
             yield f"{place}sequence {sequence_id} ended: {walk.ended[sequence_id].finish_reason}"
     if not seen:
-        raise EventLogError(f"{os.fspath(path)} has no request {request_id!r}" + _names(path, until))
+        raise NotInLogError(f"{os.fspath(path)} has no request {request_id!r}" + _names(path, until))
 
 
 def first_difference(path: Path, other: Path, until: int | None = None) -> str | None:

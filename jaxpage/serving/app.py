@@ -25,6 +25,7 @@ from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding import Embedding
+from jaxpage.serving.embedding import Open as OpenVectors
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
@@ -42,10 +43,17 @@ from jaxpage.serving.profiling import profiler_routes
 from jaxpage.serving.weights import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
 from jaxpage.serving.wire.messages import count_tokens, open_message
-from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate, show_ollama
+from jaxpage.serving.wire.ollama import (
+    open_ollama_chat,
+    open_ollama_embed,
+    open_ollama_embeddings,
+    open_ollama_generate,
+    show_ollama,
+)
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
@@ -87,10 +95,12 @@ class Server:
             post_route("/api/chat", partial(self._exchange, open_ollama_chat)),
             post_route("/api/generate", partial(self._exchange, open_ollama_generate)),
             post_route("/api/show", partial(self._transform, show_ollama)),
+            post_route("/api/embed", partial(self._embed, open_ollama_embed)),
+            post_route("/api/embeddings", partial(self._embed, open_ollama_embeddings)),
             Route("/api/tags", self._tags),
             Route("/api/ps", self._loaded),
             Route("/api/version", self._version),
-            post_route("/v1/embeddings", self._embed),
+            post_route("/v1/embeddings", partial(self._embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
@@ -111,13 +121,13 @@ class Server:
             raw = await json_body(scope, receive)
             await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
 
-    async def _embed(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _embed(self, opened: OpenVectors, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_hosts > 1:
             raise ApiError(400, f"embeddings are not supported by a server on {self._num_hosts} hosts")
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            await while_connected(receive, self._embedding.answer(raw, arrived, scope, receive, send))
+            await while_connected(receive, self._embedding.answer(opened, raw, arrived, scope, receive, send))
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,9 @@ from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.vectors import vectors_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
+from jaxpage.serving.wire.embeddings import EmbeddingAnswer
+
+Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
 
 
 class Embedding:
@@ -29,10 +32,12 @@ class Embedding:
         self._context = context
         self._embedder = embedder
 
-    async def answer(self, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError, and what the engine's loop raises."""
+    async def answer(
+        self, opened: Open, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """opened: reads the request. Raises ApiError, and what the engine's loop raises."""
         async with self._loop.in_time(arrived):
-            asked = await self._preparing.run(lambda: open_embeddings(parse_object(raw), self._context))
+            asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
             requests = await self._requests(asked)
             vectors = await self._vectors(requests, asked)
         num_tokens = sum(len(request.token_ids) for request in requests)

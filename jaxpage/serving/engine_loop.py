@@ -18,20 +18,18 @@ from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter
-from jaxpage.errors import CapacityError, JaxpageError
-from jaxpage.serving.orders import Order, Replacement
-from jaxpage.serving.pacing import Pace
-from jaxpage.serving.request_handle import (
+from jaxpage.errors import (
+    CapacityError,
     DeadlineExceeded,
     EngineFailed,
+    JaxpageError,
     QueueFull,
-    RequestHandle,
     ShuttingDown,
-    Update,
     WeightsReplaced,
-    copy_error,
-    send,
 )
+from jaxpage.serving.orders import Order, Replacement
+from jaxpage.serving.pacing import Pace
+from jaxpage.serving.request_handle import RequestHandle, Update, copy_error, send
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")

@@ -11,12 +11,13 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.engine.admission import PreparedRequest
+from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.request_handle import DeadlineExceeded, RequestHandle, ShuttingDown
+from jaxpage.serving.request_handle import RequestHandle
 from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
@@ -70,6 +71,8 @@ class Generating:
                 one.cancel()
 
     async def _submitted(self, exchange: Exchange, arrived: float) -> list[RequestHandle]:
+        if not exchange.prompts:
+            return []
         try:
             requests = await self._preparing.requests(exchange.prompts)
             _check_prompt_logprobs(requests)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jaxpage.serving.request_handle import ShuttingDown
+from jaxpage.errors import ShuttingDown
 
 
 class InFlightRequests:

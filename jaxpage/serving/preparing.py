@@ -15,7 +15,7 @@ from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Prompt
-from jaxpage.serving.request_handle import QueueFull
+from jaxpage.errors import QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 

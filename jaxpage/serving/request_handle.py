@@ -1,4 +1,4 @@
-"""A request in the engine, as the event loop that submitted it sees it, and the errors with which it may end."""
+"""A request in the engine, as the event loop that submitted it sees it."""
 
 from __future__ import annotations
 
@@ -12,27 +12,6 @@ from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestOutput
-
-
-class QueueFull(JaxpageError):
-    """As many requests wait as may wait. Later there is room again."""
-
-
-class ShuttingDown(JaxpageError):
-    """The server takes no requests any more, or has ended this one because its time to finish was over."""
-
-
-class EngineFailed(JaxpageError):
-    """The engine could not go on with this request, or not at all."""
-
-
-class WeightsReplaced(JaxpageError):
-    """The request was ended because the model gets other weights."""
-
-
-class DeadlineExceeded(JaxpageError, TimeoutError):
-    """The request did not finish within `request_timeout_seconds`; it was ended."""
-
 
 _Error = TypeVar("_Error", bound=JaxpageError)
 

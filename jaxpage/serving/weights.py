@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage.checkpoints import with_weights_of
 from jaxpage.engine.replacing import Mode, check_replaceable, weights_on_device
-from jaxpage.errors import CheckpointError
+from jaxpage.errors import CheckpointError, QueueFull
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside
 from jaxpage.serving.engine_loop import EngineLoop
@@ -22,7 +22,6 @@ from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.http.posting import json_body, post_route
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.preparing import Workers
-from jaxpage.serving.request_handle import QueueFull
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown

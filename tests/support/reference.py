@@ -7,10 +7,11 @@ import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jaxpage
-from jaxpage import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams, errors
 from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, Flag
 from jaxpage.cli.parsers import make_parser
 from jaxpage.serving.config import ServerConfig
@@ -43,7 +44,13 @@ def python_page(text: str) -> str:
     for kind in (LLM, AsyncLLM):
         members = dict.fromkeys(name for one in kind.__mro__[:-1] for name in vars(one) if not name.startswith("_"))
         lines += _table((f"of `{kind.__name__}`", "what it does"), _said(kind, members))
+    lines += _table(("from `jaxpage.errors`", "what it is"), _said(errors, _classes_of(errors)))
     return "\n".join([f"{before}{MADE}", "", *lines, f"{END}{after}"])
+
+
+def _classes_of(module: ModuleType) -> list[str]:
+    """In the order of the source."""
+    return [name for name, value in vars(module).items() if inspect.isclass(value)]
 
 
 def _said(owner: Any, names: Iterable[str]) -> Iterator[tuple[str, ...]]:

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.serving.request_handle import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown, WeightsReplaced
+from jaxpage.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown, WeightsReplaced
 from jaxpage.serving.wire.dialects import dialect_of, encoded
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 

@@ -58,8 +58,10 @@ class EmbeddingAnswer:
 
 
 @quotes
-def open_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
-    """Raises ApiError."""
+def open_embeddings(
+    body: dict[str, Any], context: ModelContext, kind: type[EmbeddingAnswer] = EmbeddingAnswer
+) -> EmbeddingAnswer:
+    """kind: who writes the answer. Raises ApiError."""
     request, ignored = read(body, EmbeddingRequest, context)
     if context.adapter(request.model) is not None:
         raise ApiError(400, "Embeddings of a LoRA adapter are not supported; name the model itself", param="model")
@@ -68,4 +70,4 @@ def open_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAns
         raise ApiError(400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input")
     params, add_special_tokens = SamplingParams(max_tokens=1), request.add_special_tokens is not False
     checked = [context.checked_prompt(one, "input") for one in inputs]
-    return EmbeddingAnswer(request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored)
+    return kind(request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored)

@@ -27,6 +27,8 @@ from jaxpage.serving.wire.translated_fields import (
     CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
@@ -159,6 +161,8 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     CountTokensRequest: _OF_MESSAGES,
     OllamaShowRequest: {"options": ({},), "system": ("",), "template": ("",)},
     OllamaChatRequest: _OF_OLLAMA,
+    OllamaEmbedRequest: {"truncate": (False,)},
+    OllamaEmbeddingsRequest: {},
     OllamaGenerateRequest: {
         **_OF_OLLAMA,
         "context": ([],),

@@ -1,21 +1,30 @@
-"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion; and /api/show."""
+"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion; /api/embed as embeddings; and /api/show."""
 
 from __future__ import annotations
 
+import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving.wire.chat import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.errors import ApiError, quotes
+from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings
+from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.neutral import NEUTRAL, is_neutral
+from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import read
 from jaxpage.serving.wire.templates import template_of, variables_of
 from jaxpage.serving.wire.tokenizing import Transformed
 from jaxpage.serving.wire.translated_fields import (
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaOptions,
     OllamaRequest,
@@ -31,32 +40,61 @@ _OPTIONS = {  # by their names in chats and completions
 
 
 @quotes
-def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
+def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
     """An `Exchange`. Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaChatRequest, context)
+    common = _common(request, context)
+    if not request.messages:
+        return OllamaLoaded(request, ignored)
     messages = [
         {"role": message.role, "content": message.content}
         | ({"reasoning_content": message.thinking} if message.thinking and message.role == "assistant" else {})
         for message in request.messages
     ]
-    asked = {"messages": messages, **_common(request, context), **_thinking(request, context)}
+    asked = {"messages": messages, **common, **_thinking(request, context)}
     return OllamaAnswer(open_chat, asked, context, request, ignored)
 
 
 @quotes
-def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaAnswer:
+def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
     """An `Exchange`. Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaGenerateRequest, context)
+    common = _common(request, context)
     if request.raw:
         for name in ("system", "think"):
             if getattr(request, name):
                 raise ApiError(400, f"{name} is not supported with raw=true", param=name)
-        asked = {"max_tokens": context.max_model_len, **_common(request, context), "prompt": request.prompt}
+    if not request.prompt:
+        return OllamaLoaded(request, ignored)
+    if request.raw:
+        asked = {"max_tokens": context.max_model_len, **common, "prompt": request.prompt}
         return OllamaAnswer(open_completion, asked, context, request, ignored)
     system = [{"role": "system", "content": request.system}] if request.system else []
     messages = [*system, {"role": "user", "content": request.prompt}]
-    asked = {"messages": messages, **_common(request, context), **_thinking(request, context)}
+    asked = {"messages": messages, **common, **_thinking(request, context)}
     return OllamaAnswer(open_chat, asked, context, request, ignored)
+
+
+@quotes
+def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
+    """Raises ApiError."""
+    request, ignored = read(_served(body, context), OllamaEmbedRequest, context)
+    _check_options(request.options or OllamaOptions(), context)
+    asked = {"model": request.model, "input": request.input, "dimensions": request.dimensions}
+    answer = open_embeddings(asked, context, _Vectors)
+    answer.ignored_fields = ignored
+    return answer
+
+
+@quotes
+def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
+    """The older path: one text, and a vector that is not normalised. Raises ApiError."""
+    request, ignored = read(_served(body, context), OllamaEmbeddingsRequest, context)
+    _check_options(request.options or OllamaOptions(), context)
+    asked = {"model": request.model, "input": request.prompt, "normalize": False}
+    answer = open_embeddings(asked, context, _Vector)
+    answer.ignored_fields = ignored
+    return answer
 
 
 @quotes
@@ -159,13 +197,7 @@ class OllamaAnswer(Translated):
         return {**self._said(dict(pieces(choice))), **self._end()}
 
     def _said(self, said: dict[str, str]) -> dict[str, Any]:
-        content, reasoning = said.get("content", ""), said.get("reasoning")
-        thinking = {} if reasoning is None else {"thinking": reasoning}
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        if self._is_chat:
-            message = {"role": "assistant", "content": content, **thinking}
-            return {"model": self._model, "created_at": now, "message": message}
-        return {"model": self._model, "created_at": now, "response": content, **thinking}
+        return _line(self._model, said, is_chat=self._is_chat)
 
     def _end(self) -> dict[str, Any]:
         """How it ended, the tokens, and times in nanoseconds."""
@@ -176,6 +208,52 @@ class OllamaAnswer(Translated):
             "eval_count": self._usage["completion_tokens"],
             **_durations(self._metrics),
         }
+
+
+class OllamaLoaded:
+    """The answer to a request without a prompt, which asks that the model be loaded, as it is. An `Exchange`."""
+
+    stream = False
+
+    def __init__(self, request: OllamaRequest, ignored_fields: tuple[str, ...]) -> None:
+        self.id = f"ollama_{uuid.uuid4().hex}"
+        self.prompts: list[PromptRequest] = []
+        self.ignored_fields = ignored_fields
+        self._request = request
+
+    def refusal(self, error: Exception) -> ApiError:
+        return as_api_error(error)
+
+    def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        return []
+
+    def last_chunks(self) -> list[dict[str, Any]]:
+        return []
+
+    def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        said = _line(self._request.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
+        return {**said, "done": True, "done_reason": "load"}
+
+
+class _Vectors(EmbeddingAnswer):
+    def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        found = super().whole(vectors, num_tokens)
+        written = [one["embedding"] for one in found["data"]]
+        return {"model": found["model"], "embeddings": written, "prompt_eval_count": num_tokens}
+
+
+class _Vector(EmbeddingAnswer):
+    def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        return {"embedding": super().whole(vectors, num_tokens)["data"][0]["embedding"]}
+
+
+def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
+    content, reasoning = said.get("content", ""), said.get("reasoning")
+    thinking = {} if reasoning is None else {"thinking": reasoning}
+    now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
+    if is_chat:
+        return {"model": model, "created_at": now, "message": {"role": "assistant", "content": content, **thinking}}
+    return {"model": model, "created_at": now, "response": content, **thinking}
 
 
 def _durations(times: RequestMetrics | None) -> dict[str, int]:

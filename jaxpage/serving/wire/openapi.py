@@ -22,6 +22,8 @@ from jaxpage.serving.wire.translated_fields import (
     CountTokensRequest,
     MessagesRequest,
     OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
     OllamaGenerateRequest,
     OllamaShowRequest,
     ResponsesRequest,
@@ -32,6 +34,7 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     *(TokenizeRequest, TokenizeChatRequest, DetokenizeRequest),
     *(ResponsesRequest, MessagesRequest, CountTokensRequest),
     *(OllamaChatRequest, OllamaGenerateRequest, OllamaShowRequest),
+    *(OllamaEmbedRequest, OllamaEmbeddingsRequest),
 )
 _PLACE = "#/components/schemas/"
 _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
@@ -84,8 +87,10 @@ def openapi(context: ModelContext) -> dict[str, Any]:
             ),
             "/api/tags": _get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
             "/api/ps": _get("The names of the model, which is loaded: Ollama's.", "OllamaLoaded", error="OllamaError"),
-            "/api/show": _post(
-                "What the model can do: Ollama's.", ["OllamaShowRequest"], "OllamaModel", error="OllamaError"
+            "/api/show": _post("About the model: Ollama's.", ["OllamaShowRequest"], "OllamaModel", error="OllamaError"),
+            "/api/embed": _post("Vectors: Ollama's.", ["OllamaEmbedRequest"], "OllamaVectors", error="OllamaError"),
+            "/api/embeddings": _post(
+                "The vector of a text: Ollama's.", ["OllamaEmbeddingsRequest"], "OllamaVector", error="OllamaError"
             ),
             "/api/version": _get("The version of jaxpage.", "Version", error="OllamaError"),
             "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
@@ -193,6 +198,8 @@ _ANSWERS: dict[str, Any] = {
     ),
     "OllamaChat": _object(message=_object(content=_STRING, **_TURN), **_OLLAMA),
     "OllamaGenerate": _object(response=_STRING, **_OLLAMA),
+    "OllamaVectors": _object(model=_STRING, embeddings=_list(_list({"type": "number"})), prompt_eval_count=_INTEGER),
+    "OllamaVector": _object(embedding=_list({"type": "number"})),
     "OllamaModels": _object(models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))),
     "OllamaLoaded": _object(models=_list(_object(name=_STRING, model=_STRING, context_length=_INTEGER))),
     "OllamaModel": _object(details=_object(family=_STRING), model_info={"type": "object"}, capabilities=_list(_STRING)),

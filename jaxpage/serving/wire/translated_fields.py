@@ -14,6 +14,7 @@ from jaxpage.serving.wire.fields import (
     Items,
     JsonObjectFormat,
     Name,
+    Prompts,
     Stop,
     TextFormat,
     one_of,
@@ -198,12 +199,31 @@ class OllamaMessage(Fields):
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
-    messages: Annotated[Items[OllamaMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None  # none: load the model
 
 
 class OllamaGenerateRequest(OllamaRequest):
     """POST /api/generate."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: str | None = None  # none: load the model
     raw: bool | None = None  # the prompt as it is, without the chat template
     system: str | None = None
+
+
+class _OllamaVectorsRequest(Fields):
+    model: ModelName
+    keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
+    options: OllamaOptions | None = None  # none of them changes a vector
+
+
+class OllamaEmbedRequest(_OllamaVectorsRequest):
+    """POST /api/embed."""
+
+    input: Prompts
+    dimensions: Count | None = None  # those of the model
+
+
+class OllamaEmbeddingsRequest(_OllamaVectorsRequest):
+    """POST /api/embeddings, the older of the two."""
+
+    prompt: str

@@ -8,7 +8,7 @@ const MOST_LEVELS = 6; // of lists and quotes in each other
 const SAFE_ADDRESS = /^(?:https?:|mailto:)/i;
 const BARE_ADDRESS = /https?:\/\/[^\s<>()[\]"'`]+[^\s<>()[\]"'`.,;:!?*_]/y;
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/;
+const HEADING = /^ {0,3}(#{1,6})\s(.*)$/s;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])( +|$)/;
@@ -40,7 +40,7 @@ function blockAt(lines, at, level) {
   const fence = FENCE.exec(line);
   if (fence) return fencedCode(lines, at, fence);
   const heading = HEADING.exec(line);
-  if (heading) return [el(`h${Math.min(6, heading[1].length + 2)}`, {}, ...inline(heading[2])), at + 1];
+  if (heading) return [el(`h${Math.min(6, heading[1].length + 2)}`, {}, ...inline(headingText(heading[2]))), at + 1];
   if (RULE.test(line)) return [el("hr"), at + 1];
   if (level < MOST_LEVELS && QUOTE.test(line)) {
     const end = behind(lines, at, (one) => QUOTE.test(one));
@@ -50,6 +50,14 @@ function blockAt(lines, at, level) {
   if (isTable(lines, at)) return table(lines, at);
   const end = Math.max(at + 1, behind(lines, at, (one, index) => one.trim() && (index === at || !begins(lines, index))));
   return [el("p", {}, ...inline(lines.slice(at, end).join("\n").trim())), end];
+}
+
+/** What a heading says, without the number signs that may close it. */
+function headingText(rest) {
+  const text = rest.trim();
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(text[end - 1]) ? text.slice(0, end).trim() : text;
 }
 
 /** The first line from `at` on that does not fulfil a condition. */
@@ -143,9 +151,9 @@ function spanAt(text, at, level, dead) {
     case "`":
       return codeAt(text, at, dead);
     case "!":
-      return text[at + 1] === "[" ? linkAt(text, at + 1, level, dead) : null;
+      return text[at + 1] === "[" ? linkAt(text, at + 1, level) : null;
     case "[":
-      return linkAt(text, at, level, dead);
+      return linkAt(text, at, level);
     case "h":
       return addressAt(text, at);
     case "*": case "_": case "~":
@@ -187,11 +195,9 @@ function styledAt(text, at, level, dead) {
   return [el(tag, {}, ...(inner ? [el(inner, {}, ...nodes)] : nodes)), end + mark.length];
 }
 
-const LINK = /\[([^[\]\n]*)\]\(\s*<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?:\s+"[^"\n]*")?\s*\)/y;
+const LINK = /\[([^[\]\n]*)\]\(\s*(?!\s)<?([^\s<>()]*(?:\([^\s<>()]*\)[^\s<>()]*)?)>?(?:\s+"[^"\n]*")?\s*\)/y;
 
-function linkAt(text, at, level, dead) {
-  if (dead.has("](")) return null;
-  if (text.indexOf("](", at) < 0) return dead.add("](") && null;
+function linkAt(text, at, level) {
   LINK.lastIndex = at;
   const found = LINK.exec(text);
   if (!found) return null;
@@ -201,9 +207,10 @@ function linkAt(text, at, level, dead) {
 }
 
 function addressAt(text, at) {
+  if (/\w/.test(text[at - 1] ?? "")) return null;
   BARE_ADDRESS.lastIndex = at;
   const found = BARE_ADDRESS.exec(text);
-  return found && !/\w/.test(text[at - 1] ?? "") ? [link(found[0], [found[0]]), at + found[0].length] : null;
+  return found ? [link(found[0], [found[0]]), at + found[0].length] : null;
 }
 
 const link = (address, words) => el("a", { href: address, target: "_blank", rel: "noopener noreferrer nofollow" }, ...words);
