@@ -509,6 +509,29 @@ def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> 
     assert "(9 problems)" in str(caught.value)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_most_specific_target_decides_as_in_the_library(swapped: bool) -> None:
+    library = pytest.importorskip("compressed_tensors.quantization")
+    transformers = pytest.importorskip("transformers")
+    up = "model.layers.1.mlp.up_proj"
+    targets = {"a": "re:.*mlp.*", "b": "Linear", "c": up, "d": "re:.*down_proj"}
+    groups = {
+        name: {"targets": [target], "weights": INT8_WEIGHTS, "input_activations": INT8_INPUTS if name in "bc" else None}
+        for name, target in sorted(targets.items(), reverse=swapped)
+    }
+    stated = {**FORMATS["W8A8"][0], "config_groups": groups}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    library.apply_quantization_config(model, library.QuantizationConfig.model_validate(copy.deepcopy(stated)))
+    wanted = {
+        name: module.quantization_scheme.input_activations is not None
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    scheme = quantization_of({"quantization_config": stated}, None)
+    assert scheme and {name: scheme.form_of(name).int8_inputs for name in wanted} == wanted  # type: ignore[union-attr]
+    assert sum(wanted.values()) == 9 and len(wanted) == 14  # four of each layer's attention, and `up`
+
+
 def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, inner in value.items() if isinstance(value, dict) else ():
         yield (*path, key)

@@ -38,13 +38,16 @@ def read(config: QuantizationFields) -> Scheme:
     ignore, groups = config.names("ignore"), config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", CheckpointError)
-    parts = [groups.part(name) for name in groups.config]
-    forms = [(group.names("targets"), _form(group, config)) for group in parts]
+    forms = [(group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)]
+    by_target = {target: form for targets, form in forms for target in targets}
 
     def form_of(name: str) -> WeightFormat | None:
+        """Of the most specific target, as in the library: a name before a regular expression before the class."""
         if matches(name, ignore):
             return None
-        return next((form for targets, form in forms if "Linear" in targets or matches(name, targets)), None)
+        found = [target for target in by_target if target == "Linear" or matches(name, (target,))]
+        found.sort(key=lambda target: (target == "Linear", target != name, not target.startswith("re:"), target))
+        return by_target[found[0]] if found else None
 
     described = ", ".join(
         sorted({f"{form.code} weights{' and inputs' if form.int8_inputs else ''}" for _, form in forms})
