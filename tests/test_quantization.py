@@ -606,6 +606,27 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
         assert wanted in text, text
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "text"),
+    [
+        ("gptq", "g_idx", lambda _: np.arange(64, dtype=np.int32)[::-1] // 32, "order of activations, not 32 in a row"),
+        ("W4A16", "weight_g_idx", lambda _: np.arange(64, dtype=np.int32) % 2, "order of activations, not 32 in a row"),
+        ("gptq", "qzeros", lambda words: words + 1, "zeros that are not 7, but quantization_config.sym"),
+        ("gptq", "qzeros", lambda words: words.astype(np.float32), "has dtype F32, not I32"),
+    ],
+)
+def test_tensors_that_are_not_used_must_say_what_is_known(
+    name: str, tensor: str, change: Callable[[Any], np.ndarray], text: str, tmp_path: Path
+) -> None:
+    quantized_checkpoint(tmp_path, name)
+    tensors, key = dict(load_file(tmp_path / "model.safetensors")), f"model.layers.1.self_attn.q_proj.{tensor}"
+    write_tensors(tmp_path, tensors | {key: change(tensors.get(key))})
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and f"'{key}' has" in str(caught.value), str(caught.value)
+    assert text in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
 def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, name)

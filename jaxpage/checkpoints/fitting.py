@@ -158,6 +158,8 @@ def fit_stored(
                 elif compare and files_sound:
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
+    if scheme and compare and files_sound and plan.layout == "safetensors":
+        _check_unused(stored, scheme, problems)
     for name in _unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
@@ -271,6 +273,17 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
         and (wrong := piece.stored.check(map_array(info)))
     ):
         problems.add(f"{info.described} {wrong}")
+
+
+def _check_unused(stored: Mapping[str, TensorInfo], scheme: Scheme, problems: Problems) -> None:
+    """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`."""
+    for end, check in scheme.checks:
+        for name in sorted(name for name in stored if name.endswith(end)):
+            info = stored[name]
+            if info.dtype != "I32":
+                problems.add(f"{info.described} has dtype {info.dtype}, not I32")
+            elif wrong := check(_module(name), map_array(info)):
+                problems.add(f"{info.described} {wrong}")
 
 
 def _both(first: TensorInfo, second: TensorInfo) -> str:

@@ -23,7 +23,7 @@ from jaxpage.models.quantization.decoding import (
     unpacked,
 )
 from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
+from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, check_order, matches, read_kv_cache
 
 NAME = "compressed-tensors"
 _QUANTIZED = (
@@ -58,6 +58,7 @@ def read(config: QuantizationFields) -> Scheme:
         form_of,
         ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx", *KV_SCALES),
         read_kv_cache(config),
+        ((".weight_g_idx", check_order(form_of)),),
     )
 
 
