@@ -642,6 +642,28 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
         assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"ignore": []},
+            "'lm_head.weight' has dtype I8, which is of quantised weights (1 modules have some), but only",
+        ),
+        ({"config_groups": {}}, "(14 modules have some), but quantization_config of config.json says that it is not"),
+    ],
+)
+def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "W8A8")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change}))
+    if "ignore" in change:
+        tensors = dict(load_file(tmp_path / "model.safetensors"))
+        head, _ = FORMATS["W8A8"][1](*tensors["lm_head.weight"].shape)
+        write_tensors(tmp_path, tensors | {f"lm_head.{name}": array for name, array in head.items()})
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8 by output"])
 def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(name: str, tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, name)

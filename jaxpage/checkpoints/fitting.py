@@ -20,6 +20,7 @@ from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.quantization.registry import METHODS
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
@@ -208,23 +209,32 @@ def _of_other_form(
     pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
     coded = {_module(piece.name) for piece in pieces if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}}
     known, floats = {name for piece in pieces for name in piece.names}, [_CODES[name] for name in FLOATS]
-    if coded:
-        of_modules = [info for name in sorted(coded) if (info := stored.get(f"{name}.weight"))]
-        found = [info for info in of_modules if scheme and info.dtype in floats]
-    else:
-        found = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
-    modules = {_module(info.name) for info in found}
-    if modules and scheme and coded:
+    plain = [
+        info for name in sorted(coded) if scheme and (info := stored.get(f"{name}.weight")) and info.dtype in floats
+    ]
+    if plain and scheme:
         problems.add(
-            f"{found[0].described} has dtype {found[0].dtype}, but quantization_config of config.json says that it is quantised, by "
-            f"{scheme.name!r} (such modules: {len(modules)}): remove quantization_config, or name there what is not"
+            f"{plain[0].described} has dtype {plain[0].dtype}, but quantization_config of config.json says that it is quantised, by "
+            f"{scheme.name!r} (such modules: {len(plain)}): remove quantization_config, or name there what is not"
         )
-    elif modules:
+    found = [
+        info
+        for name, info in stored.items()
+        if info.dtype in CODES and (module := _module(name)) not in coded and f"{module}.weight" in known
+    ]
+    modules = {_module(info.name) for info in found}
+    if modules:
+        advice = "config.json has no quantization_config: add the one that belongs to the checkpoint"
+        if scheme and scheme.name in METHODS:
+            module = _module(found[0].name)
+            advice = "quantization_config of config.json says that it is not quantised: correct that"
+            if module == "lm_head" or scheme.form_of(module):
+                advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
         problems.add(
             f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
-            f"config.json has no quantization_config: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
+            f"{advice}, or use {UNQUANTISED}"
         )
-    return modules
+    return modules | {_module(info.name) for info in plain}
 
 
 def _searched(stored: Mapping[str, TensorInfo]) -> str:
