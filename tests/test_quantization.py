@@ -681,6 +681,23 @@ def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(na
     assert "(such modules: 1)" in text
 
 
+def test_two_values_of_one_field_are_refused() -> None:
+    awq = FORMATS["awq"][0]
+    for config, text in (
+        ({**awq, "w_bit": 8}, r"quantization_config.bits = 4 contradicts w_bit = 8"),
+        ({**awq, "q_group_size": 128}, r"quantization_config.q_group_size = 128 contradicts group_size = 64"),
+    ):
+        with pytest.raises(ExceptionGroup) as caught:
+            quantization_of({"quantization_config": config}, None)
+        assert text in str(caught.value.exceptions[0])
+    assert quantization_of({"quantization_config": {**awq, "w_bit": 4}, "compression_config": None}, None)
+    both = {"quantization_config": awq, "compression_config": FORMATS["W8A8"][0]}
+    with pytest.raises(
+        CheckpointError, match="quant_method = 'awq', but compression_config.quant_method = 'compressed-"
+    ):
+        quantization_of(both, None)
+
+
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     assert open_model(tmp_path, "awq").quantization.name == "awq"
