@@ -624,7 +624,7 @@ def test_tensors_that_are_not_used_must_say_what_is_known(
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     assert "(1 problem)" in str(caught.value) and f"'{key}' has" in str(caught.value), str(caught.value)
-    assert text in str(caught.value)
+    assert text in str(caught.value) and "(such tensors: 1)" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
@@ -659,6 +659,28 @@ def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, A
         tensors = dict(load_file(tmp_path / "model.safetensors"))
         head, _ = FORMATS["W8A8"][1](*tensors["lm_head.weight"].shape)
         write_tensors(tmp_path, tensors | {f"lm_head.{name}": array for name, array in head.items()})
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        (
+            "fp8 blocks",
+            {"weight_block_size": None},
+            "has shape (1, 1), and the model needs (), as in 14 of 14 quantised",
+        ),
+        ("gptq", {"group_size": 64}, "change bits or group_size in quantization_config of config.json"),
+        ("awq", {"group_size": 32}, "change group_size in quantization_config of config.json"),
+    ],
+)
+def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(
+    name: str, change: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    quantized_checkpoint(tmp_path, name)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS[name][0] | change}))
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)

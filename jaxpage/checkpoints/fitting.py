@@ -20,7 +20,7 @@ from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.registry import METHODS
+from jaxpage.models.quantization.registry import METHODS, SIZES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
@@ -134,7 +134,7 @@ def fit_stored(
     files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
-    other_form = _of_other_form(stored, weights, scheme, problems)
+    other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(stored, weights, scheme, problems)
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
@@ -160,7 +160,7 @@ def fit_stored(
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     if scheme and compare and files_sound and plan.layout == "safetensors":
-        _check_unused(stored, scheme, problems)
+        _check_unused(stored, scheme, other_form, problems)
     for name in _unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
@@ -237,6 +237,29 @@ def _of_other_form(
     return modules | {_module(info.name) for info in plain}
 
 
+def _of_other_sizes(
+    stored: Mapping[str, TensorInfo], weights: Sequence[Weight], scheme: Scheme | None, problems: Problems
+) -> set[str]:
+    """Modules of which some tensors have the model's shapes and some not. If that is most of them: one sentence in place of a list."""
+    if not scheme or scheme.name not in SIZES:
+        return set()
+    fitting, wrong = dict[str, set[bool]](), list[Piece]()
+    for piece in [piece for weight in weights for source in weight.sources for piece in source.pieces]:
+        if piece.stored and (info := stored.get(piece.name)):
+            fits = info.shape == piece.stored_shape
+            fitting.setdefault(_module(piece.name), set()).add(fits)
+            wrong += [] if fits else [piece]
+    modules = {name for name, found in fitting.items() if len(found) == 2}
+    if 2 * len(modules) <= len(fitting) or {False} in fitting.values():
+        return set()
+    info = stored[wrong[0].name]
+    problems.add(
+        f"{info.described} has shape {info.shape}, and the model needs {wrong[0].stored_shape}, as in {len(modules)} of {len(fitting)} "
+        f"quantised modules: change {SIZES[scheme.name]} in quantization_config of config.json to what the checkpoint has"
+    )
+    return modules
+
+
 def _searched(stored: Mapping[str, TensorInfo]) -> str:
     """Where a tensor that is missing was looked for, behind that it is; nothing where the list of problems names the one place."""
     files = {info.label for info in stored.values() if info.label}
@@ -285,15 +308,16 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
         problems.add(f"{info.described} {wrong}")
 
 
-def _check_unused(stored: Mapping[str, TensorInfo], scheme: Scheme, problems: Problems) -> None:
-    """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`."""
+def _check_unused(stored: Mapping[str, TensorInfo], scheme: Scheme, passed: Set[str], problems: Problems) -> None:
+    """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`; one sentence of each kind. passed: modules."""
     for end, check in scheme.checks:
-        for name in sorted(name for name in stored if name.endswith(end)):
+        wrong: list[tuple[TensorInfo, str]] = []
+        for name in sorted(name for name in stored if name.endswith(end) and _module(name) not in passed):
             info = stored[name]
-            if info.dtype != "I32":
-                problems.add(f"{info.described} has dtype {info.dtype}, not I32")
-            elif wrong := check(_module(name), map_array(info)):
-                problems.add(f"{info.described} {wrong}")
+            says = check(_module(name), map_array(info)) if info.dtype == "I32" else f"has dtype {info.dtype}, not I32"
+            wrong += [(info, says)] if says else []
+        if wrong:
+            problems.add(f"{wrong[0][0].described} {wrong[0][1]} (such tensors: {len(wrong)})")
 
 
 def _both(first: TensorInfo, second: TensorInfo) -> str:

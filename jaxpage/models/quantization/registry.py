@@ -15,7 +15,13 @@ from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
     module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
-
+# By `quant_method`, the fields that the shapes of its tensors depend on.
+SIZES = {
+    compressed_tensors.NAME: "num_bits, strategy, group_size or block_structure",
+    fp8.NAME: "weight_block_size",
+    awq.NAME: "group_size",
+    gptq.NAME: "bits or group_size",
+}
 
 FIELDS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
 
