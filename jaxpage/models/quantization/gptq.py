@@ -53,7 +53,10 @@ def read(config: QuantizationFields) -> Scheme:
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
         if (unpacked(np.ascontiguousarray(words), bits) == middle).all():
             return None
-        return f"has zeros that are not {middle}, but quantization_config.sym of config.json is true: set it to false to use them"
+        return (
+            f"has zeros that are not {middle}, but quantization_config.sym of config.json is true, and checkpoint_format {version!r}: set "
+            "the one that is wrong to what the checkpoint has (sym = false uses the zeros)"
+        )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
     kept = config.names("modules_to_not_convert")
