@@ -509,6 +509,29 @@ def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> 
     assert "(9 problems)" in str(caught.value)
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_the_most_specific_target_decides_as_in_the_library(swapped: bool) -> None:
+    library = pytest.importorskip("compressed_tensors.quantization")
+    transformers = pytest.importorskip("transformers")
+    up = "model.layers.1.mlp.up_proj"
+    targets = {"a": "re:.*mlp.*", "b": "Linear", "c": up, "d": "re:.*down_proj"}
+    groups = {
+        name: {"targets": [target], "weights": INT8_WEIGHTS, "input_activations": INT8_INPUTS if name in "bc" else None}
+        for name, target in sorted(targets.items(), reverse=swapped)
+    }
+    stated = {**FORMATS["W8A8"][0], "config_groups": groups}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
+    library.apply_quantization_config(model, library.QuantizationConfig.model_validate(copy.deepcopy(stated)))
+    wanted = {
+        name: module.quantization_scheme.input_activations is not None
+        for name, module in model.named_modules()
+        if hasattr(module, "quantization_scheme")
+    }
+    scheme = quantization_of({"quantization_config": stated}, None)
+    assert scheme and {name: scheme.form_of(name).int8_inputs for name in wanted} == wanted  # type: ignore[union-attr]
+    assert sum(wanted.values()) == 9 and len(wanted) == 14  # four of each layer's attention, and `up`
+
+
 def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for key, inner in value.items() if isinstance(value, dict) else ():
         yield (*path, key)
@@ -583,6 +606,27 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
         assert wanted in text, text
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "change", "text"),
+    [
+        ("gptq", "g_idx", lambda _: np.arange(64, dtype=np.int32)[::-1] // 32, "order of activations, not 32 in a row"),
+        ("W4A16", "weight_g_idx", lambda _: np.arange(64, dtype=np.int32) % 2, "order of activations, not 32 in a row"),
+        ("gptq", "qzeros", lambda words: words + 1, "zeros that are not 7, but quantization_config.sym"),
+        ("gptq", "qzeros", lambda words: words.astype(np.float32), "has dtype F32, not I32"),
+    ],
+)
+def test_tensors_that_are_not_used_must_say_what_is_known(
+    name: str, tensor: str, change: Callable[[Any], np.ndarray], text: str, tmp_path: Path
+) -> None:
+    quantized_checkpoint(tmp_path, name)
+    tensors, key = dict(load_file(tmp_path / "model.safetensors")), f"model.layers.1.self_attn.q_proj.{tensor}"
+    write_tensors(tmp_path, tensors | {key: change(tensors.get(key))})
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and f"'{key}' has" in str(caught.value), str(caught.value)
+    assert text in str(caught.value) and "(such tensors: 1)" in str(caught.value)
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
 def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, name)
@@ -596,6 +640,50 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
         text = str(caught.value)
         assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
         assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            {"ignore": []},
+            "'lm_head.weight' has dtype I8, which is of quantised weights (1 modules have some), but only",
+        ),
+        ({"config_groups": {}}, "(14 modules have some), but quantization_config of config.json says that it is not"),
+    ],
+)
+def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "W8A8")
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change}))
+    if "ignore" in change:
+        tensors = dict(load_file(tmp_path / "model.safetensors"))
+        head, _ = FORMATS["W8A8"][1](*tensors["lm_head.weight"].shape)
+        write_tensors(tmp_path, tensors | {f"lm_head.{name}": array for name, array in head.items()})
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "text"),
+    [
+        (
+            "fp8 blocks",
+            {"weight_block_size": None},
+            "has shape (1, 1), and the model needs (), as in 14 of 14 quantised",
+        ),
+        ("gptq", {"group_size": 64}, "change bits or group_size in quantization_config of config.json"),
+        ("awq", {"group_size": 32}, "change group_size in quantization_config of config.json"),
+    ],
+)
+def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(
+    name: str, change: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    quantized_checkpoint(tmp_path, name)
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS[name][0] | change}))
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 by output"])
@@ -613,6 +701,23 @@ def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(na
     text = str(caught.value)
     assert "(1 problem)" in text and f"'{of_layer}weight' has dtype F32, but quantization_config" in text, text
     assert "(such modules: 1)" in text
+
+
+def test_two_values_of_one_field_are_refused() -> None:
+    awq = FORMATS["awq"][0]
+    for config, text in (
+        ({**awq, "w_bit": 8}, r"quantization_config.bits = 4 contradicts w_bit = 8"),
+        ({**awq, "q_group_size": 128}, r"quantization_config.q_group_size = 128 contradicts group_size = 64"),
+    ):
+        with pytest.raises(ExceptionGroup) as caught:
+            quantization_of({"quantization_config": config}, None)
+        assert text in str(caught.value.exceptions[0])
+    assert quantization_of({"quantization_config": {**awq, "w_bit": 4}, "compression_config": None}, None)
+    both = {"quantization_config": awq, "compression_config": FORMATS["W8A8"][0]}
+    with pytest.raises(
+        CheckpointError, match="quant_method = 'awq', but compression_config.quant_method = 'compressed-"
+    ):
+        quantization_of(both, None)
 
 
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
+from jaxpage.models.quantization.registry import METHODS, SIZES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
@@ -137,7 +138,7 @@ def fit_stored(
     files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
-    other_form = _of_other_form(stored, weights, scheme, problems)
+    other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(stored, weights, scheme, problems)
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
@@ -162,6 +163,8 @@ def fit_stored(
                 elif compare and files_sound:
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
+    if scheme and compare and files_sound and plan.layout == "safetensors":
+        _check_unused(stored, scheme, other_form, problems)
     for name in _unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
@@ -210,22 +213,54 @@ def _of_other_form(
     pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
     coded = {_module(piece.name) for piece in pieces if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}}
     known, floats = {name for piece in pieces for name in piece.names}, [_CODES[name] for name in FLOATS]
-    if coded:
-        of_modules = [info for name in sorted(coded) if (info := stored.get(f"{name}.weight"))]
-        found = [info for info in of_modules if scheme and info.dtype in floats]
-    else:
-        found = [info for info in stored.values() if info.dtype in CODES and f"{_module(info.name)}.weight" in known]
-    modules = {_module(info.name) for info in found}
-    if modules and scheme and coded:
+    plain = [
+        info for name in sorted(coded) if scheme and (info := stored.get(f"{name}.weight")) and info.dtype in floats
+    ]
+    if plain and scheme:
         problems.add(
-            f"{found[0].described} has dtype {found[0].dtype}, but quantization_config of config.json says that it is quantised, by "
-            f"{scheme.name!r} (such modules: {len(modules)}): remove quantization_config, or name there what is not"
+            f"{plain[0].described} has dtype {plain[0].dtype}, but quantization_config of config.json says that it is quantised, by "
+            f"{scheme.name!r} (such modules: {len(plain)}): remove quantization_config, or name there what is not"
         )
-    elif modules:
+    found = [
+        info
+        for name, info in stored.items()
+        if info.dtype in CODES and (module := _module(name)) not in coded and f"{module}.weight" in known
+    ]
+    modules = {_module(info.name) for info in found}
+    if modules:
+        advice = "config.json has no quantization_config: add the one that belongs to the checkpoint"
+        if scheme and scheme.name in METHODS:
+            module = _module(found[0].name)
+            advice = "quantization_config of config.json says that it is not quantised: correct that"
+            if module == "lm_head" or scheme.form_of(module):
+                advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
         problems.add(
             f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
-            f"config.json has no quantization_config: add the one that belongs to the checkpoint, or use {UNQUANTISED}"
+            f"{advice}, or use {UNQUANTISED}"
         )
+    return modules | {_module(info.name) for info in plain}
+
+
+def _of_other_sizes(
+    stored: Mapping[str, TensorInfo], weights: Sequence[Weight], scheme: Scheme | None, problems: Problems
+) -> set[str]:
+    """Modules of which some tensors have the model's shapes and some not. If that is most of them: one sentence in place of a list."""
+    if not scheme or scheme.name not in SIZES:
+        return set()
+    fitting, wrong = dict[str, set[bool]](), list[Piece]()
+    for piece in [piece for weight in weights for source in weight.sources for piece in source.pieces]:
+        if piece.stored and (info := stored.get(piece.name)):
+            fits = info.shape == piece.stored_shape
+            fitting.setdefault(_module(piece.name), set()).add(fits)
+            wrong += [] if fits else [piece]
+    modules = {name for name, found in fitting.items() if len(found) == 2}
+    if 2 * len(modules) <= len(fitting) or {False} in fitting.values():
+        return set()
+    info = stored[wrong[0].name]
+    problems.add(
+        f"{info.described} has shape {info.shape}, and the model needs {wrong[0].stored_shape}, as in {len(modules)} of {len(fitting)} "
+        f"quantised modules: change {SIZES[scheme.name]} in quantization_config of config.json to what the checkpoint has"
+    )
     return modules
 
 
@@ -275,6 +310,18 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
         and (wrong := piece.stored.check(map_array(info)))
     ):
         problems.add(f"{info.described} {wrong}")
+
+
+def _check_unused(stored: Mapping[str, TensorInfo], scheme: Scheme, passed: Set[str], problems: Problems) -> None:
+    """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`; one sentence of each kind. passed: modules."""
+    for end, check in scheme.checks:
+        wrong: list[tuple[TensorInfo, str]] = []
+        for name in sorted(name for name in stored if name.endswith(end) and _module(name) not in passed):
+            info = stored[name]
+            says = check(_module(name), map_array(info)) if info.dtype == "I32" else f"has dtype {info.dtype}, not I32"
+            wrong += [(info, says)] if says else []
+        if wrong:
+            problems.add(f"{wrong[0][0].described} {wrong[0][1]} (such tensors: {len(wrong)})")
 
 
 def _both(first: TensorInfo, second: TensorInfo) -> str:

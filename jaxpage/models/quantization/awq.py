@@ -22,7 +22,7 @@ ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word output i of eight is
 
 def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
-    config.one_of("w_bit" if "w_bit" in config.config else "bits", (4,))
+    config.one_of(config.first_of("w_bit", "bits"), (4,))
     config.one_of("version", ("gemm", "GEMM"), "gemm")
     size = config.group_size("group_size", "q_group_size")
 

@@ -23,7 +23,7 @@ from jaxpage.models.quantization.decoding import (
     unpacked,
 )
 from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
+from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, check_order, matches, read_kv_cache
 
 NAME = "compressed-tensors"
 _QUANTIZED = (
@@ -38,13 +38,16 @@ def read(config: QuantizationFields) -> Scheme:
     ignore, groups = config.names("ignore"), config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", CheckpointError)
-    parts = [groups.part(name) for name in groups.config]
-    forms = [(group.names("targets"), _form(group, config)) for group in parts]
+    forms = [(group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)]
+    by_target = {target: form for targets, form in forms for target in targets}
 
     def form_of(name: str) -> WeightFormat | None:
+        """Of the most specific target, as in the library: a name before a regular expression before the class."""
         if matches(name, ignore):
             return None
-        return next((form for targets, form in forms if "Linear" in targets or matches(name, targets)), None)
+        found = [target for target in by_target if target == "Linear" or matches(name, (target,))]
+        found.sort(key=lambda target: (target == "Linear", target != name, not target.startswith("re:"), target))
+        return by_target[found[0]] if found else None
 
     described = ", ".join(
         sorted({f"{form.code} weights{' and inputs' if form.int8_inputs else ''}" for _, form in forms})
@@ -55,6 +58,7 @@ def read(config: QuantizationFields) -> Scheme:
         form_of,
         ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx", *KV_SCALES),
         read_kv_cache(config),
+        ((".weight_g_idx", check_order(form_of)),),
     )
 
 

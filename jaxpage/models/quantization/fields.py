@@ -33,6 +33,15 @@ class QuantizationFields:
         text = f"config.json: {self.place}.{name} = {self.config.get(name)!r} {says}"
         self.errors.setdefault(text, error(text))
 
+    def first_of(self, *names: str) -> str:
+        """The first of several names of one field that has a value. Another value under another name is refused."""
+        given = [name for name in names if self.config.get(name) is not None] or [names[0]]
+        first = given[0]
+        for name in given[1:]:
+            if self.config[name] != self.config[first]:
+                self.refuse(name, f"contradicts {first} = {self.config[first]!r}", CheckpointError)
+        return first
+
     def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
         value = default if self.config.get(name) is None else self.config[name]
         for choice in choices:
@@ -76,7 +85,7 @@ class QuantizationFields:
 
     def group_size(self, *fields: str, all_inputs: bool = True) -> int | None:
         """The inputs that share a scale, under the first of these names; None: all, which is -1 in a config that may say so."""
-        name = next((name for name in fields if name in self.config), fields[0])
+        name = self.first_of(*fields)
         size = self.config.get(name)
         if all_inputs and size == -1:
             return None

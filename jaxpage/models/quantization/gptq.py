@@ -15,7 +15,7 @@ from jaxpage.models.quantization.decoding import (
     unpacked,
 )
 from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, everywhere_but
+from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, check_order, everywhere_but
 
 NAME = "gptq"
 
@@ -48,8 +48,20 @@ def read(config: QuantizationFields) -> Scheme:
     zero = StoredArray(
         "qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32), ("int32",), zeros
     )
+
+    def check_middle(module: str, words: np.ndarray) -> str | None:
+        middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
+        if (unpacked(np.ascontiguousarray(words), bits) == middle).all():
+            return None
+        return (
+            f"has zeros that are not {middle}, but quantization_config.sym of config.json is true, and checkpoint_format {version!r}: set "
+            "the one that is wrong to what the checkpoint has (sym = false uses the zeros)"
+        )
+
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
     kept = config.names("modules_to_not_convert")
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
+    form_of = everywhere_but(kept, form)
     ignored = ("*.g_idx", *(("*.qzeros",) if symmetric else ()))
-    return Scheme(NAME, described, everywhere_but(kept, form), ignored)
+    checks = ((".g_idx", check_order(form_of)), *(((".qzeros", check_middle),) if symmetric else ()))
+    return Scheme(NAME, described, form_of, ignored, checks=checks)

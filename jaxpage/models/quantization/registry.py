@@ -15,7 +15,13 @@ from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
     module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
-
+# By `quant_method`, the fields that the shapes of its tensors depend on.
+SIZES = {
+    compressed_tensors.NAME: "num_bits, strategy, group_size or block_structure",
+    fp8.NAME: "weight_block_size",
+    awq.NAME: "group_size",
+    gptq.NAME: "bits or group_size",
+}
 
 FIELDS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
 
@@ -31,7 +37,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported, and
     an ExceptionGroup of them for all that is wrong with the fields of a method.
     """
-    found = next((config[name] for name in FIELDS if config.get(name)), None)
+    given = [name for name in FIELDS if config.get(name)]
+    found = config[given[0]] if given else None
     if not found:
         if asked is None or asked in SCHEMES:
             return SCHEMES.get(asked or "")
@@ -43,6 +50,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
         )
     if not isinstance(found, dict):
         raise CheckpointError(f"config.json: quantization_config must be an object, not {found!r}")
+    for other in given[1:]:
+        _check_same(found, other, config[other])
     method = found.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
         raise UnsupportedError(
@@ -55,3 +64,14 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     scheme = METHODS[method](fields)
     fields.raise_if_any()
     return scheme
+
+
+def _check_same(found: Mapping[str, Any], place: str, other: Any) -> None:
+    """Raises CheckpointError where the same field of two places has two values."""
+    if not isinstance(other, dict):
+        raise CheckpointError(f"config.json: {place} must be an object, not {other!r}")
+    for name in found:
+        if name in other and found[name] != other[name]:
+            raise CheckpointError(
+                f"config.json: {FIELDS[0]}.{name} = {found[name]!r}, but {place}.{name} = {other[name]!r}: remove {FIELDS[0]} or {place}"
+            )

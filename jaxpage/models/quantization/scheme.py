@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 from flax import nnx
 
 from jaxpage.errors import CheckpointError
@@ -28,6 +29,7 @@ class Scheme:
 
     form_of: the format of the linear module of that name in the checkpoint; None: it is not quantised.
     ignored: globs over names of tensors that say nothing that is not known already.
+    checks: by the end of such a name, what is wrong with the tensor, of that module and with those numbers; None: nothing.
     kv_cache_dtype: what the setting "auto" means for this checkpoint.
     """
 
@@ -36,6 +38,7 @@ class Scheme:
     form_of: Callable[[str], WeightFormat | None]
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    checks: tuple[tuple[str, Callable[[str, np.ndarray], str | None]], ...] = ()
 
     @property
     def rule(self) -> Rule:
@@ -74,6 +77,21 @@ class Scheme:
 def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
     """`Scheme.form_of` for one format of all modules but the head and those that a config's list names."""
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
+
+
+def check_order(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str, np.ndarray], str | None]:
+    """One of `Scheme.checks`, of the group that each input belongs to: groups must be of inputs that follow each other."""
+
+    def check(module: str, groups: np.ndarray) -> str | None:
+        form = form_of(module)
+        if form is None or np.array_equal(groups, np.arange(groups.size) // (form.group_size or max(groups.size, 1))):
+            return None
+        return (
+            f"has inputs in the order of activations, not {form.group_size or 'all'} in a row for each group, which is not supported; "
+            f"use a checkpoint without it, or {UNQUANTISED}"
+        )
+
+    return check
 
 
 def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
