@@ -162,7 +162,7 @@ def test_weights_of_eight_bits_that_do_not_fit_are_refused_with_all_others(tmp_p
     text = refusal(write(tmp_path / "x", stored), model_weights(FAMILY, SPEC, to_int8))
     assert "(4 problems)" in text
     assert "tensor 'model.layers.0.mlp.down_proj.weight' has dtype F32, not I8" in text
-    assert "tensor 'model.norm.weight' has dtype I8, not one of F32, BF16, F16" in text
+    assert "tensor 'model.norm.weight' has dtype I8, which is of quantised weights (such modules: 1)" in text
     assert "'model.layers.1.self_attn.o_proj.weight_scale' has shape (32, 1), and the model needs (32,)" in text
     assert "tensor 'model.layers.0.self_attn.k_proj.weight_scale' of shape (16,) is missing" in text
     with pytest.raises(CheckpointError, match="weight_scale' of shape .* is unexpected"):

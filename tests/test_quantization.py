@@ -639,7 +639,7 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
             open_model(tmp_path, quantization)
         text = str(caught.value)
         assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
-        assert "quantised weights (14 modules have some), but config.json has no quantization_config" in text
+        assert "quantised weights (such modules: 14), but config.json has no quantization_config" in text
 
 
 @pytest.mark.parametrize(
@@ -647,9 +647,9 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
     [
         (
             {"ignore": []},
-            "'lm_head.weight' has dtype I8, which is of quantised weights (1 modules have some), but only",
+            "'lm_head.weight' has dtype I8, which is of quantised weights (such modules: 1), but only",
         ),
-        ({"config_groups": {}}, "(14 modules have some), but quantization_config of config.json says that it is not"),
+        ({"config_groups": {}}, "(such modules: 14), but quantization_config of config.json says that it is not"),
     ],
 )
 def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def _of_other_form(
             if module == "lm_head" or scheme.form_of(module):
                 advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
         problems.add(
-            f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights ({len(modules)} modules have some), but "
+            f"{found[0].described} has dtype {found[0].dtype}, which is of quantised weights (such modules: {len(modules)}), but "
             f"{advice}, or use {UNQUANTISED}"
         )
     return modules | {_module(info.name) for info in plain}
