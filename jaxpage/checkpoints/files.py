@@ -35,7 +35,9 @@ def file_in(directory: Path, name: str) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: Python 3.11's word for a loop of links
         raise CheckpointError(f"{quoted(name)} cannot be opened: {_reason(error)}") from error
     if not any(real.is_relative_to(root) for root in _roots(directory)):
-        raise CheckpointError(f"{quoted(name)} is a symbolic link that leaves the directory: copy the file, or make a hard link")
+        raise CheckpointError(
+            f"{quoted(name)} is a symbolic link that leaves the directory: copy the file, or make a hard link"
+        )
     if not regular:
         raise CheckpointError(f"{quoted(name)} is not a regular file")
     return real
