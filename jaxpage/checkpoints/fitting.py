@@ -121,11 +121,11 @@ def fit_stored(
     *,
     compare: bool = True,
     scheme: Scheme | None = None,
-    told: Set[str] = frozenset(),
+    refused: Set[str] = frozenset(),
 ) -> LoadPlan:
     """As `fit`, of tensors whose headers have been read; what was wrong with those is in `problems`. Returns the plan, filled.
 
-    told: names of tensors that are there, and of which a problem is known.
+    refused: names of tensors whose problems the caller reports.
     """
     if scheme:
         ignored = (*ignored, *scheme.ignored)
@@ -150,7 +150,7 @@ def fit_stored(
             if not used.isdisjoint(piece.names):
                 continue  # another part of a tensor that has been looked at
             used.update(piece.names)
-            fitting = [info for info in found if info.name not in told and _fits(weight, piece, info, problems)]
+            fitting = [info for info in found if info.name not in refused and _fits(weight, piece, info, problems)]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
             # With no readable file at all, a list of every tensor tells nothing.

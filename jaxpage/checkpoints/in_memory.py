@@ -104,23 +104,23 @@ def _fitted(
     weights: Sequence[Weight],
     problems: Problems,
 ) -> LoadPlan:
-    told = {name: problem for name, array in arrays.items() if (problem := _unusable(array))}
+    refused = {name: problem for name, array in arrays.items() if (problem := _unusable(array))}
     stored = {
         name: TensorInfo(name, "", (), PLACE, 0, 0)
-        if name in told
+        if name in refused
         else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
         for name, array in arrays.items()
     }
     empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), files.family.ignored
     plan = fit_stored(
-        empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization, told=told.keys()
+        empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization, refused=refused.keys()
     )
-    for name, problem in told.items():
+    for name, problem in refused.items():
         problems.add(f"{name!r} {problem}")
     for filled in plan.parameters:
         for piece, info in filled.pieces:
-            copies = [arrays[name] for name in piece.names if name in stored.keys() - told - {info.name}]
-            if info.name not in told and any(
+            copies = [arrays[name] for name in piece.names if name in stored.keys() - refused - {info.name}]
+            if info.name not in refused and any(
                 not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies
             ):
                 problems.add(f"{info.name!r} is given under another name too, with other numbers")

@@ -29,12 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
-    except (
-        ConfigError,
-        NotInLogError,
-        UnsupportedError,
-        UsageError,
-    ) as error:  # asked for what cannot be had: wrong use
+    except (ConfigError, NotInLogError, UnsupportedError, UsageError) as error:  # wrong use
         return _fail(str(error), 2)
     except JaxpageError as error:
         return _fail(str(error), 1)

@@ -23,9 +23,7 @@ class Exchange(Protocol):
 
     id: str
     stream: bool
-    prompts: list[
-        PromptRequest
-    ]  # they share one object of parameters, which is checked once; none: nothing is generated
+    prompts: list[PromptRequest]  # with one object of parameters, checked once; none: nothing is generated
     ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:

@@ -29,6 +29,7 @@ from jaxpage.serving.wire.translated_fields import (
     OllamaOptions,
     OllamaRequest,
     OllamaShowRequest,
+    OllamaVectorsRequest,
 )
 from jaxpage.serving.wire.translating import Open, Translated, pieces
 
@@ -79,20 +80,26 @@ def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaA
 def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaEmbedRequest, context)
-    _check_options(request.options or OllamaOptions(), context)
-    asked = {"model": request.model, "input": request.input, "dimensions": request.dimensions}
-    answer = open_embeddings(asked, context, _Vectors)
-    answer.ignored_fields = ignored
-    return answer
+    return _embedding(request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions)
 
 
 @quotes
 def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """The older path: one text, and a vector that is not normalised. Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaEmbeddingsRequest, context)
+    return _embedding(request, ignored, context, _Vector, input=request.prompt, normalize=False)
+
+
+def _embedding(
+    request: OllamaVectorsRequest,
+    ignored: tuple[str, ...],
+    context: ModelContext,
+    kind: type[EmbeddingAnswer],
+    **asked: Any,
+) -> EmbeddingAnswer:
+    """asked: fields of /v1/embeddings. kind: who writes the answer."""
     _check_options(request.options or OllamaOptions(), context)
-    asked = {"model": request.model, "input": request.prompt, "normalize": False}
-    answer = open_embeddings(asked, context, _Vector)
+    answer = open_embeddings({"model": request.model, **asked}, context, kind)
     answer.ignored_fields = ignored
     return answer
 

@@ -210,20 +210,22 @@ class OllamaGenerateRequest(OllamaRequest):
     system: str | None = None
 
 
-class _OllamaVectorsRequest(Fields):
+class OllamaVectorsRequest(Fields):
+    """What both paths of Ollama's embeddings have."""
+
     model: ModelName
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
     options: OllamaOptions | None = None  # none of them changes a vector
 
 
-class OllamaEmbedRequest(_OllamaVectorsRequest):
+class OllamaEmbedRequest(OllamaVectorsRequest):
     """POST /api/embed."""
 
     input: Prompts
     dimensions: Count | None = None  # those of the model
 
 
-class OllamaEmbeddingsRequest(_OllamaVectorsRequest):
+class OllamaEmbeddingsRequest(OllamaVectorsRequest):
     """POST /api/embeddings, the older of the two."""
 
     prompt: str

@@ -24,6 +24,9 @@ inline int64_t slot_of(const Attention& a, int64_t row, int64_t position) {
   return block * a.block_size + position % a.block_size;
 }
 
+// What the pages hold of one key/value head of a position.
+inline int64_t bytes_of_head(const Attention& a) { return a.head_width * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2); }
+
 // A vector of an array of this type, from or to its `index`-th number on. Pages of eight bits are written by `write_quantized`.
 Vec load(Type type, const void* array, int64_t index) {
   switch (type) {
@@ -253,7 +256,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
   for (int64_t i = 0; i < count * num_heads; ++i) heads[i].start(a, unit.token, head_of(i));
 
   const Steps steps = steps_of(a, num_heads);
-  const int64_t item = a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2, width = a.head_width * item, stride = a.num_kv_heads * width;
+  const int64_t width = bytes_of_head(a), stride = a.num_kv_heads * width;
   const char* const k_pages = static_cast<const char*>(a.k_pages) + unit.kv_begin * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + unit.kv_begin * width;
   const bool fetches = count > 1;
@@ -287,7 +290,7 @@ void attend_heads(const Attention& a, const Unit& unit, int64_t offset, int64_t 
 // of the tiles that they see alike, which are all but the last and, with a window, the first.
 void attend_together(const Attention& a, const Unit* units, int num_tokens) {
   const int group_size = static_cast<int>(a.num_heads / a.num_kv_heads), num_heads = num_tokens * group_size;
-  const int64_t kv_head = units->kv_begin, width = a.head_width * (a.page_type == Type::kF32 ? 4 : a.k_scale ? 1 : 2);
+  const int64_t kv_head = units->kv_begin, width = bytes_of_head(a);
   const char* const k_pages = static_cast<const char*>(a.k_pages) + kv_head * width;
   const char* const v_pages = static_cast<const char*>(a.v_pages) + kv_head * width;
   Head heads[kMostHeads];
