@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if draw:
         title = f"{context['model_id']}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(results, title=title).savefig(arguments.plot)
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
     return int(any(result["failed"] for _, result in measured))
 
 

@@ -90,13 +90,26 @@ def _from_hub(name: str, revision: str | None, files: Iterable[str]) -> Path:
 
         snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(files))
         return Path(snapshot).resolve()
-    except Exception as error:  # offline, unknown, private, gone, disk full: whatever it is, the model is not here
+    except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
         version = f" at revision {revision!r}" if revision else ""
         reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
+        if _is_unreachable(error):
+            found = f"the hub cannot be reached, and its cache on this machine has no such model{version}"
+        else:
+            found = f"the hub gave no model of that name{version}"
         raise ModelNotFoundError(
-            f"model = {name!r}: there is no such directory, and the hub gave no model of that name{version} "
-            f"({type(error).__name__}: {reason}){_near(name)}"
+            f"model = {name!r}: there is no such directory, and {found} ({type(error).__name__}: {reason}){_near(name)}"
         ) from error
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Returns whether a failed download says nothing about the model, since no hub answered.
+
+    huggingface_hub raises LocalEntryNotFoundError or OfflineModeIsEnabled then, or what the HTTP
+    client raised, whose classes are no part of its interface: so they are told by their names.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"})
 
 
 def _near(name: str) -> str:
