@@ -392,10 +392,7 @@ def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
     found, total = executables.found
     found_text = f"all {total}" if found == total else f"{found} of {total}"
-    return (
-        f"{found_text} executables were in the compile cache (steps, and moves of blocks); "
-        f"workspace of the steps: {gib(memory.workspace_bytes)}"
-    )
+    return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"
 
 
 def _print(lines: Iterable[str]) -> None:
