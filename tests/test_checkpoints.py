@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import numpy as np
 import orbax.checkpoint
@@ -25,17 +25,23 @@ from safetensors.numpy import load_file
 from jaxpage.checkpoints import (
     check_weights,
     convert,
+    describe_model,
     eos_token_ids,
     load_sharded,
     load_weights,
     open_model,
     read_config,
     resolve_model,
+    resolve_tokenizer,
     weights_bytes,
 )
+from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.safetensors_files import SINGLE
+from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
+from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
 
 LLAMA: dict[str, Any] = {
@@ -355,11 +361,11 @@ def test_corrupt_files(tmp_path: Path, name: str) -> None:
 
 def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA, shards=3)
-    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, auto_map={"AutoModel": "evil.Model"}))
+    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, architectures=["Evil"]))
     (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     text = refusal(tmp_path)
-    for part in ("vocab_size is 2147483648", "has auto_map", "00001-of-00003.safetensors': 0 bytes", "00002-of-00003"):
+    for part in ("vocab_size is 2147483648", "'Evil' is not one of", "00001-of-00003.safetensors': 0 bytes", "00002-of-00003"):
         assert part in text
 
 
@@ -460,7 +466,10 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
     "zero heads": (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads is 0"),
     "text": (json.dumps({**LLAMA, "hidden_size": "32"}), "hidden_size is '32'"),
     "truth": (json.dumps({**LLAMA, "hidden_size": True}), "hidden_size is True"),
-    "remote code": (json.dumps({**LLAMA, "auto_map": {"AutoModel": "evil.Model"}}), "remote code is never run"),
+    "remote code": (
+        json.dumps({**LLAMA, "architectures": ["Evil"], "auto_map": {"AutoModel": "evil.Model"}}),
+        "its auto_map names remote code, and remote code is never run",
+    ),
 }
 
 
@@ -474,15 +483,30 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     assert text in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_code_of_a_model_is_never_run(tmp_path: Path, name: str) -> None:
-    random_checkpoint(tmp_path, LLAMA)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    spec = describe_model(tmp_path).spec
+    assert (spec.kv.num_layers, spec.vocab_size) == (PUBLISHED[name]["num_hidden_layers"], PUBLISHED[name]["vocab_size"])
+
+
+def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     canary = tmp_path / "canary"
+    random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
-    (tmp_path / name).write_text(json.dumps({**LLAMA, "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.T"}}))
-    assert f"{name} has auto_map" in refusal(tmp_path)
-    with pytest.raises(CheckpointError, match="remote code"):
-        read_config(tmp_path)
+    code = {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}}
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(code))
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_text(json.dumps(code))
+    assert_same_bits(load(tmp_path), expected(LLAMA))
+    load(tmp_path)
+    (warning,) = caplog.messages
+    names = "config.json and tokenizer_config.json and generation_config.json"
+    assert f"auto_map in {names} names remote code, and remote code is never run" in warning
+    assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(DEMO).get_vocab()
     assert not canary.exists()
 
 
@@ -752,17 +776,22 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
 
 
 class Hub:
-    """Stands for huggingface_hub: one snapshot, or an error."""
+    """Stands for huggingface_hub: the files of a repository, at one commit, or an error."""
 
     def __init__(self, answer: Path | Exception) -> None:
         self.answer = answer
         self.calls: list[dict[str, Any]] = []
 
-    def snapshot_download(self, **arguments: Any) -> str:
-        self.calls.append(arguments)
+    def snapshot_download(self, *, repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        self.calls.append({"repo_id": repo_id, "revision": revision})
         if isinstance(self.answer, Exception):
             raise self.answer
-        return str(self.answer)
+        snapshot = self.answer.parent / "snapshots" / "c0ffee"
+        names = [str(path.relative_to(self.answer)) for path in self.answer.rglob("*") if path.is_file()]
+        for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.answer / name, snapshot / name)
+        return str(snapshot)
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> Hub:
@@ -811,37 +840,40 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(tmp_path / "model.safetensors")
 
 
+WANTED = [
+    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer.model"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+]
+UNWANTED = [
+    *("pytorch_model.bin", "modeling_evil.py", "consolidated.safetensors", "x.pt", "model.onnx", "tf_model.h5"),
+    *("README.md", "original/model-00001.safetensors", "model.fp16.safetensors"),
+]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [SINGLE],
+        [INDEX, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        [INDEX, "model.safetensors-00001-of-00001.safetensors"],  # Qwen3.5's
+        [INDEX, "weights/first[1].safetensors", "last.safetensors"],
+        ["orbax/manifest.ocdbt", "orbax/d/1234"],
+    ],
+)
 def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
 ) -> None:
-    hub = use_hub(monkeypatch, random_checkpoint(tmp_path, LLAMA))
-    assert resolve_model("org/name", "abc123") == tmp_path
-    (call,) = hub.calls
-    assert call["repo_id"] == "org/name" and call["revision"] == "abc123"
-    patterns = call["allow_patterns"]
-
-    def asked(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    wanted = [
-        "config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "model.safetensors",
-        SHARD,
-        INDEX,
-        "chat_template.jinja",
-    ]
-    assert [name for name in wanted if not asked(name)] == []
-    unwanted = [
-        "pytorch_model.bin",
-        "modeling_evil.py",
-        "consolidated.safetensors",
-        "x.pt",
-        "model.onnx",
-        "tf_model.h5",
-    ]
-    assert [name for name in unwanted if asked(name)] == []
+    shards = [name for name in weights if name.endswith(".safetensors")]
+    for name in (*WANTED, *UNWANTED, *weights):
+        (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "repository" / name).write_text(json.dumps({"weight_map": dict(enumerate([*shards, "x.pt"]))}))
+    hub = use_hub(monkeypatch, tmp_path / "repository")
+    snapshot = resolve_model("org/name", "main")
+    assert [(call["repo_id"], call["revision"]) for call in hub.calls] == [("org/name", "main"), ("org/name", "c0ffee")]
+    assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == {*WANTED, *weights}
+    shutil.rmtree(snapshot)
+    found = {str(path.relative_to(snapshot)) for path in resolve_tokenizer("org/name").rglob("*") if path.is_file()}
+    assert found == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Reads config.json and generation_config.json, or what a GGUF file has for them, as data only.
 
-A model that brings its own code is refused.
+Code that a model brings with it is never run: jaxpage's own class of the architecture takes its place, or the model is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
 from jaxpage.models.fields import text_part
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 4096
@@ -41,8 +45,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The model's config.json, checked for what would hurt before any family looks at it.
 
     Raises one CheckpointError listing all of: missing, not JSON, not an object, empty, NaN or duplicate keys, sizes
-    that are not whole numbers within `LIMITS`, and an `auto_map` in any config file (it asks to run the model's own
-    code, which never happens here).
+    that are not whole numbers within `LIMITS`.
     """
     problems = Problems(Path(directory))
     config = check_config(Path(directory), problems)
@@ -63,6 +66,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         )
         return config
     generation: dict[str, Any] = {}
+    bring_code = []
     for name in CODE_FILES:
         if name == "config.json" or has_file(directory, name):
             with problems.collect():
@@ -73,13 +77,24 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                     config = text_part(content)
                     check_sizes(config, problems)
                 if content.get("auto_map"):
-                    problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
+                    bring_code.append(name)
+    if bring_code:
+        _warn_of_code(directory, tuple(bring_code))
     with problems.collect():
         _eos_token_ids(generation, config)
     if config and "quantization_config" not in config and has_file(directory, MODELOPT_FILE):
         with problems.collect():
             config["quantization_config"] = _modelopt_config(directory)
     return config
+
+
+@functools.lru_cache(maxsize=64)  # once for each model, which is opened several times
+def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
+    logger.warning(
+        "%s: auto_map in %s names remote code, and remote code is never run: jaxpage's own classes take its place",
+        directory,
+        " and ".join(names),
+    )
 
 
 def _modelopt_config(directory: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
+from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
@@ -341,7 +341,7 @@ def _compiled(config: EngineConfig, *shapes: Any, **options: Any) -> Executables
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
-    directory = resolve_model(config.tokenizer) if config.tokenizer else files.directory
+    directory = resolve_tokenizer(config.tokenizer) if config.tokenizer else files.directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         if config.tokenizer:

@@ -6,9 +6,10 @@ import copy
 from pathlib import Path
 from typing import Any, Self
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints import resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.files import has_file, read_object
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.errors import CheckpointError
@@ -25,8 +26,10 @@ def load_tokenizer(directory: Path) -> Any | None:
         return gguf_tokenizer(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    # A class that only code of the model's own has is not needed where tokenizer.json says everything.
+    loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # the library raises whatever its parsers raise
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -34,10 +37,17 @@ def load_tokenizer(directory: Path) -> Any | None:
     return tokenizer
 
 
+def _needs_code(directory: Path) -> bool:
+    """Returns whether tokenizer_config.json asks for code of the model's own while tokenizer.json is there."""
+    if not all(has_file(directory, name) for name in ("tokenizer.json", "tokenizer_config.json")):
+        return False
+    return bool(read_object(directory, "tokenizer_config.json").get("auto_map"))
+
+
 def tokenizer_of(config: EngineConfig) -> Any | None:
     """The tokenizer of a configuration's model, or None if it has none. Raises ModelNotFoundError or CheckpointError."""
     model = resolve_model(config.model, config.revision)
-    return load_tokenizer(resolve_model(config.tokenizer) if config.tokenizer else model)
+    return load_tokenizer(resolve_tokenizer(config.tokenizer) if config.tokenizer else model)
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
