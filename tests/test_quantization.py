@@ -148,7 +148,7 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
         size, each = 32, 32 // bits
         codes = RNG.integers(0, 2**bits, (num_in, num_out))
         zeros = (
-            RNG.integers(1, 2**bits, (num_in // size, num_out))
+            RNG.integers(0, 2**bits, (num_in // size, num_out))
             if not sym
             else np.full((num_in // size, num_out), 2 ** (bits - 1))
         )
@@ -156,10 +156,11 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
         qweight = np.zeros((num_in // each, num_out), np.uint32)
         for i in range(num_in):
             qweight[i // each] |= codes[i].astype(np.uint32) << np.uint32(bits * (i % each))
-        stored = zeros - 1 if version == "gptq" else zeros
         qzeros = np.zeros((num_in // size, num_out // each), np.uint32)
         for o in range(num_out):
-            qzeros[:, o // each] |= stored[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
+            qzeros[:, o // each] |= zeros[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
+        if version == "gptq":  # GPTQModel takes this from whole words: a zero of 0 borrows from its neighbour
+            qzeros -= np.uint32(0x11111111 if bits == 4 else 0x01010101)
         weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
         tensors = {
             "qweight": qweight.view(np.int32),
@@ -219,6 +220,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(4, True, "gptq")),
     "gptq with zeros": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, False, "gptq")),
+    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, gptq(8, False, "gptq")),
     "gptq v2 of 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(8, False, "gptq_v2"),

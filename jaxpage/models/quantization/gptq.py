@@ -18,6 +18,7 @@ from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, check_order, everywhere_but
 
 NAME = "gptq"
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 
 def read(config: QuantizationFields) -> Scheme:
@@ -37,9 +38,13 @@ def read(config: QuantizationFields) -> Scheme:
         found = unpacked(np.ascontiguousarray(words.T), bits)
         return nibbles(found) if bits == 4 else signed(found)
 
+    def zero_codes(words: np.ndarray) -> np.ndarray:
+        found = np.ascontiguousarray(words).view(np.uint32)
+        # The first form took a one from each code by subtracting whole words, so that a zero of 0 borrowed from its neighbour.
+        return unpacked(found + np.uint32(_ONES[bits]) if version == "gptq" else found, bits)
+
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        found = unpacked(np.ascontiguousarray(words), bits).T.astype(np.float32)
-        return found + (1 if version == "gptq" else 0) - (0 if bits == 4 else 128)
+        return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
 
     values = StoredArray("qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes)
     scale = StoredArray(
@@ -50,8 +55,10 @@ def read(config: QuantizationFields) -> Scheme:
     )
 
     def check_middle(module: str, words: np.ndarray) -> str | None:
+        # In the first form some have the middle itself, which was meant: with sym = true nobody reads the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
-        if (unpacked(np.ascontiguousarray(words), bits) == middle).all():
+        found = np.unique(unpacked(np.ascontiguousarray(words), bits))
+        if found.size == 1 and found[0] in (middle, 2 ** (bits - 1)):
             return None
         return (
             f"has zeros that are not {middle}, but quantization_config.sym of config.json is true, and checkpoint_format {version!r}: set "
