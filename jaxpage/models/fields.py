@@ -159,13 +159,15 @@ class Fields:
         theta: float = 10_000.0,
         partial: float | None = None,
         aliases: Mapping[str, str] | None = None,
+        original: int | None = None,
     ) -> tuple[Rope, int]:
         """The rotary embedding and the number of positions it holds for; see `make_rope`.
 
         theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
-        aliases: other names of rope types in this family.
+        aliases: other names of rope types in this family. original: the default of `original_max_position_embeddings` at the
+        top of the file, in a family whose config class has that field.
         """
-        parameters = self.rope_parameters(max_position_embeddings, theta)
+        parameters = self.rope_parameters(max_position_embeddings, theta, original)
         return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
 
     def ropes_by_type(
@@ -228,7 +230,9 @@ class Fields:
         except CheckpointError as error:
             raise WrongField(str(error), **NO_ROPE) from error
 
-    def rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
+    def rope_parameters(
+        self, max_position_embeddings: int, theta: float, original: int | None = None
+    ) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -242,7 +246,7 @@ class Fields:
         parameters.setdefault("rope_theta", self.get("rope_theta", theta))
         parameters.setdefault("rope_type", parameters.get("type", "default"))
         # As in transformers, a length at the top of the file outranks the one in the dict.
-        original = self.get("original_max_position_embeddings", None)
+        original = self.get("original_max_position_embeddings", original)
         if original is not None:
             parameters["original_max_position_embeddings"] = original
         parameters.setdefault("original_max_position_embeddings", max_position_embeddings)

@@ -29,7 +29,7 @@ class Spec(RotaryDecoderSpec):
             experts=corrected_experts(fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8),
             expert_names=DEEPSEEK_NAMES,
             sparse_layers=_sparse_layers(fields),
-            **latent_knobs(fields, longest=202_752, query_rank=768),
+            **latent_knobs(fields, longest=202_752, query_rank=768, plain=192, value=256),
         )
 
 
