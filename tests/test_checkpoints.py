@@ -41,6 +41,7 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
+from tests.support.model_configs import config_json
 from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
 
@@ -198,6 +199,25 @@ def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
     tensors = {**random_tensors(GPT2), "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8)}
     write_tensors(random_checkpoint(tmp_path, GPT2), tensors)
     assert_same_bits(load(tmp_path), expected(GPT2))
+
+
+@pytest.mark.parametrize(("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)])
+def test_layers_that_draft_are_those_that_the_config_counts(tmp_path: Path, name: str, headless_names: bool) -> None:
+    """Layers 3 and 4 of three layers and two more; a further one, or one that nobody counted, is of another model."""
+    config = config_json(name)
+    random_checkpoint(tmp_path, {**config, "num_nextn_predict_layers": 2}, headless_names=headless_names)
+    tensors, without = dict(load_file(tmp_path / "model.safetensors")), load(tmp_path)
+    first = "layers.3" if headless_names else "model.layers.3"
+    more = {f"{first}.enorm.weight": np.ones(3, np.float32)}
+    more |= {name.replace("layers.2", "layers.4"): array for name, array in tensors.items() if "layers.2." in name}
+    write_tensors(tmp_path, tensors | more)
+    assert_same_bits(load(tmp_path), without)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert "layers.4.input_layernorm.weight' of shape" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "the number of layers is 3 in config.json and 5 in the tensors" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 10**9}))
+    assert "num_nextn_predict_layers = 1000000000 is above 64" in refusal(tmp_path)
 
 
 def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:

@@ -7,17 +7,16 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
-from jaxpage.models import rotary_decoder
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields, RefusedField, WrongField
 from jaxpage.models.latent import read_latent
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-ignored = (*rotary_decoder.ignored, "model.layers.61.*")  # that layer predicts a second token ahead, and drafts
+MAX_DRAFT_LAYERS = 64
 
 
 class Spec(RotaryDecoderSpec):
@@ -94,4 +93,15 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
+        "num_draft_layers": _draft_layers(fields),
     }
+
+
+def _draft_layers(fields: Fields) -> int:
+    """Returns how many layers after the last one predict further tokens ahead; they have the numbers that follow it."""
+    count = fields.integer("num_nextn_predict_layers", 0, least=0)
+    if count > MAX_DRAFT_LAYERS:
+        raise WrongField(
+            f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}", num_nextn_predict_layers=0
+        )
+    return count

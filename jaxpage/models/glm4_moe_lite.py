@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields, WrongField
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-ignored = (*rotary_decoder.ignored, "model.layers.47.*")  # that layer predicts a second token ahead, and drafts
 
 
 class Spec(RotaryDecoderSpec):
