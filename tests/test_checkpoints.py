@@ -21,6 +21,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxpage.checkpoints import (
     check_weights,
@@ -37,6 +40,7 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
+from jaxpage.engine import build
 from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
@@ -583,11 +587,25 @@ def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path
     assert "(2 problems)" in text and "'spiral'" in text and "config.json: eos_token_id '2' is not a token id" in text
 
 
-@pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, {"a": 1}])
-def test_eos_token_ids_that_are_none(tmp_path: Path, wrong: Any) -> None:
-    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": wrong})
-    with pytest.raises(CheckpointError, match="generation_config.json.* is not a token id"):
-        eos_token_ids(tmp_path, LLAMA)
+@pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, 2**70, {"a": 1}])
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_eos_token_ids_that_are_none(tmp_path: Path, place: str, wrong: Any) -> None:
+    """Also in config.json where generation_config.json, which is the one that counts, is right."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": 1})
+    edit_json(tmp_path / place, lambda fields: fields.update(eos_token_id=wrong))
+    assert f"{place}: eos_token_id " in refusal(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{place}: .* is not a token id"):
+        eos_token_ids(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path: Path) -> None:
+    """As in vLLM: a chat model whose generation_config.json lacks the token that its template writes would never stop."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [7, 8]})
+    vocabulary = {f"t{index}": index for index in range(64)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    for ends, wanted in (({}, {7, 8}), ({"eos_token": "t5"}, {5, 7, 8}), ({"eos_token": "<beyond>"}, {7, 8})):
+        PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(tmp_path)
+        assert build._eos_token_ids(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
 
 
 # ---- Orbax and conversion ----

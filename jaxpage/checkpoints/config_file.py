@@ -134,15 +134,16 @@ def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
-    ids = generation.get("eos_token_id")
-    source = "generation_config.json"
-    if ids is None:
-        ids, source = config.get("eos_token_id"), "config.json"
-    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    for token_id in listed:
-        if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
-            raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
-    return frozenset(listed)
+    stated = []
+    for source, fields in (("generation_config.json", generation), ("config.json", config)):
+        ids = fields.get("eos_token_id")
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for token_id in listed:
+            if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
+                raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
+        if ids is not None:
+            stated.append(frozenset(listed))
+    return stated[0] if stated else frozenset()
 
 
 def check_sizes(config: dict[str, Any], problems: Problems) -> None:

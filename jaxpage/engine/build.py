@@ -142,7 +142,7 @@ def build_engine(
         builder=_builder(spec, lora.num_slots if lora else 0),
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(files),
+        eos_token_ids=_eos_token_ids(files, tokenizer),
         max_model_len=spec.memory.max_model_len,
         seed=config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
@@ -357,8 +357,11 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     return tokenizer
 
 
-def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
+def _eos_token_ids(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
+    """Returns the ids that end a text: those of the model's files and the tokenizer's own, which vLLM adds, too."""
     token_ids = eos_token_ids(files.directory, files.config)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        token_ids |= {tokenizer.eos_token_id}
     beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
     if beyond:
         logger.warning(
