@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
@@ -14,8 +15,15 @@ from jaxpage.models.quantization.decoding import (
     transposed,
     unpacked,
 )
-from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, check_order, everywhere_but
+from jaxpage.models.quantization.fields import QuantizationFields, is_pattern
+from jaxpage.models.quantization.scheme import (
+    UNQUANTISED,
+    Check,
+    Scheme,
+    check_order,
+    check_zeros,
+    everywhere_but,
+)
 
 NAME = "gptq"
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
@@ -30,7 +38,7 @@ def read(config: QuantizationFields) -> Scheme:
             "(inputs in the order of activations) is not supported; use a GPTQ or AWQ checkpoint without it, or "
             + UNQUANTISED,
         )
-    config.absent("dynamic", "lm_head")
+    config.absent("lm_head")
     version = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     symmetric = config.flag("sym", True)
 
@@ -66,9 +74,23 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    kept = config.names("modules_to_not_convert")
+    kept = (*config.names("modules_to_not_convert"), *_left_out(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     form_of = everywhere_but(kept, form)
-    ignored = ("*.g_idx", *(("*.qzeros",) if symmetric else ()))
-    checks = ((".g_idx", check_order(form_of)), *(((".qzeros", check_middle),) if symmetric else ()))
-    return Scheme(NAME, described, form_of, ignored, checks=checks)
+    checks = [Check(".g_idx", check_order(form_of)), Check(".bias", check_zeros(form_of), ("F32", "BF16", "F16"))]
+    if symmetric:
+        checks.append(Check(".qzeros", check_middle))
+    return Scheme(NAME, described, form_of, tuple(f"*{check.end}" for check in checks), checks=tuple(checks))
+
+
+def _left_out(config: QuantizationFields) -> tuple[str, ...]:
+    """Returns patterns of the modules that `dynamic` leaves as they are; what it quantises in another way is refused."""
+    dynamic = config.part("dynamic").config
+    others = {pattern: change for pattern, change in dynamic.items() if not pattern.startswith("-:") and change}
+    if others:
+        config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
+    patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]
+    if not all(map(is_pattern, patterns)):
+        config.refuse("dynamic", "has keys that are no regular expressions", CheckpointError)
+        return ()
+    return tuple(patterns)
