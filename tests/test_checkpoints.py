@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import shutil
@@ -505,6 +506,14 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert text in refusal(tmp_path)
+
+
+def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
+    file = random_checkpoint(tmp_path, LLAMA) / "config.json"
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert_same_bits(load(tmp_path), expected(LLAMA))
+    file.write_bytes(codecs.BOM_UTF8)
+    assert "'config.json' is empty" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -71,6 +71,44 @@ def test_a_field_that_is_left_out_is_the_default_of_transformers(name: str) -> N
     assert [text for text in map(difference, tried) if text] == []
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+# Fields as some files have them, and the same as most files do.
+ALIKE: dict[str, tuple[str, Config, Config]] = {
+    "two that agree": (
+        "llama-grouped",
+        {
+            "rope_scaling": {"type": "linear", "factor": 2.5},
+            "rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 10_000.0},
+        },
+        {"rope_scaling": {"type": "linear", "factor": 2.5}},
+    ),
+    "a length that is no integer": (
+        "llama-grouped",
+        {"rope_scaling": {**YARN, "original_max_position_embeddings": 32.0}},
+        {"rope_scaling": YARN},
+    ),
+    "a length by layer type": (
+        "olmo3-windows",
+        {"rope_parameters": {"full_attention": {**YARN, "original_max_position_embeddings": 32.0}}},
+        {"rope_parameters": {"full_attention": YARN}},
+    ),
+    "scales that are zero": (
+        "llama-grouped",
+        {"rope_scaling": {**YARN, "mscale": 0, "mscale_all_dim": 0, "beta_fast": 0}},
+        {"rope_scaling": YARN},
+    ),
+    "a flag that is null": ("llama-tied-bias", {"attention_bias": None}, {"attention_bias": False}),
+}
+
+
+@pytest.mark.parametrize("case", ALIKE)
+def test_what_transformers_takes_is_taken(case: str) -> None:
+    name, given, plain = ALIKE[case]
+    found, wanted = read({**CONFIGS[name], **given}), read({**CONFIGS[name], **plain})
+    assert found == wanted and not isinstance(found, str), found
+    assert case == "a flag that is null" or completed({**CONFIGS[name], **given}) is not None
+
+
 @pytest.mark.sweep
 def test_random_fields_that_are_left_out_are_the_defaults_of_transformers() -> None:
     """Fields of several configs of a family, some of them left out, also of the rotary embedding's own."""

@@ -513,7 +513,8 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_not_computed_is_refused(tmp_path: Path, name: str) -> None:
     options, metadata, expected = WRONG[name]
-    assert expected in refusal(write(tmp_path / "x.gguf", metadata=metadata, **options))
+    text = refusal(write(tmp_path / "x.gguf", metadata=metadata, **options))
+    assert expected in text and (name == "too many heads" or "(1 problem)" in text), text
 
 
 def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,8 @@ def load_tokenizer(directory: Path) -> Any | None:
         return gguf_tokenizer(directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
+    if not has_file(directory, "tokenizer.json") and has_file(directory, "tokenizer.model"):
+        _check_sentence_piece(directory)
     # A class that only code of the model's own has is not needed where tokenizer.json says everything.
     loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
     try:
@@ -35,6 +38,15 @@ def load_tokenizer(directory: Path) -> Any | None:
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one")
     return tokenizer
+
+
+def _check_sentence_piece(directory: Path) -> None:
+    """Raises CheckpointError where transformers could not read tokenizer.model, which it then takes for another format."""
+    if find_spec("sentencepiece") is None:
+        raise CheckpointError(
+            f"{directory}: its tokenizer is tokenizer.model alone, and the package that reads SentencePiece models is not "
+            "installed: pip install sentencepiece, or give a directory with tokenizer.json with tokenizer= (--tokenizer)"
+        )
 
 
 def _needs_code(directory: Path) -> bool:
