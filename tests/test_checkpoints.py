@@ -46,6 +46,7 @@ from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.model_configs import config_json
 from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
@@ -506,6 +507,67 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert text in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"])
+def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
+    """Whoever opened it would wait for good."""
+    if name != "tokenizer.json":
+        shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"'{name}' can be no file of a tokenizer: it is not a regular file"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
+    monkeypatch.setattr("jaxpage.engine.text.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    for template in ("{% for m in messages %}{% generation %}x{% endgeneration %}{% break %}{% endfor %}", "{% if %}" + "x" * 10_000):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        caplog.clear()
+        load_tokenizer(tmp_path)
+        found = [text for text in caplog.messages if "the chat template 'default' does not parse" in text]
+        assert len(found) == template.startswith("{% if") and all(len(text) < 1000 for text in found)
+
+
+def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors, added tokens and ends of texts that nobody expects: the first ones, and how many there are."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [*range(1, 20_000)]})
+    tensors = random_tensors(LLAMA) | {f"model.more.{index}": np.ones(1, np.float32) for index in range(20_000)}
+    write_tensors(tmp_path, tensors)
+    text = refusal(tmp_path)
+    assert "(20000 problems)" in text and "and 19900 more" in text and len(text) < 50_000
+    write_tensors(tmp_path, random_tensors(LLAMA))
+    backend = Tokenizer(WordLevel({f"t{index}": index for index in range(64)}, unk_token="t0"))
+    backend.add_tokens([f"<{index}>" for index in range(20_000)])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    files = open_model(tmp_path)
+    tokenizer = build._tokenizer(EngineConfig(model=str(tmp_path)), files)
+    assert len(build._eos_token_ids(files, tokenizer)) == 63
+    assert all(len(message) < 1000 for message in caplog.messages)
+    assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ["../../x", "floaty", 16, ["float32"]])
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
+    random_checkpoint(tmp_path, LLAMA)
+    for name in ("dtype", "torch_dtype"):
+        edit_json(tmp_path / "config.json", lambda config: config.update({"torch_dtype": None, name: dtype}))  # noqa: B023
+        assert f"config.json: {name} {ascii(dtype)} is not one of float32" in refusal(tmp_path)
+        edit_json(tmp_path / "config.json", lambda config: config.pop(name))  # noqa: B023
+    edit_json(tmp_path / "config.json", lambda config: config.update(torch_dtype="torch.float8_e4m3fn"))
+    open_model(tmp_path)
 
 
 def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:

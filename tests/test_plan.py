@@ -412,7 +412,7 @@ def test_the_model_is_a_directory_a_config_or_a_name(
     ("change", "message"),
     [
         ({"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is not one of"),
-        ({"hidden_size": 10**9, "torch_dtype": "float64"}, "(2 problems)"),
+        ({"hidden_size": 10**9, "torch_dtype": "../../x"}, "(2 problems)"),
         ({"torch_dtype": "float64"}, "config.json: dtype 'float64' is not one of float32, bfloat16, float16"),
     ],
 )

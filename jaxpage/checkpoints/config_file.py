@@ -37,6 +37,7 @@ LIMITS = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES_OF_TORCH = ("auto", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 MODELOPT_FILE = "hf_quant_config.json"
 CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
@@ -76,6 +77,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                 if name == "config.json":
                     config = text_part(content)
                     check_sizes(config, problems)
+                    _check_dtype(config)
                 if content.get("auto_map"):
                     bring_code.append(name)
     if bring_code:
@@ -103,6 +105,14 @@ def _modelopt_config(directory: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CheckpointError(f"{MODELOPT_FILE}: quantization must be an object, not {found!r}")
     return {"quant_method": "modelopt", **found}
+
+
+def _check_dtype(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a dtype that is none of torch's: what the weights have is read off them, whatever it says."""
+    for name in ("dtype", "torch_dtype"):
+        dtype = config.get(name)
+        if dtype is not None and str(dtype).removeprefix("torch.") not in (*DTYPES, *_DTYPES_OF_TORCH):
+            raise CheckpointError(f"config.json: {name} {quoted(dtype)} is not one of {', '.join(DTYPES)}")
 
 
 def stated_dtype(config: dict[str, Any]) -> str:

@@ -44,6 +44,7 @@ from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.step_costs import measure_costs
 from jaxpage.engine.text import load_tokenizer
+from jaxpage.checkpoints.problems import listed
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
@@ -353,7 +354,7 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
         # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
-        logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", added, last)
+        logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", listed(added), last)
     return tokenizer
 
 
@@ -365,7 +366,9 @@ def _eos_token_ids(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
     beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
     if beyond:
         logger.warning(
-            "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
+            "eos_token_id %s can never be drawn: the model's ids end at %d",
+            listed(sorted(beyond)),
+            files.spec.vocab_size - 1,
         )
     return token_ids - beyond
 
