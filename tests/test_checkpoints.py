@@ -42,7 +42,7 @@ from jaxpage.checkpoints import (
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
 from jaxpage.engine import build
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
@@ -391,7 +391,12 @@ def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
     (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     text = refusal(tmp_path)
-    for part in ("vocab_size is 2147483648", "'Evil' is not one of", "00001-of-00003.safetensors': 0 bytes", "00002-of-00003"):
+    for part in (
+        "vocab_size is 2147483648",
+        "'Evil' is not one of",
+        "00001-of-00003.safetensors': 0 bytes",
+        "00002-of-00003",
+    ):
         assert part in text
 
 
@@ -533,7 +538,10 @@ def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
-    for template in ("{% for m in messages %}{% generation %}x{% endgeneration %}{% break %}{% endfor %}", "{% if %}" + "x" * 10_000):
+    for template in (
+        "{% for m in messages %}{% generation %}x{% endgeneration %}{% break %}{% endfor %}",
+        "{% if %}" + "x" * 10_000,
+    ):
         (tmp_path / "chat_template.jinja").write_text(template)
         caplog.clear()
         load_tokenizer(tmp_path)
@@ -554,7 +562,7 @@ def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     files = open_model(tmp_path)
     tokenizer = build._tokenizer(EngineConfig(model=str(tmp_path)), files)
-    assert len(build._eos_token_ids(files, tokenizer)) == 63
+    assert len(ends_of_text(files, tokenizer)) == 63
     assert all(len(message) < 1000 for message in caplog.messages)
     assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]
 
@@ -564,7 +572,7 @@ def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
     random_checkpoint(tmp_path, LLAMA)
     for name in ("dtype", "torch_dtype"):
         edit_json(tmp_path / "config.json", lambda config: config.update({"torch_dtype": None, name: dtype}))  # noqa: B023
-        assert f"config.json: {name} {ascii(dtype)} is not one of float32" in refusal(tmp_path)
+        assert f"config.json: {name} {dtype!a} is not one of float32" in refusal(tmp_path)
         edit_json(tmp_path / "config.json", lambda config: config.pop(name))  # noqa: B023
     edit_json(tmp_path / "config.json", lambda config: config.update(torch_dtype="torch.float8_e4m3fn"))
     open_model(tmp_path)
@@ -582,7 +590,10 @@ def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
 def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     spec = describe_model(tmp_path).spec
-    assert (spec.kv.num_layers, spec.vocab_size) == (PUBLISHED[name]["num_hidden_layers"], PUBLISHED[name]["vocab_size"])
+    assert (spec.kv.num_layers, spec.vocab_size) == (
+        PUBLISHED[name]["num_hidden_layers"],
+        PUBLISHED[name]["vocab_size"],
+    )
 
 
 def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(
@@ -676,7 +687,7 @@ def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path: Path) -> None:
     backend = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
     for ends, wanted in (({}, {7, 8}), ({"eos_token": "t5"}, {5, 7, 8}), ({"eos_token": "<beyond>"}, {7, 8})):
         PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(tmp_path)
-        assert build._eos_token_ids(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
+        assert ends_of_text(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
 
 
 # ---- Orbax and conversion ----

@@ -34,7 +34,13 @@ from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels import QuantizedWeight, numbers
 from tests.support.dense import logits_of
 from tests.support.engines import LLAMA, make_llm
-from tests.support.gguf_files import byte_level, byte_level_vocabulary, sentence_piece, sentence_piece_metadata, write_gguf
+from tests.support.gguf_files import (
+    byte_level,
+    byte_level_vocabulary,
+    sentence_piece,
+    sentence_piece_metadata,
+    write_gguf,
+)
 from tests.support.random_checkpoints import random_tensors
 
 # Rows of whole blocks of 32.

@@ -405,7 +405,9 @@ def test_the_model_is_a_directory_a_config_or_a_name(
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"] == by_directory["weights_bytes"]
-    assert asked == [{"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json", "hf_quant_config.json"]}], "no weights"
+    assert asked == [
+        {"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json", "hf_quant_config.json"]}
+    ], "no weights"
 
 
 @pytest.mark.parametrize(

@@ -541,7 +541,9 @@ def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
 
 
 @pytest.mark.parametrize(("bias", "text"), [(0.0, None), (0.5, "is unexpected: the layer has no bias")])
-def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(bias: float, text: str | None, tmp_path: Path) -> None:
+def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(
+    bias: float, text: str | None, tmp_path: Path
+) -> None:
     """Old AutoGPTQ wrote them for every quantised layer."""
     quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))

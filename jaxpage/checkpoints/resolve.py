@@ -98,9 +98,7 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
         import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
 
         def fetch(patterns: Iterable[str], version: str | None) -> Path:
-            snapshot = huggingface_hub.snapshot_download(
-                repo_id=name, revision=version, allow_patterns=list(patterns)
-            )
+            snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=version, allow_patterns=list(patterns))
             return Path(snapshot).resolve()
 
         snapshot = fetch([pattern for pattern in files if pattern not in _WEIGHTS], revision)

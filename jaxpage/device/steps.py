@@ -220,8 +220,7 @@ def _score(
 
     def score_tile(index: jax.Array, scored: jax.Array) -> jax.Array:
         hidden_BD, token_ids_B, lora_slot_B = (
-            jax.lax.dynamic_slice_in_dim(array, index * tile, tile)
-            for array in (hidden_TD, token_ids_T, lora_slot_T)
+            jax.lax.dynamic_slice_in_dim(array, index * tile, tile) for array in (hidden_TD, token_ids_T, lora_slot_T)
         )
         logits_BV = _logits(model, hidden_BD, lora_slot_B, options)
         rows = _pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)

@@ -11,7 +11,7 @@ from typing import Any, Self
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from jaxpage.checkpoints import resolve_model, resolve_tokenizer
+from jaxpage.checkpoints import ModelFiles, eos_token_ids, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.files import has_file, read_object
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
@@ -96,6 +96,21 @@ def tokenizer_of(config: EngineConfig) -> Any | None:
     """The tokenizer of a configuration's model, or None if it has none. Raises ModelNotFoundError or CheckpointError."""
     model = resolve_model(config.model, config.revision)
     return load_tokenizer(resolve_tokenizer(config.tokenizer) if config.tokenizer else model)
+
+
+def ends_of_text(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
+    """Returns the ids that end a text: those of the model's files and the tokenizer's own, which vLLM adds, too."""
+    token_ids = eos_token_ids(files.directory, files.config)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        token_ids |= {tokenizer.eos_token_id}
+    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
+    if beyond:
+        logger.warning(
+            "eos_token_id %s can never be drawn: the model's ids end at %d",
+            listed(sorted(beyond)),
+            files.spec.vocab_size - 1,
+        )
+    return token_ids - beyond
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

@@ -57,9 +57,7 @@ class StoredArray:
 
         def of_module(module: str) -> Source:
             aliases = tuple(f"{module}.{name}" for name in self.aliases)
-            own = Piece(
-                f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, aliases=aliases, stored=stored
-            )
+            own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, aliases=aliases, stored=stored)
             if (other := self.beside) is None:
                 return Source(shape, (own,))
             of_other = Stored(other.dtypes, check=other.check)

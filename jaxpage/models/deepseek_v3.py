@@ -101,7 +101,5 @@ def _draft_layers(fields: Fields) -> int:
     """Returns how many layers after the last one predict further tokens ahead; they have the numbers that follow it."""
     count = fields.integer("num_nextn_predict_layers", 0, least=0)
     if count > MAX_DRAFT_LAYERS:
-        raise WrongField(
-            f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}", num_nextn_predict_layers=0
-        )
+        raise WrongField(f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}", num_nextn_predict_layers=0)
     return count

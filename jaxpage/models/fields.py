@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS

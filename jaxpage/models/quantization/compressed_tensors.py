@@ -34,7 +34,9 @@ _QUANTIZED = (
 
 def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
-    if config.part("sparsity_config").config.get("format") != "dense":  # "dense" is stored as it is, whatever is zero in it
+    if (
+        config.part("sparsity_config").config.get("format") != "dense"
+    ):  # "dense" is stored as it is, whatever is zero in it
         config.absent("sparsity_config")
     config.absent("transform_config")
     ignore, groups = config.names("ignore"), config.part("config_groups")
