@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
-from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
+from jaxpage.checkpoints import load_shards, load_weights, open_model, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints.problems import listed
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
@@ -43,7 +44,7 @@ from jaxpage.engine.host_parts import make_builder, make_scheduler
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.step_costs import measure_costs
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights
@@ -140,7 +141,7 @@ def build_engine(
         builder=make_builder(spec, lora.num_slots if lora else 0),
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(files),
+        eos_token_ids=ends_of_text(files, tokenizer),
         max_model_len=spec.memory.max_model_len,
         seed=config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
@@ -327,7 +328,7 @@ def _compiled(config: EngineConfig, *shapes: Any, **options: Any) -> Executables
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
-    directory = resolve_model(config.tokenizer) if config.tokenizer else files.directory
+    directory = resolve_tokenizer(config.tokenizer) if config.tokenizer else files.directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         if config.tokenizer:
@@ -339,18 +340,10 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
         # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
-        logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", added, last)
-    return tokenizer
-
-
-def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
-    token_ids = eos_token_ids(files.directory, files.config)
-    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
-    if beyond:
         logger.warning(
-            "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
+            "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", listed(added), last
         )
-    return token_ids - beyond
+    return tokenizer
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
