@@ -97,10 +97,6 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
 
-        snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(files))
-        return Path(snapshot).resolve()
-    except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
-=======
         def fetch(patterns: Iterable[str], version: str | None) -> Path:
             snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=version, allow_patterns=list(patterns))
             return Path(snapshot).resolve()
@@ -111,7 +107,7 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
         # The directory of a snapshot is named by its commit: a push in between changes nothing.
         weights = [*(pattern for pattern in files if pattern in _WEIGHTS), *_shards(snapshot)]
         return fetch(weights, snapshot.name)
-    except Exception as error:  # offline, unknown, private, gone, disk full: whatever it is, the model is not here
+    except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
         version = f" at revision {revision!r}" if revision else ""
         reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
         if _is_unreachable(error):
