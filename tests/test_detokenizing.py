@@ -16,7 +16,12 @@ from tests.support.tokenizers import byte_letters
 TOKENIZER = AutoTokenizer.from_pretrained(Path(jaxpage.__file__).parent / "demo")
 BYTES = {byte: TOKENIZER.convert_tokens_to_ids(letter) for byte, letter in byte_letters().items()}
 END = (TOKENIZER.eos_token_id,)
-PIECES = [*(tuple(BYTES[byte] for byte in text.encode()) for text in ("€", "😀", "A")), (BYTES[0x80],), (BYTES[0xFF],), END]
+PIECES = [
+    *(tuple(BYTES[byte] for byte in text.encode()) for text in ("€", "😀", "A")),
+    (BYTES[0x80],),
+    (BYTES[0xFF],),
+    END,
+]
 MOST_AT_ONCE = 24  # tokens
 
 
@@ -32,7 +37,9 @@ class Counting(StreamDetokenizer):
 
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 4), st.sampled_from([1, 1, 1, 12])), max_size=12))
-@example([(PIECES[0], 2, 1), (PIECES[0], 2, 1), (PIECES[1], 3, 1), (PIECES[0], 3, 1)])  # one broken character after the other
+@example(
+    [(PIECES[0], 2, 1), (PIECES[0], 2, 1), (PIECES[1], 3, 1), (PIECES[0], 3, 1)]
+)  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
 def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces: list[tuple[tuple[int, ...], int, int]]) -> None:
     """Broken characters, bytes that no character has, and special tokens, up to twelve times in a row."""

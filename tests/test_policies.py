@@ -261,9 +261,7 @@ def test_new_ones_wait_for_the_preempted_as_they_are_told_to() -> None:
 
 def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later() -> None:
     """New requests wait for the preempted to complete only while something runs: the preempted one is not first here."""
-    driver = make_driver(
-        num_blocks=6, block_size=4, policy="priority", preemption=Preemption("recompute", "completed")
-    )
+    driver = make_driver(num_blocks=6, block_size=4, policy="priority", preemption=Preemption("recompute", "completed"))
     scheduler = driver.scheduler
     for name, priority in (("old", 1), ("gives way", 5)):
         group = make_group(name, priority, range(8), max_tokens=10, ignore_eos=True, priority=priority)
@@ -274,7 +272,7 @@ def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later()
     assert scheduler.num_running == 0
     scheduler.add(make_group("new", 7, range(8), max_tokens=2, ignore_eos=True, priority=0))
     driver.step()
-    assert [group.request.request_id for group in scheduler.running][0] == "new"
+    assert scheduler.running[0].request.request_id == "new"
     driver.run()
 
 

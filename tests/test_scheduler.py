@@ -639,7 +639,11 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
 def test_what_fits_only_behind_its_pin_begins_there() -> None:
     """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not there."""
     driver = make_driver(block_size=4, num_blocks=9, caching=True)
-    scheduler, manager, pool = driver.scheduler, driver.scheduler.block_manager, driver.scheduler.block_manager.groups[0].pool
+    scheduler, manager, pool = (
+        driver.scheduler,
+        driver.scheduler.block_manager,
+        driver.scheduler.block_manager.groups[0].pool,
+    )
     prompt = [*range(13)]
     scheduler.add(make_group("pinned", 0, prompt[:8], max_tokens=4, ignore_eos=True))
     driver.step()

@@ -290,7 +290,9 @@ def test_min_tokens_does_not_outlast_the_length() -> None:
 
 
 @pytest.mark.parametrize(("min_tokens", "reason"), [(0, ("stop", "b�")), (1, ("length", None))])
-def test_a_stop_string_in_the_last_text_counts_above_min_tokens(min_tokens: int, reason: tuple[str, str | None]) -> None:
+def test_a_stop_string_in_the_last_text_counts_above_min_tokens(
+    min_tokens: int, reason: tuple[str, str | None]
+) -> None:
     """A character that was never completed completes the stop string when the length ends the sequence."""
     text, *rest, last_text = verdicts(make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13])[-1]
     assert tuple(rest) == reason and text + last_text == ("" if min_tokens == 0 else "b�")
