@@ -30,7 +30,7 @@ class Interrupts:
         """Holds back the signals that have a handler in Python."""
         for number in _SIGNALS:
             handler = signal.getsignal(number)
-            if callable(handler) and not isinstance(handler, signal.Handlers):
+            if callable(handler):
                 self._held[number] = handler
                 signal.signal(number, self._note)
 
