@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import jaxpage.decoding.beam as beam_module
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.decoding import BeamStrategy
+from jaxpage.decoding.beam import _Candidate, _Hypothesis
 from jaxpage.engine.text import NoText, StreamDetokenizer
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.outputs import TokenLogprobs
@@ -326,6 +327,15 @@ def test_a_draw_that_is_none_ends_the_whole_search() -> None:
     assert [end and (end.reason, end.stop_reason) for end in ends] == [
         ("error", "the model's logits are not finite")
     ] * 3
+
+
+@pytest.mark.parametrize(("likeliest_logprob", "is_over"), [(-2.0, True), (-2.5, True), (-1.5, False)])
+def test_a_search_ends_where_its_beams_can_only_draw_level(likeliest_logprob: float, is_over: bool) -> None:
+    """As in transformers: a beam that has exactly the score of the worst hypothesis that is kept does not replace it."""
+    strategy = BeamStrategy(request_of(BeamSearchParams(2, length_penalty=0.0)), range(4), NoText)
+    kept = [_Hypothesis(-1.0, 0), _Hypothesis(-2.0, 1)]
+    likeliest_beam = _Candidate(strategy._beams[0], TokenLogprobs(0, -1.0, 1), likeliest_logprob)
+    assert strategy._is_over(likeliest_beam, kept) == is_over
 
 
 def test_beams_draw_together() -> None:

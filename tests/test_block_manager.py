@@ -18,7 +18,7 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.step.plan import StepPlan
 from tests.support.fake_device import FakeDevice
 
@@ -334,6 +334,38 @@ def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(CapacityError, match="3 KV blocks are needed, 2 of 2 are free"):
         manager.reserve(1, 0, 9)
     assert not manager.sequence_ids
+
+
+def cached_manager(num_blocks: int, *sequences: list[int]) -> BlockManager:
+    """Of blocks of 4. Each sequence is computed and cached; their ids count up from 0."""
+    manager = BlockManager([BlockTables(BlockPool(num_blocks), 4)], PrefixIndex(4))
+    for sequence_id, token_ids in enumerate(sequences):
+        manager.begin([(sequence_id, len(token_ids), manager.nothing)])
+        manager.cache(sequence_id, len(token_ids), token_ids, [], None)
+    return manager
+
+
+def test_a_block_that_is_free_and_cached_is_no_room_for_stored_ones() -> None:
+    manager = cached_manager(3, [1, 2, 3, 4], [5, 6, 7, 8])
+    assert manager.cached is not None
+    pool = manager.groups[0].pool
+    for sequence_id, has_room in ((0, False), (1, False)):
+        manager.release(sequence_id)
+        assert pool.num_free == pool.num_cached == sequence_id + 1
+        assert manager.cached.has_room == has_room
+    manager.forget_cached()
+    assert manager.cached.has_room
+
+
+def test_who_writes_into_a_cached_block_again_has_it_cached_no_more() -> None:
+    """Its own copy holds other tokens; they are noted when they are computed."""
+    manager = cached_manager(6, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert manager.cached is not None
+    assert len(manager.reserve(0, 6, 8)) == 1
+    manager.check()
+    manager.cache(0, 8, [1, 2, 3, 4, 5, 6, 9, 9], [], None)
+    manager.check()
+    assert manager.find([1, 2, 3, 4, 5, 6, 9, 9, 0], [], None).num_tokens == 8
 
 
 def test_a_child_needs_a_new_id_and_a_living_parent() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
 import signal
 import threading
+import time
 
 import jax
 import jax.monitoring
@@ -221,6 +223,42 @@ def test_a_closed_stream_frees_its_blocks(llm):
     assert list(begun) == [] and free_blocks(llm) == before
 
 
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [("scheduler", "plan"), ("builder", "build"), ("runner", "run"), ("scheduler", "commit"), ("speculator", "forget")],
+)
+def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, monkeypatch, part, method):
+    """The garbage collector frees it wherever memory is allocated, or a generator that holds it and closes it then. Its request ends with
+    the step, and no other request notices."""
+
+    def holding():
+        with llm.stream(prompts[2], GREEDY) as stream:
+            yield next(stream)
+
+    prompts, before = prompts_of(30, 40, 20), free_blocks(llm)
+    want = [one(llm, prompt, GREEDY) for prompt in prompts]
+    others = [llm.stream(prompts[0], GREEDY), llm.stream(prompts[1], GREEDY)]
+    pieces = [[next(stream)] for stream in others]
+    others.append(holding())
+    next(others[2])
+    real = getattr(getattr(llm._engine, part), method)
+
+    def dropping(*args):
+        if len(others) > 2:
+            others.pop()
+        result = real(*args)
+        if len(others) > 1:
+            others.pop()
+        return result
+
+    monkeypatch.setattr(getattr(llm._engine, part), method, dropping)
+    assert one(llm, prompts[1], GREEDY) == want[1]
+    pieces[0] += others[0]
+    assert [token for piece in pieces[0] for token in piece.outputs[0].token_ids] == want[0].token_ids
+    assert len(others) == 1 and free_blocks(llm) == before
+    invariants(llm)
+
+
 def test_two_threads_take_turns(llm):
     prompts = prompts_of(30, 12)
     want = [one(llm, prompt, GREEDY) for prompt in prompts]
@@ -231,6 +269,28 @@ def test_two_threads_take_turns(llm):
     for thread in threads:
         thread.join()
     assert [got[0], got[1]] == want
+
+
+def test_who_waits_has_the_next_turn(llm):
+    """A thread that gives its turn back and asks for another one at once, as a call does between two steps, comes second."""
+    asks, order = threading.Event(), []
+
+    def ask():
+        asks.set()
+        with llm._calls.alone():
+            order.append("waited")
+
+    for number in range(5):
+        asks.clear()
+        second = threading.Thread(target=ask)
+        with llm._calls.alone():
+            second.start()
+            assert asks.wait(60)
+            time.sleep(0.02)  # now it waits
+        with llm._calls.alone():
+            order.append(number)
+        second.join()
+    assert order == ["waited", 0, "waited", 1, "waited", 2, "waited", 3, "waited", 4]
 
 
 @pytest.mark.parametrize("moment", ["before the step", "in the step", "after the step"])
@@ -302,6 +362,45 @@ def test_what_must_happen_as_a_whole_is_not_cut_by_ctrl_c():
         assert inner is outer and outer.pending
         reached.append("outer")
     assert reached == ["inner", "outer"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Stop(BaseException):
+    """An exception of a program's own, as SystemExit is."""
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, Stop, None])
+@pytest.mark.parametrize("method", ["plan", "run", "commit"])
+def test_a_handler_of_the_program_comes_between_two_steps(llm, monkeypatch, raised, method):
+    """It may raise what it likes: the call that it comes in ends with that, and no other request notices."""
+    prompts, handled, came = prompts_of(30, 40), [], []
+    want = [one(llm, prompt, GREEDY) for prompt in prompts]
+    owner = llm._engine.runner if method == "run" else llm._engine.scheduler
+    real = getattr(owner, method)
+
+    def signalling(*args):
+        if not came:
+            came.append(True)
+            signal.raise_signal(signal.SIGALRM)
+        return real(*args)
+
+    def handler(number, frame):
+        handled.append(llm.stats()["num_requests_running"])
+        if raised is not None:
+            raise raised
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with llm.stream(prompts[0], GREEDY) as stream:
+            pieces = [next(stream)]
+            monkeypatch.setattr(owner, method, signalling)
+            with contextlib.nullcontext() if raised is None else pytest.raises(raised):
+                assert one(llm, prompts[1], GREEDY) == want[1]
+            pieces += stream
+        assert signal.getsignal(signal.SIGALRM) is handler
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [token for piece in pieces for token in piece.outputs[0].token_ids] == want[0].token_ids
+    assert len(handled) == 1 and one(llm, prompts[1], GREEDY) == want[1]
 
 
 def test_a_real_ctrl_c(llm):

@@ -14,12 +14,18 @@ import pytest
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.device import steps
 from jaxpage.device.step_inputs import at_step
+from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
+from jaxpage.models.registry import FAMILIES
 from jaxpage.replay.replay import replay
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.step.plan import StepPlan
-from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way
+from jaxpage.step.draft import PLACEHOLDER
+from jaxpage.step.plan import Row, Sample, StepPlan
+from jaxpage.step.token_masks import mask_of
+from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way, tokens_of
+from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
 
@@ -28,6 +34,7 @@ SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 
 ENGINES: dict[str, dict[str, Any]] = {
     "without": {"max_num_batched_tokens": 32},
     "roomy": {"max_num_batched_tokens": 32, "num_scheduler_steps": NUM_STEPS},
+    "mixed": {"max_num_batched_tokens": 32, "num_scheduler_steps": NUM_STEPS, "enable_mixed_steps": True},
     "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "num_scheduler_steps": NUM_STEPS},
     "swapping": {
         **SMALL_POOL,
@@ -42,6 +49,24 @@ HOSTLESS = [
 HELD = {
     name: {12, 14} if "ing" in name else set() for name in ENGINES
 }  # of these, those that need more room than there is
+
+CACHED = [*range(30, 63)]  # two full blocks of 16, and a token
+LENGTH = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True}
+HOSTED = [
+    SamplingParams(**LENGTH),  # does not need the host: it joins those that do several steps
+    *(
+        SamplingParams(**LENGTH, **each)
+        for each in (
+            {"allowed_token_ids": (200, 201, 202)},
+            {"repetition_penalty": 1.8, "presence_penalty": 1.0},
+            {"logit_bias": {90: 20.0}},
+            {"bad_words": ["a", "10", "b a"]},
+            {"min_tokens": 5, "stop_token_ids": (*range(256),)},
+            {"structured_outputs": {"regex": "(ab|ba){4}"}},
+        )
+    ),
+    BeamSearchParams(beam_width=2, max_tokens=6),
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +133,56 @@ def test_what_needs_the_host_goes_one_at_a_time(engines: Callable[[str], LLM], w
     ]
     assert everything(both[0]) == everything(both[1])
     invariants(llm)
+
+
+def hosted_output(engine: Engine, hosted: Any, prompt: list[int], steps_before: int) -> Any:
+    """The output of a request that comes when another one has decoded for so many steps."""
+    plain = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    engine.add("plain", engine.prepare(None, PROMPTS[0], plain))
+    for _ in range(steps_before):
+        engine.step()
+    reporter = engine.add("hosted", engine.prepare(None, prompt, hosted))
+    while engine.has_unfinished:
+        engine.step()
+        engine.scheduler.check()
+    return reporter.whole()
+
+
+@pytest.mark.parametrize(("engine", "prompt"), [("roomy", CACHED), ("mixed", [70])], ids=["cached", "one token"])
+def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(
+    engine: str, prompt: list[int], engines: Callable[[str], LLM]
+) -> None:
+    """A prompt that is cached but for its last token, or that has no other, gets its first token beside those that decode."""
+    plain, several = engines("without"), engines(engine)
+    several.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2), use_tqdm=False)
+    for hosted in HOSTED:
+        want = everything(plain.generate([prompt], hosted, use_tqdm=False))
+        assert everything([hosted_output(several._engine, hosted, prompt, 2)]) == want, hosted
+    invariants(several)
+
+
+def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines: Callable[[str], LLM]) -> None:
+    plain, llm = engines("without"), engines("swapping")
+    for hosted in HOSTED:
+        want = everything(plain.generate([[70, 71]], hosted, use_tqdm=False))
+        prepared = llm._engine.prepare(None, PROMPTS[0], REQUESTS[0]), llm._engine.prepare(None, [70, 71], hosted)
+        _, reporter = [llm._engine.add(f"{place}", each) for place, each in enumerate(prepared)]
+        run_giving_way(llm._engine, 5)
+        assert everything([reporter.whole()]) == want, hosted
+    invariants(llm)
+
+
+@pytest.mark.parametrize("needs", ["parameter", "suppressed", "mask"])
+def test_a_step_of_several_tokens_with_masks_is_refused(needs: str, engines: Callable[[str], LLM]) -> None:
+    """Its masks would be filed by draw and read by row, so no request could be sure of its own."""
+    builder = engines("roomy")._engine.builder
+    params = SamplingParams(allowed_token_ids=(5,)) if needs == "parameter" else SamplingParams()
+    suppressed = (7,) if needs == "suppressed" else ()
+    samples = [Sample(0, place, 9, params, 0, 0, 1 + place, suppressed_token_ids=suppressed) for place in range(2)]
+    plan = StepPlan(1, (Row(9, 0, (3, PLACEHOLDER), (1,), parents=(0,)),), tuple(samples))
+    masks = {1: mask_of((5,), builder.vocab_size)} if needs == "mask" else {}
+    with pytest.raises(ValueError, match=r"sequences \[9\] need the host between two tokens"):
+        builder.build(plan, masks)
 
 
 def test_nothing_changes_behind_a_window(engines: Callable[[str], LLM]) -> None:
@@ -208,6 +283,24 @@ def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
 def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     now = at_step(inputs, index, token_ids_B)
     return now._replace(slots_ZT=at_step(inputs, jnp.int32(0), token_ids_B).slots_ZT)
+
+
+OF_FAMILY = {FAMILIES[config_json(name)["architectures"][0]]: name for name in reversed(MODELS)}
+
+
+@pytest.mark.parametrize("family", few(OF_FAMILY, ["gemma2", "gemma3"]))
+def test_no_family_has_other_bits_in_several_steps(family: str, tmp_path: Path) -> None:
+    """What XLA takes out of the loop over the steps it may round otherwise. A bias of nothing is computed one step at a time."""
+    random_checkpoint(tmp_path, config_json(OF_FAMILY[family]))
+    several = SamplingParams(temperature=0.0, max_tokens=13, ignore_eos=True, logprobs=3)
+    single = dataclasses.replace(several, logit_bias={5: 0.0})
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 60, "num_blocks": 20}
+    with make_llm(tmp_path, **sizes, num_scheduler_steps=NUM_STEPS) as llm:
+        want = llm.generate([3, 1, 4, 1, 5], single, use_tqdm=False)
+        rows, tokens = decoded(llm)
+        assert tokens == rows == 12
+        assert tokens_of(llm.generate([3, 1, 4, 1, 5], several, use_tqdm=False)) == tokens_of(want)
+        assert decoded(llm) == (rows + 3, tokens + 12)
 
 
 @pytest.mark.parametrize("mistake", [forgets_the_token, forgets_the_place, writes_to_one_slot])

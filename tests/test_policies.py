@@ -259,6 +259,62 @@ def test_new_ones_wait_for_the_preempted_as_they_are_told_to() -> None:
         assert found == overtakes
 
 
+def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later() -> None:
+    """New requests wait for the preempted to complete only while something runs: the preempted one is not first here."""
+    driver = make_driver(num_blocks=6, block_size=4, policy="priority", preemption=Preemption("recompute", "completed"))
+    scheduler = driver.scheduler
+    for name, priority in (("old", 1), ("gives way", 5)):
+        group = make_group(name, priority, range(8), max_tokens=10, ignore_eos=True, priority=priority)
+        scheduler.add(group)
+    while not scheduler.num_waiting or not scheduler.waiting[0].num_preemptions:
+        driver.step()
+    scheduler.abort("old")
+    assert scheduler.num_running == 0
+    scheduler.add(make_group("new", 7, range(8), max_tokens=2, ignore_eos=True, priority=0))
+    driver.step()
+    assert scheduler.running[0].request.request_id == "new"
+    driver.run()
+
+
+def test_who_comes_after_a_user_that_had_the_engine_alone_has_no_head_start() -> None:
+    queue = FairShare()
+
+    arrivals, order = itertools.count(), []
+
+    def come(user: str) -> None:
+        group = make_group(f"{user} {next(arrivals)}", 0, range(3), user=user)
+        queue.add(group)
+
+    def serve(num_tokens: int) -> None:
+        group = queue.first()
+        assert group is not None
+        queue.remove(group)
+        queue.admitted(group, num_tokens)
+        order.append(group.request.params.user)
+
+    for _ in range(2):
+        come("A")
+        serve(100)  # A was at 100 when it was last admitted, and is at 200
+    for user in "BBBBBBBBBA":
+        come(user)
+    for _ in range(10):
+        serve(30)
+    assert order == [*"AA", *"BBBB", "A", *"BBBBB"], "B begins at 100, and is at 220 after four of them"
+
+
+def test_an_id_that_comes_again_with_another_priority_has_that_one() -> None:
+    queue = ByPriority()
+    before, again, other = (
+        make_group(name, number, range(3), priority=priority)
+        for number, (name, priority) in enumerate((("a", 0), ("a", 9), ("b", 5)))
+    )
+    queue.add(before)
+    queue.remove(before)
+    queue.add(again)
+    queue.add(other)
+    assert queue.first() is other
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed: bool) -> None:
     """Between two tokens of a decoding sequence lies at most one step of other work, of at most the budget; none where steps mix."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -26,7 +27,7 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.scheduling.plan_builder import sample_of, suppression
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step import token_masks
-from jaxpage.step.plan import Row, StepPlan
+from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
 from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
@@ -48,6 +49,23 @@ EOS = frozenset({0})
 NEUTRAL = jax.tree.map(
     lambda shape: np.zeros(shape.shape, shape.dtype), processor_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT)
 )
+
+
+def plan_of(row, *seeds):
+    return StepPlan(1, (row,), tuple(Sample(0, 0, row.sequence_id, SamplingParams(), seed, 0, 1) for seed in seeds))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**33 + 5, 2**63, 2**64 - 1])
+def test_all_bits_of_a_seed_reach_the_device(seed):
+    batch = BUILDER.build(plan_of(Row(7, 0, (3,), (1,)), seed))
+    assert unpack(batch.packed, BUCKET, TableShape(1, 2)).seed_R2[0].tolist() == [*divmod(seed, 2**32)]
+
+
+@pytest.mark.parametrize(("block", "fits"), [(8, True), (9, False), (-1, False)])
+def test_a_block_beyond_the_pool_is_refused_wherever_it_stands_in_a_table(block, fits):
+    """Also in a place that the step does not write to: attention may read it."""
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="block_table_ZBM has entries"):
+        BUILDER.build(plan_of(Row(7, 0, (3,), (1, block)), 0))
 
 
 @functools.partial(jax.jit, static_argnames="by_row")

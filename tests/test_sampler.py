@@ -77,6 +77,15 @@ def test_ties_at_the_cutoff_stay_in(by_row):
         np.testing.assert_array_equal(stays, level == 1.0)
 
 
+@pytest.mark.parametrize("by_row", [True, False])
+@pytest.mark.parametrize("top_k", [0, 2, 3])
+def test_a_token_that_has_the_mass_exactly_is_enough(top_k, by_row):
+    """The first token has half of the probability. Without a top-k of 2, which leaves it two thirds, that is also half of the mass."""
+    logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
+    stays = np.isfinite(run_truncate(logits, top_k, np.float32(0.5), np.float32(0.0), by_row=by_row))
+    assert stays.tolist() == [False, True, False]
+
+
 def inputs_for(**fields):
     packed = np.zeros(packed_size(BUCKET, TABLES), np.int32)
     held = views(packed, BUCKET, TABLES)

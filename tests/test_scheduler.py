@@ -24,6 +24,7 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.scheduling.admitting import beginnings
 from jaxpage.settings.sampling_params import BeamSearchParams
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.limits import StepLimits
@@ -614,6 +615,76 @@ def test_a_pin_is_found_by_its_tokens_and_salt(manager_class: type[BlockManager]
     else:
         with pytest.raises(AssertionError):
             others()
+
+
+def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None:
+    """A window of 3 in blocks of 4. Behind 14 tokens the pin has no block 0 to 1 any more; behind 8 that are shared block 1 is read."""
+    driver = make_driver(block_size=4, windows=(3,), num_blocks=20)
+    scheduler, manager = driver.scheduler, driver.scheduler.block_manager
+    prompt = [*range(14)]
+    scheduler.add(make_group("pinned", 0, prompt, max_tokens=6, ignore_eos=True))
+    while scheduler.running == () or scheduler.running[0].sequences[0].num_computed_tokens < len(prompt):
+        driver.step()
+    scheduler.pin(-1, "pinned")
+    for tables in manager.groups:
+        tables.slide(-1, len(prompt))
+    num_passed = manager.block_table(-1).count(0)
+    assert num_passed == 2
+    for shared in range(1, len(prompt)):
+        found = manager.find_pinned([*prompt[:shared], 39, 39], None)
+        assert 0 not in found.blocks[0][manager.groups[0].num_passed(found.num_tokens) :]
+        assert (found.num_tokens > 0) == (manager.groups[0].num_passed(shared // 4 * 4) >= num_passed)
+
+
+def test_what_fits_only_behind_its_pin_begins_there() -> None:
+    """More of the prompt is cached, in blocks of its own: reviving those takes blocks that are not there."""
+    driver = make_driver(block_size=4, num_blocks=9, caching=True)
+    scheduler, manager, pool = (
+        driver.scheduler,
+        driver.scheduler.block_manager,
+        driver.scheduler.block_manager.groups[0].pool,
+    )
+    prompt = [*range(13)]
+    scheduler.add(make_group("pinned", 0, prompt[:8], max_tokens=4, ignore_eos=True))
+    driver.step()
+    scheduler.pin(-1, "pinned")  # 2 blocks
+    manager.forget_cached()
+    scheduler.add(make_group("scored", 1, prompt, max_tokens=1, ignore_eos=True, prompt_logprobs=0))
+    driver.run()  # computes all of it again: 3 blocks are cached
+    scheduler.add(make_group("running", 2, [30], max_tokens=9, ignore_eos=True))
+    driver.step()
+    assert (pool.num_free, pool.num_cached) == (5, 3)
+    scheduler.add(make_group("other", 3, [33, 34, 35, 36, 33], max_tokens=9, ignore_eos=True))
+    driver.step()
+    driver.step()
+    assert (pool.num_free, pool.num_cached) == (3, 3)
+    group = make_group("new", 4, prompt, max_tokens=4, ignore_eos=True)
+    scheduler.add(group)
+    hits = [hit.prefix.num_tokens for [hit] in beginnings(group, manager)]
+    assert hits == [12, 8]
+    for _ in range(2):
+        driver.step()
+    assert group.num_cached_tokens == 8
+    driver.run()
+    assert group.sequences[0].output_token_ids == alone(group.request)
+
+
+def test_a_step_that_admits_preempts_nobody() -> None:
+    """Two sequences are at the end of a block when a newcomer, cached but for its last token, leaves one block: the second waits."""
+    driver = make_driver(block_size=4, num_blocks=6, caching=True)
+    scheduler = driver.scheduler
+    scheduler.add(make_group("before", 0, range(20, 25), max_tokens=1, ignore_eos=True))
+    driver.run()
+    for number in (1, 2):
+        scheduler.add(make_group(str(number), number, [number, 3, 3], max_tokens=4, ignore_eos=True))
+    driver.step()
+    driver.step()
+    assert [group.unfinished[0].num_known_tokens for group in scheduler.running] == [5, 5]
+    scheduler.add(make_group("new", 3, range(20, 25), max_tokens=2, ignore_eos=True))
+    driver.step()
+    assert scheduler.num_running == 3 and not driver.plans[-1].preempted
+    assert {row.sequence_id for row in driver.plans[-1].rows} == {1, 3}
+    driver.run()
 
 
 def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxpage.device.buckets import make_menu
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.step_costs import full_step
 from jaxpage.speculation.controller import Costs
 
 PLAIN, DRAFTS, MORE = (4, 4), (4, 16), (4, 32)
@@ -16,6 +19,19 @@ def known() -> Costs:
     for shape, seconds in FIRST.items():
         costs.at_start(shape, seconds, [seconds + 0.1, seconds + 0.3, seconds + 0.5])
     return costs
+
+
+@pytest.mark.parametrize("table_width", [1, 2, 3, 40])
+def test_full_steps_fit_into_the_shortest_context(table_width: int) -> None:
+    """A shape may have room for more tokens of a row than a sequence can have."""
+    menu = make_menu(4, 64, num_drafts=(3, 31), max_verified_tokens=256)
+    for groups in ([range(1, 9)], [range(1, 9), range(9, 12)]):
+        builder = BatchBuilder(menu, table_width=table_width, block_size=8, blocks=groups, vocab_size=20)
+        for bucket in menu.buckets:
+            plan = full_step(builder, bucket)
+            batch = builder.build(plan)
+            assert max(row.context_length for row in plan.rows) <= 8 * table_width
+            assert batch.bucket == bucket or bucket.num_tokens > 8 * table_width * bucket.num_rows
 
 
 def test_costs_follow_the_machine_and_not_its_pauses() -> None:

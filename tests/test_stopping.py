@@ -12,8 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxpage.decoding import SamplingStrategy, Stopping, advance
+from jaxpage.decoding import SamplingStrategy, Stopping, advance, masks_of
 from jaxpage.decoding import stopping as stopping_module
+from jaxpage.decoding.constraints import End
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.settings.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ from jaxpage.step.edits import Append, Finish
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
+from jaxpage.step.token_masks import Mask
 
 # Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of € and 😀 one by one.
 TOKENS = [
@@ -287,6 +289,22 @@ def test_min_tokens_does_not_outlast_the_length() -> None:
     assert verdicts(make_request(min_tokens=2, max_tokens=2), [0, 0])[-1][1] == "length"
 
 
+@pytest.mark.parametrize(("min_tokens", "reason"), [(0, ("stop", "b�")), (1, ("length", None))])
+def test_a_stop_string_in_the_last_text_counts_above_min_tokens(
+    min_tokens: int, reason: tuple[str, str | None]
+) -> None:
+    """A character that was never completed completes the stop string when the length ends the sequence."""
+    text, *rest, last_text = verdicts(make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13])[-1]
+    assert tuple(rest) == reason and text + last_text == ("" if min_tokens == 0 else "b�")
+
+
+@pytest.mark.parametrize("end", [End("stop", None), End("error", "structured_outputs: no")])
+def test_the_end_of_a_grammar_wins_over_a_length_at_the_same_token(end: End) -> None:
+    stopping = Stopping(make_request(max_tokens=1), ByteDetokenizer())
+    verdict = stopping.push(0, end)
+    assert (verdict.text, verdict.reason, verdict.stop_reason) == ("a", *end)
+
+
 def test_strategy_answers_with_edits_per_sequence() -> None:
     strategy = SamplingStrategy(make_request(stop=["ab"], max_tokens=4), ByteDetokenizer)
     logprobs = TokenLogprobs(token_id=0, logprob=-1.0, rank=1)
@@ -301,6 +319,37 @@ def test_a_draw_without_a_token_ends_its_sequence_alone(token_id: int, reason: s
     first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance([Draw(10, token_id), Draw(11, 1)])
     assert isinstance(first, Finish) and (first.sequence_id, first.reason) == (10, "error")
     assert reason in str(first.stop_reason) and second == Append(11, 1, "b")
+
+
+class Done:
+    """Stands in for a grammar that may end, and admits one token to go on with."""
+
+    may_stop = True
+
+    def advance(self, token_id: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "error"), (NOTHING_ALLOWED, "stop")])
+def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(token_id: int, reason: str) -> None:
+    """Logits that are no numbers are an error of the model wherever the grammar stands."""
+    strategy = SamplingStrategy(make_request(stop=["ab"]), ByteDetokenizer)
+    strategy._constraint_of[10] = Done()  # type: ignore[assignment]
+    assert strategy.advance([Draw(10, 0)]) == [Append(10, 0, "", None)]
+    (last,) = strategy.advance([Draw(10, token_id)])
+    assert isinstance(last, Finish) and last.reason == reason
+    assert last.text == ("a" if reason == "stop" else "")
+
+
+def test_a_mask_that_cannot_be_made_admits_nothing() -> None:
+    class Fails(SamplingStrategy):
+        def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
+            raise RuntimeError("no mask")
+
+    params = SamplingParams(structured_outputs={"regex": "a"})
+    plan = StepPlan(1, (Row(4, 0, (0,), (1,)),), (Sample(0, 0, 4, params, 0, 0, 1),))
+    masks = masks_of(plan, {4: Fails(make_request(), ByteDetokenizer)})
+    assert masks.keys() == {0} and masks[0] is not None and not masks[0].any()
 
 
 def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_asked_for() -> None:

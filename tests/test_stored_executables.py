@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -9,10 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
+from jaxpage.device import executables
 from jaxpage.device.cpu_products import CPUProducts, remember, remembered
-from tests.support.engines import LLAMA
+from jaxpage.device.stored_executables import StoredExecutables
+from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
 NONSENSE = '{"a": {"library": "", "seconds": {"float32": [1, NaN], "bfloat16": [1, -1]}}}'
@@ -74,6 +78,34 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_enable_fast_math=false"
     (other,), _ = start(model, tmp_path, num_engines=1, XLA_FLAGS=flags)
     assert other["found"] == 0, "other flags may make other code"
+
+
+def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a step with more rows than the drafter grows trees for: it gives no candidates."""
+    tree = {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 15, "tree": True}
+    sizes = {"block_size": 8, "max_model_len": 24, "max_num_seqs": 8, "max_num_batched_tokens": 32, "num_blocks": 10}
+    given = set()
+    with make_llm("demo", dtype="bfloat16", speculative_config=tree, **sizes, preemption_mode="swap") as llm:
+        runner, menu = llm._engine.runner, llm._engine.builder.menu
+        shapes, mesh = (runner._parameters, runner._pages), runner.executables._mesh
+        monkeypatch.setattr(executables, "_compile_step", lambda *_: None)
+        for bucket in (menu.decode[0], menu.decode[-1], menu.verify[-1], menu.chunk[-1]):
+            arguments = (*shapes, bucket, runner.executables.options, mesh)
+            job = functools.partial(executables._compile_step, *arguments)
+            step, rest = executables.step_call(*arguments)
+            output = jax.eval_shape(step, *shapes, *rest)
+            assert jax.tree.structure(executables._trees(job)[1]) == jax.tree.structure(output), bucket
+            given.add(output[0].draft_candidates is None)
+    assert given == {True, False}
+
+
+def test_what_cannot_be_stored_is_said_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    compile_one = functools.partial(lambda: jax.jit(lambda x: [x] * 300).lower(1.0).compile())
+    stored = StoredExecutables(tmp_path / "executables", jax.devices())
+    kept = stored.get(compile_one, (1.0,), {"other": 1.0})
+    assert len(kept(1.0)) == 300 and not [*tmp_path.glob("*/*")]
+    (record,) = caplog.records
+    assert "cannot store executables in" in record.getMessage() and len(record.getMessage()) < 300 + len(str(tmp_path))
 
 
 def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(tmp_path: Path, monkeypatch) -> None:

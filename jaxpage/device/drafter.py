@@ -53,8 +53,12 @@ class DeviceDrafter(Protocol):
         """The auxiliary hidden states of the target that it takes: see `ForwardContext`."""
         ...
 
+    def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns whether it drafts in steps of this shape. In the others `step` only computes the step's tokens."""
+        ...
+
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
-        """Drafts as far ahead as `target.depth` says. None: not in steps of this shape.
+        """Drafts as far ahead as `target.depth` says. None in place of drafts: see `drafts_in`.
 
         Args:
             parameters: {"target": the target's, "drafter": its own}.
@@ -81,6 +85,9 @@ class HeadDrafter:
     num_layers: ClassVar[int] = 0
     aux_layers: ClassVar[tuple[int, ...]] = ()
 
+    def drafts_in(self, bucket: Bucket) -> bool:
+        return True
+
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
         hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
         top_ids = functools.partial(
@@ -96,6 +103,9 @@ class TopIdsDrafter:
     num_ids: int  # W
     num_layers: ClassVar[int] = 0
     aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    def drafts_in(self, bucket: Bucket) -> bool:
+        return True
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
         return _if_wanted(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages

@@ -72,6 +72,9 @@ class ModelDrafter:
         """G: numbers of each candidate."""
         return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
+    def drafts_in(self, bucket: Bucket) -> bool:
+        return bucket.num_rows <= self.shape.most_rows
+
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
         """Candidates [B, J, G, Y]: see `_draft_ahead`."""
         drafting = _Drafting(join(self.graph, parameters), self, target)
@@ -79,7 +82,7 @@ class ModelDrafter:
         if target.bucket.trees:  # the right drafts of a chain are in place
             slots = moves(target.paths_BQ, target.inputs.slots_ZT[0], target.inputs.query_start)
             pages = copy_slots(pages, *slots, target.backend)
-        if target.last_B.shape[0] > self.shape.most_rows:
+        if not self.drafts_in(target.bucket):
             return None, pages
         return _draft_ahead(drafting, pages, output_TD)
 

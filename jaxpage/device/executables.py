@@ -281,7 +281,8 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     """What the executable of a job takes and gives: trees as theirs, of any leaves."""
     if job.func is _compile_step:
         parameters, pages, bucket, options, mesh = job.args
-        output = StepOutput(0, 0, 0, None if options.drafter is None else 0)  # type: ignore[arg-type]
+        drafts = options.drafter is not None and options.drafter.drafts_in(bucket)
+        output = StepOutput(0, 0, 0, 0 if drafts else None)  # type: ignore[arg-type]
         return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (output, pages)
     pages = job.args[0]
     return {

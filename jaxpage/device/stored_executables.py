@@ -78,7 +78,8 @@ class StoredExecutables:
             _write(path, compiled, trees)
         except Exception as error:  # compiled again at the next start
             if not self._is_full:
-                logger.warning("cannot store executables in %s: %s: %s", self._directory, type(error).__name__, error)
+                why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]  # JAX may print whole trees of arrays
+                logger.warning("cannot store executables in %s: %s", self._directory, why)
             self._is_full = True
         return compiled
 
@@ -188,7 +189,7 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     payload, *its_trees = serialize_executable.serialize(compiled)
     if tuple(its_trees) != trees:
-        raise TypeError(f"it takes and gives {its_trees}, not {trees}")
+        raise TypeError("its arguments or results are not those that were expected")
     contents = workspace_bytes(compiled).to_bytes(_SIZE_BYTES, "little") + payload
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:

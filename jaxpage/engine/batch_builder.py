@@ -91,6 +91,7 @@ class BatchBuilder:
             slots = [0 if row.lora is None else lora_slots[row.lora] for row in plan.rows]
             fields["lora_slot_T"][: sum(lengths)] = np.repeat(slots, lengths)
         if plan.is_multi_step:
+            _check_hostless(plan.samples, masks)
             fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0  # the step draws them
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
@@ -205,6 +206,17 @@ class BatchBuilder:
                 raise ValueError(
                     f"{name} has entries from {values.min()} to {values.max()}, allowed are 0 to {limit - 1}"
                 )
+
+
+def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> None:
+    """Raises ValueError if a draw of a step that draws several tokens of each sequence needs what the host makes between two tokens."""
+    asking = {
+        sample.sequence_id
+        for index, sample in enumerate(samples)
+        if index in masks or sample.params.processes_logits or sample.suppressed_token_ids
+    }
+    if asking:
+        raise ValueError(f"sequences {sorted(asking)} need the host between two tokens, in a step that draws several")
 
 
 def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+from jaxpage.step.request import SequenceGroup
 
 
 def prepared(
@@ -66,9 +68,14 @@ class Calls:
 
     def __init__(self, engine: Engine):
         self._engine = engine
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._next = (
+            threading.Lock()
+        )  # of the thread that gets the engine next: a thread that steps on lets those go first that wait
+        self._owner: int | None = None  # the thread whose turn it is
         self._numbers = itertools.count()  # of requests
         self._changed: set[str] = set()  # requests with updates that were not read yet
+        self._dropped: deque[str] = deque()  # requests that end with the next turn
         self._closed = False
         check_process()
 
@@ -77,10 +84,47 @@ class Calls:
         if self._closed:
             raise RuntimeError("This LLM was shut down")
 
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this thread has its turn already: a finaliser or a signal handler runs in the middle of it."""
+        return self._owner == threading.get_ident()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """While it is open, no other call uses the engine.
+
+        Whatever happens in the middle of a turn, as finalisers do, finds requests and blocks between two states, so it may not open
+        another one.
+        """
+        if self._is_inside:
+            raise RuntimeError("this LLM was called from a finaliser or a signal handler in the middle of another call")
+        with self._next:
+            self._lock.acquire()
+        try:
+            self._owner = threading.get_ident()
+            self._clean_up()
+            yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def _clean_up(self) -> None:
+        """After a call that an exception cut short."""
+        if not self._closed:
+            self._engine.recover()
+        self._end_dropped()
+
+    def _end_dropped(self) -> None:
+        while self._dropped:
+            request_id = self._dropped.popleft()
+            self._changed.discard(request_id)
+            if not self._closed:
+                self._engine.abort(request_id)
+
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
         """While it is open, no other call steps the engine."""
-        with self._lock:
+        with self._turn():
             self.check_open()
             yield
 
@@ -91,87 +135,112 @@ class Calls:
 
         kind: what messages call them.
         """
-        with self._lock:
-            self.check_open()
-            for request in requests:
-                request_id = f"{kind}-{next(self._numbers)}"
-                reporters[request_id] = self._engine.add(request_id, request)
+        with self._turn():
+            self._add(requests, reporters, kind)
+
+    def _add(self, requests: Iterable[PreparedRequest], reporters: dict[str, Reporter], kind: str) -> None:
+        self.check_open()
+        for request in requests:
+            request_id = f"{kind}-{next(self._numbers)}"
+            reporters[request_id] = self._engine.add(request_id, request)
 
     def step_until_updated(self, request_ids: set[str], interrupts: Interrupts) -> set[str]:
         """Steps the engine, for everybody, until there are updates of one of these requests, or an interrupt.
 
         Returns those that have updates.
         """
-        with self._lock:
-            while not (updates := self._changed & request_ids) and not interrupts.pending:
-                self.check_open()
-                groups = self._engine.step()
-                self._changed.update(group.request.request_id for group in groups)
-                if not groups and not self._engine.has_unfinished:
+        while True:
+            with self._turn():
+                updates = self._changed & request_ids
+                if updates or interrupts.pending:
+                    self._changed -= updates
+                    return updates
+                if not self._step() and not self._engine.has_unfinished:
                     raise RuntimeError(f"nothing is left to do, but {sorted(request_ids)} have not finished")
-            self._changed -= updates
-            return updates
+            interrupts.run_handlers()
+
+    def _step(self) -> list[SequenceGroup]:
+        self.check_open()
+        self._end_dropped()
+        groups = self._engine.step()
+        self._changed.update(group.request.request_id for group in groups)
+        return groups
 
     def drain(self, *, abort: bool = False) -> None:
-        """Steps the engine until nothing is left to do; abort: ends all at once. Callers that wait for requests find them finished."""
-        with self._lock, held_interrupts() as interrupts:
+        """Steps the engine until nothing is left to do; abort: ends all at once. Callers that wait for requests find them finished.
+
+        Only inside `alone`.
+        """
+        with held_interrupts() as interrupts:
+            if abort:
+                self._changed.update(group.request.request_id for group in self._engine.abort_all())
             while self._engine.has_unfinished and not interrupts.pending:
-                self.check_open()
-                groups = self._engine.abort_all() if abort else self._engine.step()
-                self._changed.update(group.request.request_id for group in groups)
+                self._step()
+                interrupts.run_handlers()
             if interrupts.pending:
                 raise KeyboardInterrupt
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind."""
-        with self._lock, held_interrupts():
-            if not self._closed:
-                self._engine.recover()
-            for request_id in request_ids:
-                self._engine.abort(request_id)
-                self._changed.discard(request_id)
+        """Aborts what has not finished: an error, an interrupt or a closed stream leaves no block behind.
+
+        In the middle of a turn of this thread, where a generator may be closed that holds a stream, it only notes the requests.
+        """
+        self.drop(request_ids)
+        if not self._is_inside:
+            with held_interrupts(), self._turn():
+                pass  # which begins with what was noted
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Notes requests that end with the next turn, and before the next step. Finalisers call it, at any time and from any thread."""
+        self._dropped.extend(request_ids)
 
     def pin(self, prefix: PreparedRequest) -> PinnedPrefix:
         """Computes a prompt and keeps it in place. Steps the engine, for everybody, until that is done."""
-        with self._lock, held_interrupts() as interrupts:
+        with held_interrupts() as interrupts, self._turn():
             reporters: dict[str, Reporter] = {}
             try:
-                self.add([prefix._replace(is_prefix=True)], reporters, kind="prefix")
+                self._add([prefix._replace(is_prefix=True)], reporters, "prefix")
                 [(request_id, reporter)] = reporters.items()
                 while not reporter.num_output_tokens and not reporter.finished and not interrupts.pending:
-                    self.step_until_updated({request_id}, interrupts)
+                    self._step()
+                    interrupts.run_handlers()
                 if reporter.finished:
                     raise RuntimeError(f"the prefix could not be computed: {reporter.whole().outputs[0].stop_reason}")
                 if interrupts.pending:
                     raise KeyboardInterrupt
                 return PinnedPrefix(self, self._engine.pin(request_id), len(prefix.token_ids))
             finally:
-                self.end(reporters)
+                self.drop(reporters)
+                self._clean_up()
 
     def unpin(self, pin_id: int) -> None:
-        with self._lock, held_interrupts():
+        with held_interrupts(), self._turn():
             if not self._closed:
                 self._engine.unpin(pin_id)
 
     def is_pinned(self, pin_id: int) -> bool:
-        with self._lock:
+        with self._reading():
             return not self._closed and self._engine.is_pinned(pin_id)
 
     def stats(self) -> dict[str, Any]:
-        with self._lock:
+        with self._reading():
             return self._engine.stats()
 
     def memory_report(self, *, reset: bool) -> MemoryReport:
-        with self._lock:
+        with self._reading():
             return self._engine.memory_report(reset=reset)
 
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        """As `_turn`, for what changes nothing: a signal handler may do so in the middle of a call."""
+        return contextlib.nullcontext() if self._is_inside else self._turn()
+
     def reset_prefix_cache(self) -> None:
-        with self._lock, held_interrupts():
+        with held_interrupts(), self._turn():
             self.check_open()
             self._engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
-        with self._lock, held_interrupts():
+        with held_interrupts(), self._turn():
             if not self._closed:
                 self._closed = True
                 self._engine.abort_all()
@@ -247,4 +316,4 @@ class RequestStream(Iterator[RequestOutput]):
 
     def __del__(self) -> None:
         if self.__dict__.get("_reporters"):
-            self.close()
+            self._calls.drop(self._reporters)

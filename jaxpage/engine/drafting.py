@@ -23,7 +23,6 @@ from jaxpage.shapes import MOST_DRAFTS
 from jaxpage.speculation import NoSpeculation, Speculator, make_proposer, methods
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.drafter_sync import DrafterSync
-from jaxpage.speculation.multi_step import MultiStep
 from jaxpage.speculation.speculator import ProposingSpeculator
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
@@ -85,7 +84,7 @@ class Drafting:
         strategies: Mapping[int, Strategy],
     ) -> Speculator:
         if self.config is None:
-            return MultiStep(limits.num_steps) if limits.num_steps > 1 else NoSpeculation()
+            return NoSpeculation()
         proposer = make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ())))
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)

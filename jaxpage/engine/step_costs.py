@@ -47,9 +47,10 @@ def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -
 
 
 def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
-    """Rows that fill the bucket evenly, in blocks of their own as far as the pool has so many."""
-    size = bucket.num_tokens // bucket.num_rows
-    context = max(0, min(CONTEXT, builder.tables.width * builder.block_size - size))
+    """Rows that fill the bucket evenly, as far as a sequence can be so long, in blocks of their own as far as the pool has so many."""
+    longest = builder.tables.width * builder.block_size
+    size = min(bucket.num_tokens // bucket.num_rows, longest)
+    context = min(CONTEXT, longest - size)
     width = -(-(context + size) // builder.block_size)
     parents = tuple(range(size - 1)) if bucket.verifies else ()
     drawn = range(0 if bucket.verifies else size - 1, size)

@@ -24,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"
+# Replacement characters at the end of a text that another byte may change: a character of UTF-8 has four bytes, of which three may be
+# there. Each of them stands for one byte or for up to three.
+_MOST_OPEN = 3
+_OPEN_TOKENS = 9
+_MOST_PENDING = 16  # tokens that are held back in hope of text
 _CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or lacks its leading space rightly
 
 
@@ -152,9 +157,18 @@ class StreamDetokenizer:
         self._num_known = len(self._window)
 
     def push(self, token_id: int) -> str:
+        if self._skip and not self._decode([token_id]) and self._backend.decode([token_id], skip_special_tokens=False):
+            return ""  # a special token: it is no part of any text
         self._window.append(token_id)
-        text = self._decode(self._window)
-        return "" if text.endswith(_REPLACEMENT) else self._take(text)
+        text, new = self._decode(self._window), ""
+        num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
+        if not num_replaced or num_replaced > _MOST_OPEN:
+            new = self._take(text, num_open=min(num_replaced, _MOST_OPEN))
+        if not new and len(self._window) - self._num_known > _MOST_PENDING:
+            new = self._take(text)
+            if not new:
+                del self._window[self._num_known]
+        return new
 
     def flush(self) -> str:
         """What is held back, with the replacement character for bytes that never became one."""
@@ -165,11 +179,17 @@ class StreamDetokenizer:
         other._window = self._window.copy()
         return other
 
-    def _take(self, text: str) -> str:
-        """What `text` has beyond what is known; the window moves on to the tokens that brought it."""
+    def _take(self, text: str, num_open: int = 0) -> str:
+        """What `text` has beyond what is known; the window moves on to the tokens that brought it.
+
+        num_open: characters at the end that stay held back, and in the window the tokens that they are of.
+        """
+        text = text[: len(text) - num_open]
         if new := text[_num_common(self._known, text) :]:
             self._window = self._window[self._num_known :]
-            self._known, self._num_known = self._decode(self._window), len(self._window)
+            known = self._decode(self._window)
+            self._known = known[: len(known) - num_open]
+            self._num_known = max(0, len(self._window) - _OPEN_TOKENS) if num_open else len(self._window)
         return new
 
     def _decode(self, token_ids: list[int]) -> str:

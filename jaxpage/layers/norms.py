@@ -55,7 +55,11 @@ class RMSNorm(nnx.Module):
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
         scale = _along_last_axis(self.scale, 2)
-        return (normed * (scale + self.offset if self.offset else scale)).astype(x.dtype).reshape(x.shape)
+        if self.offset:
+            # XLA takes the sum out of a loop over steps, and rounds the product otherwise where it stands with the sum. The barrier
+            # keeps them apart, so that one step and several have the same bits.
+            scale = jax.lax.optimization_barrier(scale + self.offset)
+        return (normed * scale).astype(x.dtype).reshape(x.shape)
 
 
 class LayerNorm(nnx.Module):

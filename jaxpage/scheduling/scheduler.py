@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import PlanBuilder
 from jaxpage.scheduling.running_set import RunningSet
-from jaxpage.step.draft import NO_DRAFTS, Draft, Drafts
+from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
@@ -36,7 +36,7 @@ class Scheduler(RunningSet):
         """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
 
         drafts: what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes, and in the blocks
-        that are free.
+        that are free. Where `StepLimits.num_steps` is more than 1, nobody drafts, and the step draws several tokens of each sequence.
         """
         step = PlanBuilder()
         decoding, computing = self._divide()
@@ -59,6 +59,8 @@ class Scheduler(RunningSet):
         if not step.work:
             assert not self._groups, "there are unfinished groups, and none can run"
             return None
+        if self.limits.num_steps > 1:
+            drafts = self._several_steps(step)
         if drafts.of:
             self._plan_drafts(step, drafts.of)
         self._num_steps += 1
@@ -81,6 +83,18 @@ class Scheduler(RunningSet):
             if self._make_room(group, sequences, step):
                 for sequence in sequences:
                     step.compute(group, sequence, 1)
+
+    def _several_steps(self, step: PlanBuilder) -> Drafts:
+        """Returns places for the tokens that the step draws one after the other, each of which its row goes on with.
+
+        The places are planned, booked, logged and replayed as drafts that are all right. The host sees none of the tokens before all
+        are drawn. If any request of the step needs the host between two tokens, the step therefore draws one token of each sequence.
+        This is decided from the step as it is planned: a group that was not running before may have been admitted by it.
+        """
+        if any([group.request.beam or group.request.processes_logits for group, _, _ in step.work]):
+            return NO_DRAFTS
+        places = chain((PLACEHOLDER,) * (self.limits.num_steps - 1))
+        return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
 
     def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:
         """Adds drafts to a step of single draws, the lowest rank first. No request is preempted or waits for them: they come last.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from jaxpage.shapes import MOST_CANDIDATES
 
-# In place of a draft: a token that the step itself draws and goes on with (`speculation.multi_step`).
+# In place of a draft: a token that the step itself draws and goes on with (`StepLimits.num_steps`).
 PLACEHOLDER = -1
 
 

@@ -108,7 +108,7 @@ class StepPlan:
 
     @cached_property
     def is_multi_step(self) -> bool:
-        """Whether rows go on with what they draw: see `speculation.multi_step`."""
+        """Whether rows go on with what they draw: see `StepLimits.num_steps`."""
         return any([row.token_ids[-1] == PLACEHOLDER for row in self.rows])
 
     @cached_property

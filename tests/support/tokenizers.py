@@ -25,7 +25,7 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def _bpe() -> models.BPE:
-    letters = _letters()
+    letters = byte_letters()
     vocabulary, merges = {"<|end|>": END}, []
     for byte in BYTES:
         vocabulary[letters[byte]] = len(vocabulary)
@@ -39,7 +39,7 @@ def _bpe() -> models.BPE:
     return models.BPE(vocab=vocabulary, merges=merges)
 
 
-def _letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """The character that stands for each byte: printable ones for themselves, the others counted up from 256."""
     alphabet = set(ByteLevel.alphabet())
     others = iter(range(256, 512))
