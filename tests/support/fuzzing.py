@@ -157,8 +157,9 @@ def random_case(chance: random.Random, shapes: dict[str, Any]) -> Case:
     if settings["num_blocks"] > 2 * longest and "model" not in settings.get("speculative_config", {}):
         settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)  # from room for a single request on
     settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
-    settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
     settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
+    if settings["scheduling_policy"] != "priority":
+        settings["new_requests_wait_until"] = chance.choice(("readmitted", "completed"))
     settings["enable_prefix_caching"] = chance.random() < 0.7
     settings["enable_mixed_steps"] = chance.choice((None, True, False))
     if chance.random() < 0.15 and settings["enable_prefix_caching"]:
@@ -181,7 +182,10 @@ def random_asks(chance: random.Random, settings: dict[str, Any]) -> Iterator[Ask
         if chance.random() < 0.12 and not adapter:
             yield Ask(tuple(prompt), random_beams(chance), beams=True)
         else:
-            yield Ask(tuple(prompt), random_sampling(chance), adapter=adapter)
+            params = random_sampling(chance)
+            if settings["scheduling_policy"] != "priority":
+                params.pop("priority", None)
+            yield Ask(tuple(prompt), params, adapter=adapter)
 
 
 def random_beams(chance: random.Random) -> dict[str, Any]:
