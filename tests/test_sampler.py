@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import NUM_CANDIDATES, Draws, draw, log_probabilities, perturbed, truncate
+from jaxpage.device.sampler import NUM_CANDIDATES, Draws, draw, log_probabilities, perturbed
 from jaxpage.device.step_inputs import NUM_FLAGS, Flags, TableShape, packed_size, processor_shapes, unpack, views
+from jaxpage.device.truncation import truncate
 from tests.support.distributions import kept, probabilities, z_score
 
 NUM_ROWS, VOCAB = 512, 8

@@ -21,6 +21,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
+from jaxpage.device.selection import selection_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
@@ -84,7 +85,8 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    with product_kernels(make_product_kernels(options.attention_backend)):
+    backend = options.attention_backend
+    with product_kernels(make_product_kernels(backend)), selection_kernels(backend):
         return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
 
 
