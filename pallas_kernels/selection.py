@@ -36,7 +36,7 @@ def digits(high: Int[Array, "..."], low: Int[Array, "..."]) -> tuple[Int[Array, 
 
 
 def mass(sums: tuple[Int[Array, ""], ...]) -> Float[Array, ""]:
-    """Returns the sum of weights, in units of 2^-44, from the sums of their digits. Equal sums give equal floats, however they were made."""
+    """Returns the sum of weights, in units of 2^-44, from the sums of their digits. Equal sums give equal floats."""
     mask = (1 << DIGIT) - 1
     ones, second, third, fourth = sums
     second += ones >> DIGIT

@@ -6,14 +6,16 @@ Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is no
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.bench.step_shapes import BUCKETS, step_shapes
+from jaxpage.bench.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 from jaxpage.device.executables import compiler_options
+from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
 from pallas_kernels.bench.cases import shape_of_spec
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
@@ -156,7 +158,19 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
-    assert found.calls == {name: number for name, number in expected.items() if number}
+    selecting = {"cutoffs", "likeliest"}
+    calls = {name: number for name, number in found.calls.items() if name not in selecting}
+    assert calls == {name: number for name, number in expected.items() if number}
+    if backend == "triton":
+        # The loops are over processed rows, over steps, and over prompt tokens that are scored: no cut-off is bisected, no row is sorted.
+        assert selecting <= set(found.calls)
+        assert thunks_text.count("kWhile") == 1 + (kind in ("several steps", "chunk"))
+        assert len(re.findall(r"kCustomKernel .* sort", thunks_text)) == found.calls["likeliest"]
+    if kind == "verify":
+        tokens = BUCKETS[kind].num_tokens
+        logits_bytes = 4 * tokens * LLAMA_3_8B["vocab_size"]
+        # One copy of the logits, and five of those of rows that are processed at once.
+        assert found.temporary_bytes < logits_bytes * (1 + 5.5 * PROCESSED_AT_ONCE / tokens)
     assert len(found.kernels) == sum(found.calls.values())
 
 

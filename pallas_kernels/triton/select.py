@@ -280,6 +280,7 @@ def _likeliest_kernel(logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref,
         counts_X = jnp.cumsum(above_X.astype(jnp.int32) | level_X.astype(jnp.int32) << 16)
         index_X = jnp.where(above_X, num_above + (counts_X & 0xFFFF), at_high + num_level + (counts_X >> 16)) - 1
         taken_X = (above_X | level_X) & (index_X < count)
+        index_X = jnp.where(taken_X, index_X, count)  # interpreted, a store that is masked still has its place
         store(values_ref.at[row, index_X], value_X, mask=taken_X)
         store(ids_ref.at[row, index_X], place, mask=taken_X)
         return num_above + jnp.sum(above_X.astype(jnp.int32)), num_level + jnp.sum(level_X.astype(jnp.int32))
