@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage.device.backends import Backend
-from jaxpage.device.sampler import Draws, log_probabilities, perturbed
+from jaxpage.device.sampler import log_probabilities
 from jaxpage.device.selection import selection_kernels
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.monitoring
 import jax.numpy as jnp
+import jaxlib
 import numpy as np
 from tqdm import tqdm
 
@@ -28,14 +29,25 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from jaxpage.errors import UnsupportedError
 from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
 
-GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+GRAPH_OPTION, UPDATE_OPTION = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE"),
 )
+
+
+class GraphSettings(NamedTuple):
+    """How XLA makes CUDA graphs of steps: the settings of an engine.
+
+    update_mode: of XLA, in small letters; "auto": its default. collectives: whether what devices exchange is part of a graph.
+    """
+
+    update_mode: str = "auto"
+    collectives: bool = False
 
 
 class CompiledStep(NamedTuple):
@@ -79,6 +91,7 @@ class Executables:
         options: StepOptions,
         *,
         mesh: DeviceMesh,
+        graphs: GraphSettings = GraphSettings(),
         target_only: bool = False,
         stored: StoredExecutables | None = None,
         progress: bool,
@@ -86,6 +99,7 @@ class Executables:
         """
         Args:
             parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
+            graphs: of steps; those that move blocks have XLA's defaults.
             target_only: the drafter may be off.
             stored: where executables of earlier starts are; None: nowhere.
         """
@@ -97,14 +111,14 @@ class Executables:
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
         jobs: dict[Bucket | str, functools.partial[Any]] = {
-            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
+            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh, graphs)
             for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh)
+            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh, graphs)
         self._neutral = {
             num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_processed for b in menu.buckets}
         }
@@ -225,21 +239,47 @@ def step_call(
     return jax.jit(step, donate_argnums=1), rest
 
 
-def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh) -> Any:
+def _compile_step(
+    parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh, graphs: GraphSettings
+) -> Any:
     step, rest = step_call(parameters, pages, bucket, options, mesh)
-    return compiled(step, parameters, pages, *rest)
+    return compiled(step, parameters, pages, *rest, graphs=graphs)
 
 
-def compiled(function: Any, *shapes: Any) -> Any:
-    return function.lower(*shapes).compile(compiler_options(jax.default_backend()))
+def compiled(function: Any, *shapes: Any, graphs: GraphSettings = GraphSettings()) -> Any:
+    return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str, graphs: GraphSettings = GraphSettings()) -> dict[str, str]:
     """Of XLA, for all executables. On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in
     the middle of the step for what holds one. XLA_FLAGS has the last word."""
-    if platform != "gpu" or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
+    if platform != "gpu":
         return {}
-    return {GRAPH_OPTION: ",".join(IN_GRAPHS)}
+    options = {}
+    if GRAPH_OPTION not in os.environ.get("XLA_FLAGS", ""):
+        options[GRAPH_OPTION] = ",".join((*IN_GRAPHS, "COLLECTIVES") if graphs.collectives else IN_GRAPHS)
+    if graphs.update_mode != "auto":
+        options[UPDATE_OPTION] = graphs.update_mode.upper()
+    return options
+
+
+def check_graphs(graphs: GraphSettings, platform: str) -> None:
+    """Raises UnsupportedError, with the setting's name, for what would have no effect and for what this XLA does not know."""
+    asked = {
+        f"cudagraph_update_mode {graphs.update_mode!r}": (graphs.update_mode != "auto", UPDATE_OPTION),
+        "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
+    }
+    for setting, option in ((setting, option) for setting, (is_asked, option) in asked.items() if is_asked):
+        if platform != "gpu":
+            raise UnsupportedError(f"{setting} is for GPUs, and the device is a {platform}: leave it out")
+        if option in os.environ.get("XLA_FLAGS", ""):
+            raise UnsupportedError(f"{setting}: XLA_FLAGS has {option} too; leave out one of them")
+        nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
+        try:
+            nothing.compile({option: compiler_options(platform, graphs)[option]})
+        except jax.errors.JaxRuntimeError as error:
+            text = f"XLA of jaxlib {jaxlib.__version__} does not know it ({error})"
+            raise UnsupportedError(f"{setting}: {text}") from None
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:
@@ -280,7 +320,7 @@ def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     """What the executable of a job takes and gives: trees as theirs, of any leaves."""
     if job.func is _compile_step:
-        parameters, pages, bucket, options, mesh = job.args
+        parameters, pages, bucket, options, mesh, _ = job.args
         output = StepOutput(0, 0, 0, None if options.drafter is None else 0)  # type: ignore[arg-type]
         return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (output, pages)
     pages = job.args[0]

@@ -104,19 +104,20 @@ def _drawn(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool
 def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: ProcessorInputs) -> jax.Array:
     """Where rows are computed at once, without a second array as large as the logits: processed ones are drawn from some rows at a time."""
     num_rows = logits_RV.shape[0]
-    at_once = max(size for size in range(1, PROCESSED_AT_ONCE + 1) if num_rows % size == 0)
+    at_once = min(PROCESSED_AT_ONCE, num_rows)
 
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
 
     def processed(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
         # Places, because XLA keeps a loop that takes slices out of CUDA graphs.
-        place = index * at_once + jnp.arange(at_once)
+        first = jnp.minimum(index * at_once, num_rows - at_once)  # the last may be drawn twice, and alike
+        place = first + jnp.arange(at_once)
         some_RV, given, penalties, draws = jax.tree.map(lambda leaf: leaf[place], rows)
         some_RV = process_rows(some_RV, inputs.flags, given, penalties, by_row=False)
         return token_ids_R.at[place].set(_drawn(some_RV, draws, inputs.flags, by_row=False))
 
     def all_processed() -> jax.Array:
-        return jax.lax.fori_loop(0, num_rows // at_once, processed, jnp.zeros(num_rows, jnp.int32))
+        return jax.lax.fori_loop(0, -(-num_rows // at_once), processed, jnp.zeros(num_rows, jnp.int32))
 
     return jax.lax.cond(
         are_processed(inputs.flags),

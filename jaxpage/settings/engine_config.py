@@ -101,6 +101,12 @@ class EngineConfig(Settings):
     # How what the devices compute is added up. "invariant": the same bits on 1, 2 and 4 devices; "fast": whatever is fastest there;
     # "auto": on one device as it always was, on 2 or 4 CPU devices "invariant", else "fast".
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = "auto"
+    # On GPUs, a step is a CUDA graph. When its nodes are recorded anew, by XLA's names: jax 0.10 and 0.12 know different ones; "auto": as
+    # XLA does by default.
+    cudagraph_update_mode: Literal[
+        "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
+    ] = "auto"
+    cudagraph_collectives: bool = False  # on several GPUs, whether what they exchange is part of the graph of a step
     event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
 
     @property
@@ -145,6 +151,8 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 "num_scheduler_steps",
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
             )
+    if config.cudagraph_collectives and config.tensor_parallel_size == 1:
+        yield "cudagraph_collectives", "cannot be true while tensor_parallel_size is 1: one device exchanges nothing"
     if config.prefix_cache_directory is not None and not config.enable_prefix_caching:
         yield "prefix_cache_directory", "cannot be given while enable_prefix_caching is false: nothing is cached"
     if not config.enable_lora:
