@@ -50,6 +50,9 @@ class GraphSettings(NamedTuple):
     collectives: bool = False
 
 
+USUAL_GRAPHS = GraphSettings()
+
+
 class CompiledStep(NamedTuple):
     """The executable of a bucket. `neutral` lies on the device and stands in for what no logits processor of a step uses.
 
@@ -91,7 +94,7 @@ class Executables:
         options: StepOptions,
         *,
         mesh: DeviceMesh,
-        graphs: GraphSettings = GraphSettings(),
+        graphs: GraphSettings = USUAL_GRAPHS,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
         progress: bool,
@@ -246,11 +249,11 @@ def _compile_step(
     return compiled(step, parameters, pages, *rest, graphs=graphs)
 
 
-def compiled(function: Any, *shapes: Any, graphs: GraphSettings = GraphSettings()) -> Any:
+def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
     return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
 
-def compiler_options(platform: str, graphs: GraphSettings = GraphSettings()) -> dict[str, str]:
+def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dict[str, str]:
     """Of XLA, for all executables. On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in
     the middle of the step for what holds one. XLA_FLAGS has the last word."""
     if platform != "gpu":

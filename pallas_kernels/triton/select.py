@@ -68,7 +68,8 @@ def cutoffs(
 def likeliest(
     logits_RV: jax.Array, largest_R: jax.Array, log_sum_R: jax.Array, count: int, *, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns values_RW and ids_RW: the `count` largest of `logits - largest - log_sum`, and where they stand. Equal ones are in the order
+    """Returns values_RW and ids_RW: the `count` largest of `logits - largest - log_sum`, and where they stand. No logit of a row may be
+    larger than its `largest`. Equal ones are in the order
     of their places, and of more of them than are wanted the first are taken; otherwise there is no order."""
     num_rows, vocab_size = logits_RV.shape
     call = backend.kernel_call(
