@@ -91,7 +91,11 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         ("block_size", -16, "block_size: must be greater than or equal to 1, got -16"),
         ("block_size", 1.5, "block_size: must be a valid integer, got 1.5"),
         ("block_size", "16", "block_size: must be a valid integer, got '16'"),
-        ("cudagraph_collectives", True, "cannot be true while tensor_parallel_size is 1: one device exchanges nothing"),
+        (
+            "cudagraph_collectives",
+            True,
+            "cudagraph_collectives: cannot be true while tensor_parallel_size is 1: one device exchanges nothing",
+        ),
         ("max_num_seqs", 0, "max_num_seqs: must be greater than or equal to 1, got 0"),
         ("max_num_seqs", True, "max_num_seqs: must be a valid integer, got True"),
         ("num_blocks", 1, "num_blocks: must be greater than or equal to 2, got 1"),

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from jaxpage.device import gpu_memory
 from jaxpage.device.buckets import Bucket, make_menu
-from jaxpage.device.executables import GraphSettings, check_graphs, compiler_options, use_compile_cache
+from jaxpage.device.executables import check_graphs, compiler_options, use_compile_cache
 from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
 from jaxpage.device.step_inputs import StepInputs, TableShape, packed_size, unpack, views
 from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -172,7 +173,7 @@ def test_settings_of_cuda_graphs_become_options_of_xla(monkeypatch):
             "--xla_gpu_enable_command_buffer=",
             "cudagraph_collectives true: XLA_FLAGS has xla_gpu_enable_command_buffer too",
         ),
-        ({"update_mode": "nonsense"}, "gpu", "", "cudagraph_update_mode 'nonsense': XLA of jaxlib .* does not know it"),
+        ({"update_mode": "nonsense"}, "gpu", "", "cudagraph_update_mode 'nonsense': XLA of jax .* does not know it"),
         ({}, "cpu", "", None),
         ({"update_mode": "always_update", "collectives": True}, "gpu", "", None),
     ],

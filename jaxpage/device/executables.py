@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.monitoring
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from tqdm import tqdm
 
@@ -30,6 +29,7 @@ from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_s
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
 from jaxpage.errors import UnsupportedError
+from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
@@ -38,19 +38,6 @@ GRAPH_OPTION, UPDATE_OPTION = "xla_gpu_enable_command_buffer", "xla_gpu_command_
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE"),
 )
-
-
-class GraphSettings(NamedTuple):
-    """How XLA makes CUDA graphs of steps: the settings of an engine.
-
-    update_mode: of XLA, in small letters; "auto": its default. collectives: whether what devices exchange is part of a graph.
-    """
-
-    update_mode: str = "auto"
-    collectives: bool = False
-
-
-USUAL_GRAPHS = GraphSettings()
 
 
 class CompiledStep(NamedTuple):
@@ -94,7 +81,6 @@ class Executables:
         options: StepOptions,
         *,
         mesh: DeviceMesh,
-        graphs: GraphSettings = USUAL_GRAPHS,
         target_only: bool = False,
         stored: StoredExecutables | None = None,
         progress: bool,
@@ -102,7 +88,6 @@ class Executables:
         """
         Args:
             parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
-            graphs: of steps; those that move blocks have XLA's defaults.
             target_only: the drafter may be off.
             stored: where executables of earlier starts are; None: nowhere.
         """
@@ -114,14 +99,14 @@ class Executables:
         self._num_found_before = self._compilations.num_found
         started = time.monotonic()
         jobs: dict[Bucket | str, functools.partial[Any]] = {
-            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh, graphs)
+            bucket: functools.partial(_compile_step, parameters, pages, bucket, options, mesh)
             for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh, graphs)
+            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh)
         self._neutral = {
             num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_processed for b in menu.buckets}
         }
@@ -242,11 +227,9 @@ def step_call(
     return jax.jit(step, donate_argnums=1), rest
 
 
-def _compile_step(
-    parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh, graphs: GraphSettings
-) -> Any:
+def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh) -> Any:
     step, rest = step_call(parameters, pages, bucket, options, mesh)
-    return compiled(step, parameters, pages, *rest, graphs=graphs)
+    return compiled(step, parameters, pages, *rest, graphs=options.graphs)
 
 
 def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
@@ -281,7 +264,7 @@ def check_graphs(graphs: GraphSettings, platform: str) -> None:
         try:
             nothing.compile({option: compiler_options(platform, graphs)[option]})
         except jax.errors.JaxRuntimeError as error:
-            text = f"XLA of jaxlib {jaxlib.__version__} does not know it ({error})"
+            text = f"XLA of jax {jax.__version__} does not know it ({error})"
             raise UnsupportedError(f"{setting}: {text}") from None
 
 
@@ -323,7 +306,7 @@ def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
     """What the executable of a job takes and gives: trees as theirs, of any leaves."""
     if job.func is _compile_step:
-        parameters, pages, bucket, options, mesh, _ = job.args
+        parameters, pages, bucket, options, mesh = job.args
         output = StepOutput(0, 0, 0, None if options.drafter is None else 0)  # type: ignore[arg-type]
         return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (output, pages)
     pages = job.args[0]

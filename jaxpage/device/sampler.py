@@ -112,7 +112,7 @@ def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: P
         # Places, because XLA keeps a loop that takes slices out of CUDA graphs.
         first = jnp.minimum(index * at_once, num_rows - at_once)  # the last may be drawn twice, and alike
         place = first + jnp.arange(at_once)
-        some_RV, given, penalties, draws = jax.tree.map(lambda leaf: leaf[place], rows)
+        some_RV, given, penalties, draws = jax.tree.map(lambda leaf: jnp.asarray(leaf)[place], rows)
         some_RV = process_rows(some_RV, inputs.flags, given, penalties, by_row=False)
         return token_ids_R.at[place].set(_drawn(some_RV, draws, inputs.flags, by_row=False))
 

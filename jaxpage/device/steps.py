@@ -28,6 +28,7 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.lora import adapters_of, token_adapters
 from jaxpage.layers.product import product_kernels
 from jaxpage.layers.sharding import UNDIVIDED, Sharding, divided_logits
+from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -49,6 +50,7 @@ class StepOptions(NamedTuple):
     acceptance: AcceptanceRule = AcceptanceRule()
     max_loras: int = 0  # slots of adapters
     sharding: Sharding = UNDIVIDED
+    graphs: GraphSettings = USUAL_GRAPHS
 
 
 class StepOutput(NamedTuple):

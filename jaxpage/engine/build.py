@@ -17,7 +17,7 @@ from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_set, choose_backend
-from jaxpage.device.executables import Executables, GraphSettings, check_graphs, use_compile_cache
+from jaxpage.device.executables import Executables, check_graphs, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
@@ -113,8 +113,6 @@ def build_engine(
     sampling_defaults = read_sampling_defaults(files.directory)
     phase(PHASES[1])
     mesh = make_mesh(config.tensor_parallel_size)
-    graphs = GraphSettings(config.cudagraph_update_mode, config.cudagraph_collectives)
-    check_graphs(graphs, mesh.first.platform)
     cache_dtype = choose_kv_cache_dtype(config, files.spec, files.quantization)
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     phase(PHASES[2])
@@ -132,13 +130,7 @@ def build_engine(
     options = _step_options(spec, config, files, drafting, lora, by_row=mesh.first.platform == "cpu")
     shapes = (spec.menu, parameters, pages, options)
     executables = _compiled(
-        config,
-        *shapes,
-        target_only=drafting.may_be_off,
-        mesh=mesh,
-        graphs=graphs,
-        stored=stored_executables(mesh),
-        progress=progress,
+        config, *shapes, target_only=drafting.may_be_off, mesh=mesh, stored=stored_executables(mesh), progress=progress
     )
     strategies: dict[int, Strategy] = {}
     speculator = drafting.speculator(spec.limits, spec.menu, spec.vocab_size, config.block_size, strategies)
@@ -178,6 +170,7 @@ def _describe(
     planned: Callable[[EngineSpec], Mapping[str, int]],
 ) -> EngineSpec:
     """Logs the warnings of `notices`."""
+    check_graphs(config.graphs, mesh.first.platform)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
@@ -289,6 +282,7 @@ def _step_options(
         acceptance=config.acceptance,
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
+        graphs=config.graphs,
     )
 
 

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
+from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
@@ -113,6 +114,10 @@ class EngineConfig(Settings):
     def acceptance(self) -> AcceptanceRule:
         """The acceptance rule of speculative decoding."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
+
+    @property
+    def graphs(self) -> GraphSettings:
+        return GraphSettings(self.cudagraph_update_mode, self.cudagraph_collectives)
 
     def contradictions(self) -> Iterable[Problem]:
         return _contradictions(self)
