@@ -361,8 +361,7 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
 
 def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
     token_ids = eos_token_ids(files.directory, files.config)
-    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
-    if beyond:
+    if beyond := {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}:
         logger.warning(
             "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
         )
@@ -398,5 +397,4 @@ def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
 
 
 def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(f"  {line}", file=sys.stderr)
+    print(*(f"  {line}" for line in lines), sep="\n", file=sys.stderr)

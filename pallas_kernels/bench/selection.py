@@ -28,10 +28,11 @@ TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
 def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     """Of the first kernel set that selects."""
-    found = next((each for each in SETS.values() if each.cutoffs is not None and each.likeliest is not None), None)
-    if found is None:
+    found = next(((each.cutoffs, each.likeliest) for each in SETS.values() if each.cutoffs), None)
+    if found is None or found[0] is None or found[1] is None:
         raise LeftOut("no kernel set selects in rows of logits")
-    cutoffs, likeliest = (functools.partial(one, interpret=interpret) for one in (found.cutoffs, found.likeliest))
+    cutoffs = functools.partial(found[0], interpret=interpret)
+    likeliest = functools.partial(found[1], interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
     yield judged("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
     yield judged("sampler: likeliest", functools.partial(_likeliest, likeliest, vocab_size))
@@ -49,9 +50,9 @@ def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, flo
 
 def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     logits_RV, cuts = _rows(vocab_size)
-    top_k, top_p, min_p = zip(*cuts, strict=True)
-    given = logits_RV.max(axis=1), np.ones(len(cuts), np.float32), np.int32(top_k), np.float32(top_p), np.float32(min_p)
-    least_R = np.asarray(jax.jit(cutoffs)(logits_RV, *given))
+    top_k, top_p, min_p = (np.array(each) for each in zip(*cuts, strict=True))
+    asked = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
+    least_R = np.asarray(jax.jit(cutoffs)(logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *asked))
     wrong = [
         f"row {row}, {cut}"
         for row, (logits_V, least, cut) in enumerate(zip(logits_RV, least_R, cuts, strict=True))

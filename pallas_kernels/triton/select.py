@@ -233,7 +233,7 @@ def _narrowed(
     def narrow(state: tuple[Bracket, jax.Array]) -> tuple[Bracket, jax.Array]:
         (low, high, at_low, at_high), turn = state
         middle = _between(low, high)
-        tries = _between(low, middle), middle, _between(middle, high)
+        tries: tuple[jax.Array, ...] = (_between(low, middle), middle, _between(middle, high))
         if by_value:
             bottom, top = value_of(low), value_of(high)
             values = [bottom + (top - bottom) * np.float32(share) for share in (0.25, 0.5, 0.75)]
