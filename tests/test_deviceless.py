@@ -19,7 +19,7 @@ from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
 from pallas_kernels.bench.cases import shape_of_spec
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
-from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
+from pallas_kernels.inspection.cases import Case, attention_case, copy_case, selection_case, write_case
 from pallas_kernels.sets import triton
 from pallas_kernels.specs import find
 from pallas_kernels.triton import backend as triton_backend
@@ -136,6 +136,11 @@ def test_new_keys_and_values_are_written_in_place(page_dtype: str) -> None:
 def test_blocks_are_copied_in_place() -> None:
     case = copy_case(16)
     assert_in_place(compiled_case(case), case.arguments[0])
+
+
+def test_selection_keeps_its_sums_in_registers() -> None:
+    found = compiled_case(selection_case(64))
+    assert found.calls == {"cutoffs": 1, "likeliest": 1} and found.spilled_bytes == 0
 
 
 def assert_in_place(found: Findings, pages: Any) -> None:
