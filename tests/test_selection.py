@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpage.device import sampler
 from jaxpage.device.backends import Backend
 from jaxpage.device.sampler import log_probabilities
 from jaxpage.device.selection import selection_kernels
@@ -110,8 +111,10 @@ def test_half_of_the_mass_is_one_token() -> None:
 
 
 @pytest.mark.parametrize("processed", [False, True])
-def test_draws_are_those_without_kernels(processed: bool) -> None:
-    """Bit for bit; with a mask in every row too, where some rows are processed at a time."""
+def test_draws_are_those_without_kernels(processed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit; with a mask in every row too, where some rows are processed at a time, and a few of them twice."""
+    monkeypatch.setattr(sampler, "PROCESSED_AT_ONCE", 24)
+    assert NUM_ROWS % sampler.PROCESSED_AT_ONCE
     rng = np.random.default_rng(5)
     logits = rng.standard_normal((NUM_ROWS, VOCAB)).astype(np.float32) * 3
     logits[0, 3], logits[1] = np.nan, -np.inf

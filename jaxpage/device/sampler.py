@@ -2,8 +2,7 @@
 
 The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
 noise, so a draw ignores its batch neighbours and whatever happened to the request before. Whatever else needs noise has a stream of its
-own (`Stream`). Temperature, top-k, top-p and min-p act
-in the order of Hugging Face's processors (`truncation`).
+own (`Stream`). Temperature, top-k, top-p and min-p act in the order of Hugging Face's processors (`truncation`).
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from jaxpage.device.truncation import Asked, truncate, where_wanted
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
-PROCESSED_AT_ONCE = (
-    16  # rows, of those that are computed at once: what processing them keeps is several times their logits
-)
+# Rows, where rows are computed at once: what processing them keeps is several times as large as their logits.
+PROCESSED_AT_ONCE = 16
 
 
 class Draws(NamedTuple):
@@ -105,7 +103,6 @@ def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: P
     """Where rows are computed at once, without a second array as large as the logits: processed ones are drawn from some rows at a time."""
     num_rows = logits_RV.shape[0]
     at_once = min(PROCESSED_AT_ONCE, num_rows)
-
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
 
     def processed(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
