@@ -13,6 +13,7 @@ from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, wri
 from pallas_kernels.quantized_pages import is_quantized
 from pallas_kernels.quantized_product import quantized_product
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
+from pallas_kernels.selection import mass_of
 from pallas_kernels.sets import (
     BACKENDS,
     INTERPRETABLE_BACKENDS,
@@ -40,6 +41,7 @@ __all__ = [
     "copy_slots",
     "gather_blocks",
     "is_quantized",
+    "mass_of",
     "numbers",
     "paged_attention",
     "pages_from_PSKH",

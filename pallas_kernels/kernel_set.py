@@ -46,6 +46,7 @@ class KernelSet:
     gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
     multiply: (x_TI, QuantizedWeight) -> y_TO, see `quantized_product`.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
+    cutoffs, likeliest: selection in rows of logits, see `selection`, where a set has kernels for both.
     supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
     tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.
     platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
@@ -63,6 +64,8 @@ class KernelSet:
     scatter_blocks: Callable[..., Leaves]
     multiply: Callable[[jax.Array, QuantizedWeight], jax.Array]
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
+    cutoffs: Callable[..., jax.Array] | None = None
+    likeliest: Callable[..., tuple[jax.Array, jax.Array]] | None = None
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None
     unaddressable: Callable[[DTypeLike], range] = lambda _: range(0)

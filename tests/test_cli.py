@@ -358,6 +358,28 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(
     )
 
 
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        ("echo 580.95.05; echo 580.95.05", r"580\.95\.05"),
+        ("echo 570.00", r"570\.00"),
+        ("echo 565.57.01", r"565\.57\.01 \(warning: steps may hang, .* install r570 or newer, or XLA_FLAGS=--xla_gpu"),
+        ("echo NVIDIA-SMI has failed; exit 9", "unknown: nvidia-smi says 'NVIDIA-SMI has failed'"),
+        (None, "none found"),
+    ],
+)
+def test_doctor_warns_of_an_old_nvidia_driver(
+    printed: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if printed is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{printed}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run("doctor") == 0
+    assert re.search(rf"^NVIDIA driver +{told}", capsys.readouterr().out, re.M)
+
+
 def test_doctor_reports_a_broken_jax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     import jax
 

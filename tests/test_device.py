@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from jaxpage.device import gpu_memory
 from jaxpage.device.buckets import Bucket, make_menu
-from jaxpage.device.executables import use_compile_cache
+from jaxpage.device.executables import check_graphs, compiler_options, use_compile_cache
 from jaxpage.device.sizing import MemoryPlan, choose_num_blocks, choose_num_host_blocks
 from jaxpage.device.step_inputs import StepInputs, TableShape, packed_size, unpack, views
-from jaxpage.errors import CapacityError
+from jaxpage.errors import CapacityError, UnsupportedError
+from jaxpage.settings.cuda_graphs import GraphSettings
 from tests.support.engines import LLAMA
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -149,6 +150,48 @@ LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)
 from jaxpage.device import gpu_memory
 assert round(gpu_memory._fraction, 2) == 0.95, "JAX opens its devices as the engine asks, and not before"
 """
+
+
+def test_settings_of_cuda_graphs_become_options_of_xla(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    graphs, update = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
+    usual = compiler_options("gpu")
+    assert set(usual) == {graphs} and "COLLECTIVES" not in usual[graphs]
+    asked = GraphSettings("skip_profiled", collectives=True)
+    assert compiler_options("gpu", asked) == {graphs: f"{usual[graphs]},COLLECTIVES", update: "SKIP_PROFILED"}
+    assert compiler_options("cpu", asked) == {}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "platform", "flags", "text"),
+    [
+        ({"update_mode": "skip_profiled"}, "cpu", "", "cudagraph_update_mode 'skip_profiled' is for GPUs, .* is a cpu"),
+        ({"collectives": True}, "cpu", "", "cudagraph_collectives true is for GPUs, and the device is a cpu"),
+        (
+            {"collectives": True},
+            "gpu",
+            "--xla_gpu_enable_command_buffer=",
+            "cudagraph_collectives true: XLA_FLAGS has xla_gpu_enable_command_buffer too",
+        ),
+        ({"update_mode": "nonsense"}, "gpu", "", "cudagraph_update_mode 'nonsense': XLA of jax .* does not know it"),
+        ({}, "cpu", "", None),
+        ({"update_mode": "always_update", "collectives": True}, "gpu", "", None),
+    ],
+)
+def test_settings_of_cuda_graphs_are_honoured_or_refused_by_name(monkeypatch, graphs, platform, flags, text):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    if text is None:
+        check_graphs(GraphSettings(**graphs), platform)
+        return
+    with pytest.raises(UnsupportedError, match=text):
+        check_graphs(GraphSettings(**graphs), platform)
+
+
+def test_an_engine_on_a_cpu_refuses_settings_of_cuda_graphs():
+    from jaxpage import LLM
+
+    with pytest.raises(UnsupportedError, match="cudagraph_update_mode 'always_update' is for GPUs"):
+        LLM("demo", cudagraph_update_mode="always_update", use_tqdm=False)
 
 
 def test_a_second_start_finds_every_executable(tmp_path):

@@ -6,18 +6,20 @@ Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is no
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.bench.step_shapes import BUCKETS, step_shapes
+from jaxpage.bench.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 from jaxpage.device.executables import compiler_options
+from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
 from pallas_kernels.bench.cases import shape_of_spec
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
-from pallas_kernels.inspection.cases import Case, attention_case, copy_case, write_case
+from pallas_kernels.inspection.cases import Case, attention_case, copy_case, selection_case, write_case
 from pallas_kernels.sets import triton
 from pallas_kernels.specs import find
 from pallas_kernels.triton import backend as triton_backend
@@ -136,6 +138,11 @@ def test_blocks_are_copied_in_place() -> None:
     assert_in_place(compiled_case(case), case.arguments[0])
 
 
+def test_selection_keeps_its_sums_in_registers() -> None:
+    found = compiled_case(selection_case(64))
+    assert found.calls == {"cutoffs": 1, "likeliest": 1} and found.spilled_bytes == 0
+
+
 def assert_in_place(found: Findings, pages: Any) -> None:
     sizes = array_bytes(pages)
     assert found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes)) == []
@@ -156,7 +163,20 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
-    assert found.calls == {name: number for name, number in expected.items() if number}
+    selecting = {"cutoffs", "likeliest"}
+    calls = {name: number for name, number in found.calls.items() if name not in selecting}
+    assert calls == {name: number for name, number in expected.items() if number}
+    if backend == "triton":
+        # The loops are over processed rows, over steps, and over prompt tokens that are scored: no cut-off is bisected, no row is sorted.
+        assert selecting <= set(found.calls)
+        processes_some = BUCKETS[kind].num_draws > PROCESSED_AT_ONCE
+        assert thunks_text.count("kWhile") == processes_some + (kind in ("several steps", "chunk"))
+        assert len(re.findall(r"kCustomKernel .* sort", thunks_text)) == found.calls["likeliest"]
+    if kind == "verify":
+        tokens = BUCKETS[kind].num_tokens
+        logits_bytes = 4 * tokens * LLAMA_3_8B["vocab_size"]
+        # One copy of the logits, and five of those of rows that are processed at once.
+        assert found.temporary_bytes < logits_bytes * (1 + 5.5 * PROCESSED_AT_ONCE / tokens)
     assert len(found.kernels) == sum(found.calls.values())
 
 

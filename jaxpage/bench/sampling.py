@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpage.bench.report import environment
-from jaxpage.device.sampler import truncate
+from jaxpage.device.truncation import truncate
 from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError

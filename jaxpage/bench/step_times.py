@@ -23,6 +23,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.executables import compiled, compiler_options
 from jaxpage.device.sampler import draw
+from jaxpage.device.selection import selection_kernels
 from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.layers.context import ForwardContext
@@ -210,7 +211,8 @@ class _Parts:
         return logits
 
     def sampler(self, logits: jax.Array, packed: jax.Array, neutral: Any) -> jax.Array:
-        return draw(logits, unpack(packed, self.case.bucket, self.tables), neutral, by_row=False)
+        with selection_kernels(self.backend):
+            return draw(logits, unpack(packed, self.case.bucket, self.tables), neutral, by_row=False)
 
     def bytes_read(self, shapes: StepShapes) -> int:
         """The token table counts where the head is tied to it; keys and values by what the rows see."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shutil
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from jaxpage import __version__
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "safetensors", "orbax-checkpoint")
 OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 DETECTION_SECONDS = 5
+LEAST_DRIVER = 570  # CUDA 12.8: with older ones a CUDA graph with a condition or a loop may hang (openxla/xla#25769)
 VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_COMPILATION_CACHE_DIR",
@@ -40,6 +43,7 @@ def report() -> Iterator[tuple[str, str]]:
     for package in OPTIONAL_PACKAGES:
         yield package, _version(package) or "not installed (optional)"
     yield from _part("devices", _devices)
+    yield from _part("NVIDIA driver", _nvidia_driver)
     yield from _part("tensor parallel", _tensor_parallel)
     yield from _part("several hosts", _several_hosts)
     yield from _part("host memory", _host_memory)
@@ -79,6 +83,24 @@ def _devices() -> Iterator[str]:
         limit, used = memory.get("bytes_limit"), memory.get("bytes_in_use", 0)
         room = f", {_gib(limit - used)} free of {_gib(limit)}" if limit else ""
         yield f"{device.platform}:{device.id} {device.device_kind}{room}"
+
+
+def _nvidia_driver() -> Iterator[str]:
+    """Asked of nvidia-smi, which comes with the driver, so that it is known where JAX finds no GPU."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        yield "none found (no nvidia-smi)"
+        return
+    command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DETECTION_SECONDS, check=False)
+    version = done.stdout.strip().partition("\n")[0]
+    if done.returncode or not version.partition(".")[0].isdecimal():
+        yield f"unknown: nvidia-smi says {(done.stdout + done.stderr).strip()[:200]!r}"
+        return
+    is_old = int(version.partition(".")[0]) < LEAST_DRIVER
+    advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
+    without = "--xla_gpu_enable_command_buffer= does without graphs"
+    yield f"{version} (warning: {advice} r{LEAST_DRIVER} or newer, or XLA_FLAGS={without})" if is_old else version
 
 
 def _tensor_parallel() -> Iterator[str]:

@@ -143,6 +143,14 @@ ENGINE_FLAGS = (
     Flag("max_lora_rank", int, "largest rank of a LoRA adapter; default: 16"),
     Flag("tensor_parallel_size", int, "devices that share the model (docs/scale.md); default: 1"),
     Flag("tensor_parallel_reduction", str, "invariant: the same bits on 1, 2 and 4 devices; fast; or auto (default)"),
+    Flag(
+        "cudagraph_update_mode",
+        str,
+        "on GPUs, when XLA records a step's CUDA graph anew: always_update, skip_profiled or another of its modes; default: auto",
+    ),
+    Flag(
+        "cudagraph_collectives", None, "on several GPUs, what they exchange is part of a step's CUDA graph; default: no"
+    ),
     Flag("prefix_cache_directory", str, "directory in which full KV blocks are kept for later starts"),
     Flag("prefix_cache_disk_bytes", byte_size, "size of the files there; default: 8GiB", "SIZE"),
     Flag("event_log", str, "new file for all events that a replay needs, prompts included"),

@@ -28,11 +28,13 @@ from jaxpage.device.moving import gather_blocks, scatter_blocks
 from jaxpage.device.step_inputs import ProcessorInputs, packed_size, processor_shapes
 from jaxpage.device.steps import StepOptions, StepOutput, copy_step, model_step
 from jaxpage.device.stored_executables import Found, StoredExecutables, workspace_bytes
+from jaxpage.errors import UnsupportedError
+from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
 
-GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+GRAPH_OPTION, UPDATE_OPTION = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
     *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE"),
 )
@@ -227,19 +229,43 @@ def step_call(
 
 def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh) -> Any:
     step, rest = step_call(parameters, pages, bucket, options, mesh)
-    return compiled(step, parameters, pages, *rest)
+    return compiled(step, parameters, pages, *rest, graphs=options.graphs)
 
 
-def compiled(function: Any, *shapes: Any) -> Any:
-    return function.lower(*shapes).compile(compiler_options(jax.default_backend()))
+def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
+    return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dict[str, str]:
     """Of XLA, for all executables. On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in
     the middle of the step for what holds one. XLA_FLAGS has the last word."""
-    if platform != "gpu" or GRAPH_OPTION in os.environ.get("XLA_FLAGS", ""):
+    if platform != "gpu":
         return {}
-    return {GRAPH_OPTION: ",".join(IN_GRAPHS)}
+    options = {}
+    if GRAPH_OPTION not in os.environ.get("XLA_FLAGS", ""):
+        options[GRAPH_OPTION] = ",".join((*IN_GRAPHS, "COLLECTIVES") if graphs.collectives else IN_GRAPHS)
+    if graphs.update_mode != "auto":
+        options[UPDATE_OPTION] = graphs.update_mode.upper()
+    return options
+
+
+def check_graphs(graphs: GraphSettings, platform: str) -> None:
+    """Raises UnsupportedError, with the setting's name, for what would have no effect and for what this XLA does not know."""
+    asked = {
+        f"cudagraph_update_mode {graphs.update_mode!r}": (graphs.update_mode != "auto", UPDATE_OPTION),
+        "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
+    }
+    for setting, option in ((setting, option) for setting, (is_asked, option) in asked.items() if is_asked):
+        if platform != "gpu":
+            raise UnsupportedError(f"{setting} is for GPUs, and the device is a {platform}: leave it out")
+        if option in os.environ.get("XLA_FLAGS", ""):
+            raise UnsupportedError(f"{setting}: XLA_FLAGS has {option} too; leave out one of them")
+        nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
+        try:
+            nothing.compile({option: compiler_options(platform, graphs)[option]})
+        except jax.errors.JaxRuntimeError as error:
+            text = f"XLA of jax {jax.__version__} does not know it ({error})"
+            raise UnsupportedError(f"{setting}: {text}") from None
 
 
 def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:

@@ -6,12 +6,38 @@ its logits to the last bit.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.step.token_masks import MASK_BITS
+
+
+class Penalties(NamedTuple):
+    """What penalties of a draw take, besides its history: an entry for each draw."""
+
+    num_prompt_tokens_R: jax.Array
+    repetition_R: jax.Array
+    frequency_R: jax.Array
+    presence_R: jax.Array
+
+
+def penalties_of(inputs: StepInputs) -> Penalties:
+    """Returns those of the step's draws."""
+    return Penalties(
+        inputs.num_prompt_tokens_R,
+        inputs.repetition_penalty_R,
+        inputs.frequency_penalty_R,
+        inputs.presence_penalty_R,
+    )
+
+
+def are_processed(flags: Int[Array, "_"]) -> Bool[Array, ""]:
+    """Returns whether any draw of the step asks for a mask, a bias or a penalty."""
+    return flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED] > 0
 
 
 def process_logits(
@@ -21,33 +47,36 @@ def process_logits(
 
     by_row: a loop over rows instead of one wide computation.
     """
-    flags = inputs.flags
 
-    def process_row(logits_V: jax.Array, given: ProcessorInputs, *penalties: jax.Array) -> jax.Array:
+    def processed() -> jax.Array:
+        return process_rows(logits_BV, inputs.flags, processor_inputs, penalties_of(inputs), by_row=by_row)
+
+    return jax.lax.cond(are_processed(inputs.flags), processed, lambda: logits_BV)
+
+
+def process_rows(
+    logits_BV: Float[Array, "B V"],
+    flags: Int[Array, "_"],
+    processor_inputs: ProcessorInputs,
+    penalties: Penalties,
+    *,
+    by_row: bool,
+) -> Float[Array, "B V"]:
+    """The logits that are drawn from, of some rows of a step in which any asks for something."""
+
+    def process_row(logits_V: jax.Array, given: ProcessorInputs, own: Penalties) -> jax.Array:
         logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V)
         logits_V = jax.lax.cond(
             flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE), lambda: logits_V
         )
         return jax.lax.cond(
-            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_RC, *penalties), lambda: logits_V
+            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_RC, *own), lambda: logits_V
         )
 
-    rows = (
-        logits_BV,
-        processor_inputs,
-        inputs.num_prompt_tokens_R,
-        inputs.repetition_penalty_R,
-        inputs.frequency_penalty_R,
-        inputs.presence_penalty_R,
-    )
-
-    def processed() -> jax.Array:
-        if by_row:
-            return jax.lax.map(lambda row: process_row(*row), rows)
-        return jax.vmap(process_row)(*rows)
-
-    num_kinds = flags[Flags.MASKED] + flags[Flags.BIASED] + flags[Flags.PENALISED]
-    return jax.lax.cond(num_kinds > 0, processed, lambda: logits_BV)
+    rows = (logits_BV, processor_inputs, penalties)
+    if by_row:
+        return jax.lax.map(lambda row: process_row(*row), rows)
+    return jax.vmap(process_row)(*rows)
 
 
 def _masked(logits_V: jax.Array, words_U: jax.Array) -> jax.Array:

@@ -21,12 +21,14 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
+from jaxpage.device.selection import selection_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.lora import adapters_of, token_adapters
 from jaxpage.layers.product import product_kernels
 from jaxpage.layers.sharding import UNDIVIDED, Sharding, divided_logits
+from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 
 # Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
@@ -48,6 +50,7 @@ class StepOptions(NamedTuple):
     acceptance: AcceptanceRule = AcceptanceRule()
     max_loras: int = 0  # slots of adapters
     sharding: Sharding = UNDIVIDED
+    graphs: GraphSettings = USUAL_GRAPHS
 
 
 class StepOutput(NamedTuple):
@@ -84,7 +87,8 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    with product_kernels(make_product_kernels(options.attention_backend)):
+    backend = options.attention_backend
+    with product_kernels(make_product_kernels(backend)), selection_kernels(backend):
         return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
 
 

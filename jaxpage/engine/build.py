@@ -18,7 +18,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import listed
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_set, choose_backend
-from jaxpage.device.executables import Executables, use_compile_cache
+from jaxpage.device.executables import Executables, check_graphs, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
@@ -169,6 +169,7 @@ def _describe(
     planned: Callable[[EngineSpec], Mapping[str, int]],
 ) -> EngineSpec:
     """Logs the warnings of `notices`."""
+    check_graphs(config.graphs, mesh.first.platform)
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
@@ -280,6 +281,7 @@ def _step_options(
         acceptance=config.acceptance,
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,
+        graphs=config.graphs,
     )
 
 

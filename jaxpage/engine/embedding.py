@@ -81,7 +81,8 @@ class Embedder:
         pages = self._page_shapes(width)
         packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))
         whole_step = self._mesh.on_each(step, (self._parameters, pages, None), (None, pages))
-        return compiled(jax.jit(whole_step, donate_argnums=1), self._parameters, pages, packed)
+        step = jax.jit(whole_step, donate_argnums=1)
+        return compiled(step, self._parameters, pages, packed, graphs=options.graphs)
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

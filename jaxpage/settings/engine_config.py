@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
+from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
@@ -101,12 +102,22 @@ class EngineConfig(Settings):
     # How what the devices compute is added up. "invariant": the same bits on 1, 2 and 4 devices; "fast": whatever is fastest there;
     # "auto": on one device as it always was, on 2 or 4 CPU devices "invariant", else "fast".
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = "auto"
+    # On GPUs, a step is a CUDA graph. When its nodes are recorded anew, by XLA's names: jax 0.10 and 0.12 know different ones; "auto": as
+    # XLA does by default.
+    cudagraph_update_mode: Literal[
+        "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
+    ] = "auto"
+    cudagraph_collectives: bool = False  # on several GPUs, whether what they exchange is part of the graph of a step
     event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
 
     @property
     def acceptance(self) -> AcceptanceRule:
         """The acceptance rule of speculative decoding."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
+
+    @property
+    def graphs(self) -> GraphSettings:
+        return GraphSettings(self.cudagraph_update_mode, self.cudagraph_collectives)
 
     def contradictions(self) -> Iterable[Problem]:
         return _contradictions(self)
@@ -145,6 +156,8 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 "num_scheduler_steps",
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
             )
+    if config.cudagraph_collectives and config.tensor_parallel_size == 1:
+        yield "cudagraph_collectives", "cannot be true while tensor_parallel_size is 1: one device exchanges nothing"
     if config.prefix_cache_directory is not None and not config.enable_prefix_caching:
         yield "prefix_cache_directory", "cannot be given while enable_prefix_caching is false: nothing is cached"
     if not config.enable_lora:

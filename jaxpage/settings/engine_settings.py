@@ -48,6 +48,8 @@ class EngineSettings(TypedDict, total=False):
     max_lora_rank: int
     tensor_parallel_size: int
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"]
+    cudagraph_update_mode: Literal["auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"]
+    cudagraph_collectives: bool
     event_log: AnyPath | None
 
 

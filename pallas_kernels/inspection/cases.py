@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KERNEL_BACKENDS, copy_blocks, is_quantized, paged_attention, write_kv
+from pallas_kernels import KERNEL_BACKENDS, SETS, copy_blocks, is_quantized, paged_attention, write_kv
 from pallas_kernels.specs import SPECS, Spec
 
 LAYERS = 32  # whose blocks one call of copy_blocks copies
@@ -44,6 +44,7 @@ def cases() -> list[Case]:
     return [
         *(attention_case(spec, backend) for backend in KERNEL_BACKENDS for spec in chosen),
         *_page_cases(),
+        selection_case(64),
     ]
 
 
@@ -98,6 +99,24 @@ def copy_case(num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_
     arguments = ((tuple(pages.values()),) * LAYERS, blocks, blocks)
     label = f"llama-3-8b {num_copies} blocks of {LAYERS} layers"
     return Case("copy_blocks", backend, label, jax.jit(function, donate_argnums=0), arguments)
+
+
+def selection_case(num_rows: int, *, vocab_size: int = 128256, backend: str = KERNEL_BACKENDS[0]) -> Case:
+    """What a step of Llama-3-8B draws from, with cut-offs and log probabilities."""
+    kernels = SETS[backend]
+    assert kernels.cutoffs is not None and kernels.likeliest is not None
+    cutoffs, likeliest = kernels.cutoffs, kernels.likeliest
+
+    def function(logits_RV: jax.Array, number_R: jax.Array, top_k_R: jax.Array) -> Any:
+        least_R = cutoffs(logits_RV, number_R, number_R, top_k_R, number_R, number_R)
+        return least_R, likeliest(logits_RV, number_R, number_R, 64)
+
+    arguments = (
+        _shape((num_rows, vocab_size), "float32"),
+        _shape((num_rows,), "float32"),
+        _shape((num_rows,), "int32"),
+    )
+    return Case("selection", backend, f"llama-3-8b {num_rows} rows", jax.jit(function), arguments)
 
 
 def _page_cases() -> Iterator[Case]:

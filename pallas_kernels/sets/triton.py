@@ -26,7 +26,7 @@ from pallas_kernels.kernel_set import Call, KernelSet, capability, described, fi
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 from pallas_kernels.triton import backend as tb
-from pallas_kernels.triton import move, write
+from pallas_kernels.triton import move, select, write
 from pallas_kernels.triton.attention import Config, kernel
 from pallas_kernels.triton.reduce import reduce_splits
 from pallas_kernels.xla.product import multiply_narrow
@@ -231,6 +231,8 @@ SET = KernelSet(
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
     multiply=multiply_narrow,
+    cutoffs=select.cutoffs,
+    likeliest=select.likeliest,
     supports=supports,
     tiles=heuristic,
     unaddressable=unaddressable,

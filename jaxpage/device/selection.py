@@ -1,0 +1,49 @@
+"""Binds the kernels that select in rows of logits to the sampler: cut-offs of top-k, top-p and min-p, and the likeliest tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import jax
+
+from jaxpage.device.backends import Backend
+from pallas_kernels import Call, candidates
+
+
+class SelectionKernels(NamedTuple):
+    """cutoffs: (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R) -> the least logit of each row that stays.
+    likeliest: (logits_RV, largest_R, log_sum_R, count) -> log probabilities and ids, in the order of the ids where they are equal."""
+
+    cutoffs: Callable[..., jax.Array]
+    likeliest: Callable[..., tuple[jax.Array, jax.Array]]
+
+
+_kernels: ContextVar[SelectionKernels | None] = ContextVar("selection_kernels", default=None)
+
+
+@contextmanager
+def selection_kernels(backend: Backend) -> Iterator[None]:
+    """What is traced inside, of rows that are computed at once, selects with the kernels of this set, if it has any."""
+    token = _kernels.set(_found(backend))
+    try:
+        yield
+    finally:
+        _kernels.reset(token)
+
+
+def _found(backend: Backend) -> SelectionKernels | None:
+    for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
+        if each.cutoffs is None or each.likeliest is None:
+            continue
+        if each.supports(jax.devices()[0], Call(interpret=backend.interpret)) is None:
+            bound = functools.partial(functools.partial, interpret=backend.interpret)
+            return SelectionKernels(bound(each.cutoffs), bound(each.likeliest))
+    return None
+
+
+def bound_kernels() -> SelectionKernels | None:
+    return _kernels.get()
