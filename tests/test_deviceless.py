@@ -187,7 +187,9 @@ def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: st
     spec = dataclasses.replace(find(f"llama-3-8b {call}"), page_dtype=page_dtype, **HEADS[heads])
     case = attention_case(spec, "triton")
     if page_dtype == "uint8" and gpu in WITHOUT_FP8:
-        with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8"):
+        with pytest.raises(
+            NotImplementedError, match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8"
+        ):
             compile_for(case.function, *case.arguments, gpu=gpu)
         return
     found = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
@@ -198,7 +200,10 @@ def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: st
 @pytest.mark.sweep
 @pytest.mark.parametrize("gpu", CARDS)
 def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
-    for case in (copy_case(16), *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8"))):
+    for case in (
+        copy_case(16),
+        *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
+    ):
         if "uint8" not in case.name or gpu not in WITHOUT_FP8:
             assert_in_place(inspect(compile_for(case.function, *case.arguments, gpu=gpu)), case.arguments[0])
 

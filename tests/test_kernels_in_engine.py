@@ -123,7 +123,12 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
 @pytest.mark.parametrize(
     ("kind", "capability"),
     [
-        *(("NVIDIA GeForce RTX 3090", "8.6"), ("NVIDIA RTX A6000", "8.6"), ("NVIDIA A10G", "8.6"), ("NVIDIA A40", "8.6")),
+        *(
+            ("NVIDIA GeForce RTX 3090", "8.6"),
+            ("NVIDIA RTX A6000", "8.6"),
+            ("NVIDIA A10G", "8.6"),
+            ("NVIDIA A40", "8.6"),
+        ),
         *(("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0"), ("NVIDIA L40S", "8.9"), ("NVIDIA GeForce RTX 5090", "12.0")),
         *(("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "12.0"), ("GRID A100D-40C", "8.0")),
     ],
@@ -162,7 +167,9 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
         "dtype 'auto' is float16",
         "dtype 'auto' is float32",
     ]
-    with pytest.raises(UnsupportedError, match="'bfloat16': gpu .* takes a compute capability of 8.0 .*; use .* 'float16'"):
+    with pytest.raises(
+        UnsupportedError, match="'bfloat16': gpu .* takes a compute capability of 8.0 .*; use .* 'float16'"
+    ):
         on("7.5", dtype="bfloat16")
 
 

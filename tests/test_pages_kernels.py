@@ -356,7 +356,9 @@ def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla():
     assert kernels(small) == 0
     with described_gpu():
         assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
-        with pytest.raises(NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"):
+        with pytest.raises(
+            NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"
+        ):
             kernels(large)
         with pytest.raises(
             NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"

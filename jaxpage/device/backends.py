@@ -14,7 +14,6 @@ from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
-
 BFLOAT16_CAPABILITY = (8, 0)  # of NVIDIA's GPUs; earlier ones have float16 alone
 
 
