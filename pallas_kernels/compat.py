@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,6 +13,22 @@ from jax.experimental.compilation_cache import compilation_cache
 
 config: Any = jax.config  # whose values have no types
 MOSAIC_INTERPRETABLE = jax.__version_info__ >= (0, 11, 0)
+# Part of the key of JAX's trace cache: a function that was traced for one GPU is traced anew for another.
+_described: Any = jax.make_user_context(None)
+
+
+@dataclass(frozen=True)
+class DescribedGPU:
+    """A GPU that is not there, as far as kernels ask a `jax.Device` about itself."""
+
+    device_kind: str
+    compute_capability: str
+    platform: str = "gpu"
+
+
+def target_device() -> Any:
+    """Returns what kernels are compiled for: the GPU of `described_gpu`, else JAX's first device."""
+    return _described.value or jax.devices()[0]
 
 
 @contextlib.contextmanager
@@ -27,13 +44,14 @@ def without_compile_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def described_gpu(kind: str = "NVIDIA H200", num_cores: int = 132) -> contextlib.AbstractContextManager[Any]:
-    """A context in which kernels lower for a GPU that is not there. Before jax 0.11 they take a Hopper for granted."""
-    if jax.__version_info__ < (0, 11, 0):
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def described_gpu(kind: str = "NVIDIA H200", num_cores: int = 132, capability: str = "9.0") -> Iterator[None]:
+    """Makes kernels lower for a GPU that is not there. JAX itself takes a Hopper for granted before 0.11."""
     device = sharding.AbstractDevice(kind, num_cores, "gpu")
     mesh = sharding.AbstractMesh((1,), ("x",), (sharding.AxisType.Auto,), abstract_device=device)
-    return sharding.use_abstract_mesh(mesh)
+    seen = sharding.use_abstract_mesh(mesh) if jax.__version_info__ >= (0, 11, 0) else contextlib.nullcontext()
+    with _described(DescribedGPU(kind, capability)), seen:
+        yield
 
 
 def x64_reason() -> str | None:

@@ -6,6 +6,7 @@ Each check is seen to find what it is for. Skipped where JAX's CUDA plugin is no
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from typing import Any
 
@@ -178,6 +179,86 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
         # One copy of the logits, and five of those of rows that are processed at once.
         assert found.temporary_bytes < logits_bytes * (1 + 5.5 * PROCESSED_AT_ONCE / tokens)
     assert len(found.kernels) == sum(found.calls.values())
+
+
+# The cards that people have: the H200 of the tests above is not among them.
+CARDS = {  # bytes of shared memory that a program may have
+    "a100": 166912,
+    "rtx3090": 101376,
+    "rtx4090": 101376,
+    "h100": 232448,
+    "b200": 232448,
+    "rtx5090": 101376,
+}
+WITHOUT_FP8 = ("a100", "rtx3090")
+CALLS = ("decode 64x2048", "verify chain 16x8", "verify tree 16x16", "chunk 2048+0")
+HEADS = {"8b": {}, "1b": {"head_width": 64}}  # of Llama 3, else alike
+LLAMA_3_1B = {**LLAMA_3_8B, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "call", "heads", "page_dtype"),
+    few(
+        itertools.product(CARDS, CALLS, HEADS, ("bfloat16", "int8", "uint8")),
+        [("rtx3090", "chunk 2048+0", "8b", "bfloat16"), ("rtx3090", "decode 64x2048", "8b", "uint8")],
+    ),
+)
+def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: str) -> None:
+    spec = dataclasses.replace(find(f"llama-3-8b {call}"), page_dtype=page_dtype, **HEADS[heads])
+    case = attention_case(spec, "triton")
+    if page_dtype == "uint8" and gpu in WITHOUT_FP8:
+        with pytest.raises(
+            NotImplementedError, match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8"
+        ):
+            compile_for(case.function, *case.arguments, gpu=gpu)
+        return
+    found = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
+    assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0
+    assert all((kernel.shared_bytes or 0) <= CARDS[gpu] for kernel in found.kernels)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("gpu", CARDS)
+def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
+    for case in (
+        copy_case(16),
+        *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
+    ):
+        if "uint8" not in case.name or gpu not in WITHOUT_FP8:
+            assert_in_place(inspect(compile_for(case.function, *case.arguments, gpu=gpu)), case.arguments[0])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("gpu", "config", "kind", "num_layers"),
+    [
+        *((gpu, LLAMA_3_8B, kind, LAYERS) for gpu in CARDS for kind in ("decode", "chunk")),
+        *((gpu, LLAMA_3_1B, kind, LAYERS) for gpu in CARDS for kind in ("decode", "verify")),
+        ("rtx4090", LLAMA_3_1B, "decode", 16),
+    ],
+)
+def test_a_step_on_the_card_is_one_cuda_graph(gpu: str, config: Any, kind: str, num_layers: int) -> None:
+    # Of so many blocks a layer's keys are larger than the logits, and their copies, of what is verified.
+    shapes = step_shapes(BUCKETS[kind], backend="auto", config=config, num_layers=num_layers, num_blocks=32768)
+    compiled, text = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=compiler_options("gpu"))
+    assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
+    found = inspect(compiled)
+    assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
+    assert found.calls["paged_attention"] == found.calls["write_kv"] == num_layers
+
+
+@pytest.mark.sweep
+def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() -> None:
+    """XLA has no Triton for a T4. Plain XLA computes a step of float16 there without a copy of a weight in float32."""
+    case = attention_case(find("llama-3-8b decode 64x2048"), "auto")
+    with pytest.raises(NotImplementedError, match=r"8\.0 or more, but Tesla T4 has 7\.5.* by name: scan or reference"):
+        compile_for(case.function, *case.arguments, gpu="t4")
+    shapes = step_shapes(
+        BUCKETS["decode"], backend="scan", config=LLAMA_3_1B, num_layers=1, dtype="float16", num_blocks=2048
+    )
+    compiled, text = compile_with_thunks(shapes.step, *shapes.arguments, gpu="t4", options=compiler_options("gpu"))
+    assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2048 * 128256
 
 
 def test_a_norm_is_one_kernel() -> None:

@@ -17,14 +17,15 @@ from jaxpage.device.backends import Backend, attention_set, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
-from jaxpage.engine.capacity import DeviceSpec, ModelLayout, mixes, notices
+from jaxpage.engine.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
 from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.models import llama
+from jaxpage.models import gemma2, llama
 from jaxpage.models.base import KVSpec
 from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
 from pallas_kernels.cpu.library import load
+from pallas_kernels.triton import backend as triton_backend
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -70,7 +71,7 @@ def test_the_interpreted_kernel_gives_the_tokens_of_the_reference(directory, set
 
 
 def gpu(capability):
-    return SimpleNamespace(platform="gpu", device_kind="a GPU", compute_capability=capability)
+    return SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability=capability)
 
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
@@ -98,13 +99,13 @@ def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
         assert choose_backend(name, device) == Backend(name)
     with pytest.raises(
         UnsupportedError,
-        match="'triton' .* 'auto': needs a GPU of compute capability 8.0 or more, but a GPU has 7.5; use scan or reference",
+        match="'triton' .* 'auto': needs a GPU of compute capability 8.0 or more, but NVIDIA A100 has 7.5; use scan or reference",
     ):
         choose_backend("triton", gpu("7.5"))
     for other in ("8.6", "10.0"):
         with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
             choose_backend("mosaic", gpu(other))
-    with pytest.raises(UnsupportedError, match="'triton' with .* 8.0 or more, but a GPU has gfx90a"):
+    with pytest.raises(UnsupportedError, match="'triton' with .* 8.0 or more, but NVIDIA A100 has gfx90a"):
         choose_backend("triton", gpu("gfx90a"))
 
 
@@ -117,6 +118,59 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
         assert choose_backend(name, gpu(capability), kv_cache_dtype) == Backend(name)
     with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8': needs .* 8.9 or more"):
         choose_backend("triton", gpu("8.0"), "fp8")
+
+
+@pytest.mark.parametrize(
+    ("kind", "capability"),
+    [
+        *(
+            ("NVIDIA GeForce RTX 3090", "8.6"),
+            ("NVIDIA RTX A6000", "8.6"),
+            ("NVIDIA A10G", "8.6"),
+            ("NVIDIA A40", "8.6"),
+        ),
+        *(("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0"), ("NVIDIA L40S", "8.9"), ("NVIDIA GeForce RTX 5090", "12.0")),
+        *(("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "12.0"), ("GRID A100D-40C", "8.0")),
+    ],
+)
+def test_a_gpu_that_jax_does_not_lower_kernels_for_is_refused(monkeypatch, kind, capability):
+    """The oracle is the function of JAX that its lowering calls, on a first device of that name; jax 0.10 has none."""
+    device = SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability)
+    monkeypatch.setattr("jax._src.interpreters.pxla.get_default_device", lambda: device)
+    refused = False
+    if ask := getattr(triton_backend.plt, "get_gpu_info", None):
+        ask.cache_clear()
+        try:
+            assert ask().compute_capability == int(capability.replace(".", ""))
+        except ValueError:
+            refused = True
+        ask.cache_clear()  # the CPU of other tests is no such GPU
+    if not refused:
+        assert choose_backend("triton", device) == Backend("triton")
+        return
+    with pytest.raises(UnsupportedError, match=f"jax .* has a list of the GPUs that it takes, without {kind}"):
+        choose_backend("triton", device)
+
+
+def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
+    def on(capability, stored="bfloat16", family=llama, dtype="auto"):
+        device = gpu(capability)
+        device.memory_stats = lambda: {"bytes_limit": 2**34}
+        return choose_dtype(EngineConfig(dtype=dtype), device_spec_of(device, 0.9), stored, family)
+
+    for capability in ("8.0", "9.0", "12.0", "gfx90a"):
+        assert on(capability) == on(capability, dtype="bfloat16") == "bfloat16"
+    assert on("7.5", "float16") == "float16" and on("7.5", "float32") == "float32" == on("7.5", dtype="float32")
+    assert not caplog.records
+    assert on("7.5") == "float16" and on("7.0", family=gemma2) == "float32"
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
+        "dtype 'auto' is float16",
+        "dtype 'auto' is float32",
+    ]
+    with pytest.raises(
+        UnsupportedError, match="'bfloat16': gpu .* takes a compute capability of 8.0 .*; use .* 'float16'"
+    ):
+        on("7.5", dtype="bfloat16")
 
 
 def attended(backend):

@@ -345,7 +345,7 @@ def test_kernels_lower_for_cuda_in_few_launches(width):
             assert text.count("output_operand_alias<") == aliased, name
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla(monkeypatch):
+def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla():
     def kernels(pages, **options):
         index = jax.ShapeDtypeStruct((1,), jnp.int32)
         operation = functools.partial(copy_blocks, **options)
@@ -354,20 +354,22 @@ def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla(monkeypatch):
     small, large = (jax.ShapeDtypeStruct((blocks, 16, 8, 128), jnp.int8) for blocks in (64, 2**17 + 1))
     larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
     assert kernels(small) == 0
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
-    with pytest.raises(NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"):
-        kernels(large)
-    with pytest.raises(
-        NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
-    ):
-        kernels(large, backend="triton")
-    many = jax.ShapeDtypeStruct(
-        (3 * 2**12,), jnp.int32
-    )  # whose bytes are too many for one array, though the pages are not
-    wide = jax.ShapeDtypeStruct((16, 2**18), jnp.uint8)
-    with pytest.raises(NotImplementedError, match=r"triton: .* uint8 \(12288, 262144\) has"):
-        jax.eval_shape(functools.partial(gather_blocks, backend="triton"), wide, many)
+    with described_gpu():
+        assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
+        with pytest.raises(
+            NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"
+        ):
+            kernels(large)
+        with pytest.raises(
+            NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
+        ):
+            kernels(large, backend="triton")
+        many = jax.ShapeDtypeStruct(
+            (3 * 2**12,), jnp.int32
+        )  # whose bytes are too many for one array, though the pages are not
+        wide = jax.ShapeDtypeStruct((16, 2**18), jnp.uint8)
+        with pytest.raises(NotImplementedError, match=r"triton: .* uint8 \(12288, 262144\) has"):
+            jax.eval_shape(functools.partial(gather_blocks, backend="triton"), wide, many)
 
 
 def test_refusals_name_the_argument():

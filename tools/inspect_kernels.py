@@ -58,11 +58,16 @@ def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tupl
     """A row of cells for each of `STEPS`."""
     for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
-        compiled, listed = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS)
+        name = f"{kind} of {BUCKETS[kind].num_tokens} tokens, {shapes.num_layers} layers ({backend})"
+        try:
+            compiled, listed = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS)
+        except NotImplementedError as refusal:
+            yield (name, *[""] * (len(STEP_COLUMNS) - 2), str(refusal))
+            continue
         found, waits = inspect(compiled), thunks.on_host(listed)
         problems = found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes)
         yield (
-            f"{kind} of {BUCKETS[kind].num_tokens} tokens, {shapes.num_layers} layers ({backend})",
+            name,
             _counts(found),
             str(found.num_launches),
             f"{shapes.pages_bytes / 2**30:.0f} GiB",

@@ -12,6 +12,9 @@ from jaxpage.device.kv_pages import QUANTIZED, KVPages, LayerPages
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
+from pallas_kernels.kernel_set import capability
+
+BFLOAT16_CAPABILITY = (8, 0)  # of NVIDIA's GPUs; earlier ones have float16 alone
 
 
 class Backend(NamedTuple):
@@ -91,6 +94,12 @@ def unaddressable_blocks(name: str, platform: str, block_elements: int, dtype: D
     """
     elements = candidates(name, platform)[0].unaddressable(dtype)
     return -(-elements.start // block_elements), -(-elements.stop // block_elements)
+
+
+def has_bfloat16(device: Any) -> bool:
+    """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
+    found = capability(device) or (0, 0)
+    return found == (0, 0) or found >= BFLOAT16_CAPABILITY
 
 
 def cpu_kernels() -> str:

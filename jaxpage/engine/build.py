@@ -174,7 +174,7 @@ def _describe(
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
-    layout = ModelLayout(choose_dtype(config, device, stored), cache_dtype, config.tensor_parallel_size)
+    layout = ModelLayout(choose_dtype(config, device, stored, files.family), cache_dtype, config.tensor_parallel_size)
     weights_bytes = files.plan.num_bytes(layout.dtype)
 
     def describe(config: EngineConfig) -> EngineSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import jax
 
 from jaxpage.device import gpu_memory, kv_pages
-from jaxpage.device.backends import prefers_mixed_steps, unaddressable_blocks
+from jaxpage.device.backends import has_bfloat16, prefers_mixed_steps, unaddressable_blocks
 from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.cache_groups import CacheGroup
 from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
@@ -28,15 +29,17 @@ from jaxpage.device.sizing import (
 from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
-from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory.block_tables import window_blocks
-from jaxpage.models.base import ModelSpec
+from jaxpage.models.base import Family, ModelSpec
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.shapes import MOST_CANDIDATES
+
+logger = logging.getLogger(__name__)
 
 BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
@@ -49,6 +52,7 @@ class DeviceSpec:
     name: str  # begins with the platform
     available_bytes: int
     notice: str = ""  # where that is not what the settings say
+    has_bfloat16: bool = True
 
     @property
     def is_cpu(self) -> bool:
@@ -68,7 +72,7 @@ def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1)
     """num_devices: all alike. Those that are made of one CPU share its memory."""
     notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
     available = available_bytes(device, utilization) // (num_devices if device.platform == "cpu" else 1)
-    return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice)
+    return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device))
 
 
 def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, num_devices: int) -> Sharding:
@@ -80,10 +84,22 @@ def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, n
     return make_sharding(spec, num_devices, invariant=invariant)
 
 
-def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
-    """ "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and that is faster there."""
+def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: Family) -> str:
+    """ "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and that is faster there.
+
+    On a GPU without bfloat16 "auto" is float16, or float32 for a family whose numbers float16 does not hold, with a warning.
+
+    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU.
+    """
+    instead = "float32" if getattr(family, "OVERFLOWS_FLOAT16", False) else "float16"
+    lacking = f"{device.name} has no bfloat16, which takes a compute capability of 8.0 or more"
+    if config.dtype == "bfloat16" and not device.has_bfloat16:
+        raise UnsupportedError(f"dtype 'bfloat16': {lacking}; use dtype {instead!r}")
     if config.dtype != "auto":
         return config.dtype
+    if stored == "bfloat16" and not device.has_bfloat16:
+        logger.warning("%s: dtype 'auto' is %s", lacking, instead)
+        return instead
     if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
         return "float32"
     return stored

@@ -91,7 +91,10 @@ class ModelFactory(Protocol):
 
 @runtime_checkable
 class Family(Protocol):
-    """What the module of a family must contain."""
+    """What the module of a family must contain.
+
+    A family whose hidden states overflow float16 has `OVERFLOWS_FLOAT16 = True`, too (those that vLLM refuses float16).
+    """
 
     Spec: SpecFactory
     Model: ModelFactory

@@ -19,9 +19,10 @@ from jaxpage.models.rotary_decoder import (
     windows_of,
 )
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+__all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+OVERFLOWS_FLOAT16 = True
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 FORM = BlockForm(norms=NORMS, kind="rms+1")
 

@@ -12,9 +12,10 @@ from jaxpage.models.fields import Fields, RefusedField
 from jaxpage.models.gemma2 import gemma_knobs
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+__all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+OVERFLOWS_FLOAT16 = True
 THETA = {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}
 
 

@@ -17,9 +17,10 @@ from jaxpage.models.rotary_decoder import (
     prefix,
 )
 
-__all__ = ["Model", "Spec", "ignored", "prefix"]
+__all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+OVERFLOWS_FLOAT16 = True
 FORM = BlockForm(
     norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 )

@@ -6,7 +6,6 @@ it was not measured which kernel is best for a matrix product, nor shown that su
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.metadata
 import os
@@ -20,9 +19,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.compat import without_compile_cache
+from pallas_kernels.compat import described_gpu, without_compile_cache
 
-GPUS = ("h200", "h100")  # a .textproto each, beside this file
+GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")  # a .textproto each, next to this file
 INSTALL = 'pip install "jax[cuda13-local]=={}"'
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -76,13 +75,14 @@ def compile_for(
     Raises as `described_mesh` does.
     """
     mesh = described_mesh(gpu)
+    device = mesh.devices.flat[0]
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def placed(leaf: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
 
     arguments, keywords = jax.tree.map(placed, (arguments, keywords))
-    with _described(mesh):
+    with described_gpu(device.device_kind, device.core_count, device.compute_capability):
         lowered = function.lower(*arguments, **keywords)
         with without_compile_cache():  # what is compiled for no device can be written there, but not read back
             as_by_default = {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS says
@@ -97,10 +97,3 @@ def compile_with_thunks(
         compiled = compile_for(function, *arguments, options={**(options or {}), "xla_dump_to": directory}, **keywords)
         *_, last = sorted(Path(directory).glob("*.thunk_sequence*.txt"))  # after passes, where any changed it
         return compiled, last.read_text(encoding="utf-8")
-
-
-def _described(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    # From jax 0.11 on, kernels ask the mesh in whose context they are lowered what GPU it has; before, they take a Hopper for granted.
-    if jax.__version_info__ < (0, 11, 0):
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)

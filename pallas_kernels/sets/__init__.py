@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
-
+from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.sets import cpu, mosaic, reference, scan, triton
 
@@ -53,9 +52,9 @@ def first_that_takes(
         ValueError: no set has this name.
         NotImplementedError: no set takes the call; the text has every set's reason.
     """
-    device, platform, refusals, refused = jax.devices()[0], jax.default_backend(), list[str](), list[KernelSet]()
+    device, refusals, refused = target_device(), list[str](), list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
-    for each in candidates(backend, platform, interpret=call.interpret):
+    for each in candidates(backend, device.platform, interpret=call.interpret):
         try:
             if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
@@ -66,7 +65,7 @@ def first_that_takes(
             reason = str(refusal)
         refusals.append(f"{each.name}: {reason}")
         refused.append(each)
-    raise _no_set_takes(operation, refusals, backend, platform)
+    raise _no_set_takes(operation, refusals, backend, device.platform)
 
 
 def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:

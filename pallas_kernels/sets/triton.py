@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels.arguments import Arguments
-from pallas_kernels.compat import x64_reason
+from pallas_kernels.compat import target_device, x64_reason
 from pallas_kernels.kernel_set import Call, KernelSet, capability, described, first_reason
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
@@ -45,17 +45,21 @@ FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Trito
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     """Tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
 
-    has: its compute capability; None: as Hopper.
+    has: its compute capability; None: that of `target_device`, or Hopper's where that is no GPU.
 
     The loop over the context has keys and values of the next turn on their way from five stages on: up to four, the reads of the block
     table take the buffers that are more than one.
     """
+    has = has or capability(target_device())
     wide = shape.head_width > 128
     eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
     # Partial results of a long chunk would fill the memory.
     splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
     few = has in LITTLE_SHARED_MEMORY
-    context, stages = 16 if wide and few else 32 if wide or few or shape.kind != "chunk" else 64, 5
+    # There the operands of a product are in registers; on Hopper and the large Blackwells they are in shared memory.
+    in_registers = has is not None and has[0] in (8, 12)
+    short = wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
+    context, stages = 16 if wide and few else 32 if short else 64, 5
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
         rows, context, warps, stages = 16, 16, 8, 3
     elif shape.head_width > MAX_WIDTH:  # latents
@@ -63,9 +67,11 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     elif shape.kind == "decode":
         rows, warps = 16, 8 if eight_bits else 4
     elif shape.kind == "verify":
-        rows, warps = 64, 8 if wide else 4
+        rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
+    elif in_registers and eight_bits and not wide:
+        rows, warps = 64, 4
     else:
-        rows, warps = 64 if wide and (eight_bits or few) else 128, 8
+        rows, warps = 64 if wide and (eight_bits or in_registers) else 128, 8
     return Tiles(
         query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
         context=context,
@@ -79,7 +85,7 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
 def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     shape, programs = _shape_and_programs(arguments)
-    tiles = tiles or tuned("triton", shape) or heuristic(shape, capability(jax.devices()[0]))
+    tiles = tiles or tuned("triton", shape) or heuristic(shape)
     if tiles.query_rows < shape.group:
         raise NotImplementedError(
             f"tiles.query_rows of {tiles.query_rows}: the {shape.group} query heads of a key/value head share a tile"
@@ -121,6 +127,9 @@ def supports(device: Any, call: Call) -> str | None:
     if has is not None and has < needed:
         pages = f" for pages of {call.page_dtype}" if needed == FLOAT8_CAPABILITY else ""
         return f"needs a GPU of compute capability {'.'.join(map(str, needed))} or more{pages}, but {described(device)}"
+    if has is not None and not tb.knows(device.device_kind):
+        instead = "" if tb.ASKS else ": jax 0.11.2 or newer asks the GPU itself"
+        return f"jax {jax.__version__} has a list of the GPUs that it takes, without {device.device_kind}{instead}"
     return x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
 
 

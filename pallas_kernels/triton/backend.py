@@ -5,6 +5,7 @@ The names below are the same from jax 0.10 to 0.12. When the backend goes, this 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,10 @@ from jax.experimental.pallas import triton as plt
 # Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
+
+# jax 0.11.0 and 0.11.1 lower for the GPUs of this list alone. Later versions ask any other GPU of NVIDIA what it is, as 0.10 asks all.
+_LISTED = [version.value for version in getattr(plt, "GpuVersion", ())]
+ASKS = jax.__version_info__ < (0, 11, 0) or jax.__version_info__ >= (0, 11, 2)
 
 load = plt.load
 store = plt.store
@@ -41,6 +46,13 @@ def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
     (result,) = plt.elementwise_inline_asm(asm, args=args, constraints="=f,f,f", pack=1, result_shape_dtypes=shapes)
     return result
+
+
+def knows(kind: str) -> bool:
+    """Returns whether the backend lowers for a GPU of this `device_kind`."""
+    if not _LISTED or (ASKS and kind.startswith("NVIDIA")):
+        return True
+    return any(re.search(rf"\b{re.escape(name)}\b", kind) for name in _LISTED)
 
 
 def kernel_call(
