@@ -6,8 +6,10 @@ Imported by the engine and by the process that tries grammars (`jaxpage.decoding
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
@@ -25,6 +27,8 @@ DEAD_END = "no token of the model continues the grammar"
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
+_PARSER_ERROR = "parser error"
+_NUM_WALKS, _WALK_TOKENS = 2, 24
 
 
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
@@ -93,15 +97,39 @@ def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 
 def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
-    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it."""
+    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it, and follows a few
+    texts: a grammar may be too large for the parser only behind its first token.
+    """
     words = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         return error_of(matcher)
     if warnings := matcher.get_grammar_warnings():
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
-        return None
+        return next(filter(None, (_problem_on_a_walk(matcher.deep_copy(), end_id, seed) for seed in range(_NUM_WALKS))), None)
     return "it allows only an empty text" if matcher.is_accepting() else DEAD_END
+
+
+def _problem_on_a_walk(matcher: LLMatcher, end_id: int, seed: int) -> str | None:
+    """The parser's error, if it comes to one. The lexer's depend on the text, and are the request's when it comes to them."""
+    choice = random.Random(seed)
+    for _ in range(_WALK_TOKENS):
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        token_ids = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        token_ids = token_ids[token_ids != end_id]
+        if matcher.is_error() or not len(token_ids):
+            break
+        matcher.consume_token(int(token_ids[choice.randrange(len(token_ids))]))
+    return error_of(matcher) if matcher.is_error() and _is_of_parser(matcher) else None
+
+
+def _is_of_parser(matcher: LLMatcher) -> bool:
+    return matcher.get_error().lower().startswith(_PARSER_ERROR)
+
+
+def is_out_of_states(matcher: LLMatcher) -> bool:
+    """Returns whether the lexer's limits ended it, not those of the parser, which know nothing of other requests."""
+    return matcher.is_error() and not _is_of_parser(matcher)
 
 
 def error_of(matcher: LLMatcher) -> str:
