@@ -339,6 +339,18 @@ def test_bodies_are_plain_json(open_server, headers, status):
     assert answered == status and (status == 200 or error_of(body)["type"] == "invalid_request_error")
 
 
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
+def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(built, open_server, kind):
+    """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
+    body = json.dumps({"model": "demo", "prompt": "a", "raw": True, "stream": False}).encode()
+    for path in ("/api/generate", "/api/show"):
+        assert ask(open_server, "POST", path, body, Content_Type=kind)[0] == 200
+        assert ask(open_server, "POST", path, body, Content_Type=kind, Content_Encoding="gzip")[0] == 415
+    with serving(built, host="0.0.0.0") as running:
+        foreign = {"Origin": "http://page.example", "Host": "model.example"}
+        assert ask(running, "POST", "/api/show", body, Content_Type=kind, **foreign)[0] == 403
+
+
 def test_a_body_has_a_limit_with_and_without_a_length(built):
     with serving(built, max_body_bytes=2000) as running:
         fits = json.dumps(SHORT).encode().ljust(2000)

@@ -16,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxpage.outputs import Logprob, RequestOutput
+from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
@@ -319,6 +320,24 @@ def test_a_stream_with_tools_is_the_whole(
 
 
 @pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_official_client_sees_each_call_end(name: str, settings: Any, fields: Any, text: str, is_cut: bool) -> None:
+    """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
+    exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
+    message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
+    state = ChatCompletionStreamState(input_tools=fields.get("tools", []))
+    chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    events = [event for chunk in chunks for event in state.handle_chunk(read(ChatCompletionChunk, chunk))]
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    calls = message.get("tool_calls", [])
+    assert [(event.name, event.arguments) for event in done] == [
+        (call["function"]["name"], call["function"]["arguments"]) for call in calls
+    ]
+    contents = [event.content for event in events if event.type == "content.done"]
+    assert contents[-1:] == [message["content"] or ""] or (calls and not message["content"])
+
+
+@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
 def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields: Any, text: str) -> None:
     """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
@@ -433,6 +452,16 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
     assert [[choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks] == [[0, 1], [1], [1]]
     assert not stream.last_chunks()
+
+
+def test_a_part_of_a_stream_is_one_line_for_everybody() -> None:
+    """Clients of lines (ollama's, LiteLLM's) end one wherever Unicode does."""
+    text = "".join(map(chr, range(0x3000)))
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
+        part = dialect_of(path).new_frame()({"type": "t", "text": text}).decode()
+        ends = [line for line in part.splitlines() if line]
+        assert len(ends) == part.strip().count("\n") + 1
+        assert json.loads(ends[-1].removeprefix("data: "))["text"] == text
 
 
 def test_tokens_with_one_text_are_all_told() -> None:

@@ -16,6 +16,7 @@ from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score, tokenize
@@ -392,6 +393,25 @@ def test_every_form_of_prompt(prompt: Any, prompts: list[Any]) -> None:
     exchange = open_completion(completion(prompt=prompt, add_special_tokens=False), context())
     assert [prompt_request.prompt for prompt_request in exchange.prompts] == prompts
     assert not any(prompt_request.add_special_tokens for prompt_request in exchange.prompts)
+
+
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_as_many_sequences_as_there_may_be_and_no_more(name: str) -> None:
+    """Prompts times the samples that are drawn for each, which best_of raises above n."""
+    limits = RequestLimits(max_sequences=6)
+    taken = open_completion(completion(prompt=["a", "b"], **{name: 3}), context(limits=limits))
+    assert len(taken.prompts) == 2
+    for prompts, wanted in ((["a", "b"], 4), (["a", "b", "c"], 3)):
+        with pytest.raises(ApiError, match="more than 6 sequences at once"):
+            open_completion(completion(prompt=prompts, **{name: wanted}), context(limits=limits))
+
+
+def test_an_input_of_a_vector_may_fill_the_model() -> None:
+    """Nothing is generated behind it."""
+    body = {"model": "demo", "input": [[1] * 512]}
+    assert open_embeddings(body, context()).prompts[0].prompt == (1,) * 512
+    with pytest.raises(ApiError, match="has 513 tokens"):
+        open_embeddings({**body, "input": [[1] * 513]}, context())
 
 
 def test_a_beam_search_is_as_wide_as_best_of() -> None:

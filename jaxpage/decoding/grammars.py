@@ -13,6 +13,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from jaxpage.decoding.json_schemas import enforceable, overlapping
 from jaxpage.errors import UnsupportedError
 
 # Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
@@ -82,9 +83,19 @@ def source_of(kind: str, value: str) -> str:
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
+def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
+    """What is wrong with the names of a schema's properties, if anything: see `overlapping`. It may take long, as any pattern may."""
+    for name, pattern in overlapping(schema):
+        matcher = matcher_of(tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern})))
+        token_ids = tokenizer.tokenize_str(json.dumps(name, ensure_ascii=False))
+        if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
+            return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[:_MAX_MESSAGE]
+    return None
+
+
 def _source_of_schema(schema: str) -> str:
     compiled = LLMatcher.grammar_from_json_schema(
-        schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        enforceable(schema), {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     )
     (grammar,) = json.loads(compiled)["grammars"]
     return "start: %json " + json.dumps(grammar["json_schema"]) + _NO_FORCING

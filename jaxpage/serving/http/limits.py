@@ -57,10 +57,14 @@ class Limits:
         return ApiError(413, f"The request body is larger than the {self._max_body_bytes} bytes that are read")
 
 
-def check_is_json(headers: Headers) -> None:
-    """Raises ApiError unless the body says that it is plain JSON."""
+def check_is_plain(headers: Headers) -> None:
+    """Raises ApiError if the body is encoded in some way."""
     if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is")
+
+
+def check_is_json(headers: Headers) -> None:
+    """Raises ApiError unless the body says that it is JSON in UTF-8."""
     media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "application/json" or ("charset" in parameters and "utf-8" not in parameters):
         raise ApiError(415, "Unsupported Media Type: only 'application/json' in UTF-8 is read")
