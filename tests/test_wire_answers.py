@@ -202,6 +202,25 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
     assert whole["text_offset"] == offsets
 
 
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"echo": True}, {"echo": True, "prompt": "<|endoftext|>ab"}])
+def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]) -> None:
+    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
+    special, letter = tokenizer().convert_tokens_to_ids("<|endoftext|>"), tokenizer()("x")["input_ids"][-1]
+    asked = {"prompt": "ab", "logprobs": 0, **fields}
+    exchange = completion(**asked)
+    shown = [letter, special, letter, letter] if fields.get("skip_special_tokens") is False else [letter] * 3
+    found = output(exchange, [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])])
+    if fields.get("echo") and not asked["prompt"].startswith("<"):
+        found.prompt_token_ids.insert(0, special)
+        first = found.prompt_token_ids[1]
+        found.prompt_logprobs.insert(1, {first: Logprob(-1.0, 1, tokenizer().decode([first]))})
+    choice = exchange.whole([found])["choices"][0]
+    columns = choice["logprobs"]
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        assert token == "<|endoftext|>" or choice["text"][offset:].startswith(token)
+    assert columns["text_offset"][-1] == len(choice["text"]) - len(columns["tokens"][-1])
+
+
 def test_nothing_but_the_prompt() -> None:
     exchange = completion(prompt=[300, 301], echo=True, logprobs=1, max_tokens=0)
     assert exchange.prompts[0].params.max_tokens == 1
@@ -275,8 +294,11 @@ def test_the_rows_of_a_chats_log_probabilities() -> None:
     assert bytes(first.bytes).decode() == first.token
     assert [top.logprob for top in first.top_logprobs] == [-1.0, -2.0]
     pieces = [token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id])]
-    broken = exchange.whole([output(exchange, [Scripted(["a"], token_ids=pieces[:1])])])
-    assert broken["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+    character = tokenizer()("\N{PILE OF POO}", add_special_tokens=False)["input_ids"]
+    assert len(character) == 4 and set(character) <= set(pieces)
+    broken = exchange.whole([output(exchange, [Scripted(["a"] * 4, token_ids=character)])])
+    told = [byte for row in broken["choices"][0]["logprobs"]["content"] for byte in row["bytes"]]
+    assert bytes(told).decode() == "\N{PILE OF POO}"
 
 
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -372,12 +394,12 @@ def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
         chat({"strict_requests": True}, messages=[USER, message])
 
 
-@pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 3)])
+@pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 4)])
 def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: int) -> None:
     stream, script = opens(stream=True, stream_options={"continuous_usage_stats": True}), [Scripted(["a", "b"])]
     chunks = streamed(stream, [output(stream, script)], [script])
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2][-num_chunks:]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2][-num_chunks:] if opens is chat else [1, 2]
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,18 +8,24 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.http.parser import MAX_HEADER_BYTES
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADERS = 100
+NUM_LARGEST_BODIES = 32  # that may be held at the same time, or as many bytes in smaller ones
 
 
 class Limits:
-    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit."""
+    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit.
+
+    The bodies of all requests that are being answered share a budget, so that their memory does not grow with the connections.
+    """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_seconds: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout = body_timeout_seconds
+        self._budget = NUM_LARGEST_BODIES * max_body_bytes
+        self._num_held = 0  # bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -36,13 +42,20 @@ class Limits:
                     message = await receive()
             except TimeoutError:
                 raise ApiError(408, f"The request body did not arrive within {self._timeout:g} s") from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
+            size = len(message.get("body", b""))
+            if num_bytes + size > self._max_body_bytes:
                 raise self._too_large()
+            if self._num_held + size > self._budget:
+                raise ApiError(503, "Too many request bodies are being read; try again later", headers=RETRY_AFTER)
+            num_bytes += size
+            self._num_held += size
             is_complete = not message.get("more_body", False)
             return message
 
-        await self._app(scope, limited_receive, send)
+        try:
+            await self._app(scope, limited_receive, send)
+        finally:
+            self._num_held -= num_bytes
 
     def _check(self, headers: Headers) -> None:
         if len(headers) > MAX_HEADERS:
