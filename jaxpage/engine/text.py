@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from jaxpage.checkpoints import resolve_model
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
+from jaxpage.engine.text_growth import check_growth
 from jaxpage.errors import CheckpointError
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -22,7 +23,7 @@ _CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or la
 def load_tokenizer(directory: Path) -> Any | None:
     """The tokenizer of a model directory or GGUF file, or None if it has none: such a model serves token ids."""
     if is_gguf(directory):
-        return gguf_tokenizer(directory)
+        return _checked(gguf_tokenizer(directory), directory)
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None
     try:
@@ -31,6 +32,15 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {error}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one")
+    return _checked(tokenizer, directory)
+
+
+def _checked(tokenizer: Any, directory: Path) -> Any:
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        try:
+            check_growth(tokenizer)
+        except ValueError as error:
+            raise CheckpointError(f"{directory}: the tokenizer is refused: {error}") from None
     return tokenizer
 
 

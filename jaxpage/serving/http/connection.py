@@ -106,7 +106,8 @@ class Connection(H11Protocol):
     @property
     def is_idle(self) -> bool:
         """Returns whether nothing of a request has come, or nothing after the last answer."""
-        return self.conn.their_state is h11.IDLE and (self.cycle is None or self.cycle.response_complete)
+        has_begun = self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]
+        return not has_begun and (self.cycle is None or self.cycle.response_complete)
 
     def _takes_place_of_another(self) -> bool:
         """Cuts an idle connection of the client that has most of them, so that nobody keeps all places by only holding them."""
