@@ -1,7 +1,7 @@
 """Servers that Ray Serve starts and stops by how many requests wait: serve run deploy.ray_serve:app
 
-pip install 'jaxpage[ray]'. Set JAXPAGE_API_KEY if other machines can reach Ray's proxy. One engine for each replica; for GPUs put {"num_gpus": 1} into `ray_actor_options`. JAXPAGE_CONFIG names a YAML
-file.
+pip install 'jaxpage[ray]'. One engine for each replica; for GPUs put {"num_gpus": 1} into `ray_actor_options`. JAXPAGE_CONFIG names a YAML
+file. Set JAXPAGE_API_KEY if other machines can reach Ray's proxy.
 """
 
 from __future__ import annotations

@@ -1005,7 +1005,9 @@ def test_there_are_so_many_connections_and_no_more(built):
         assert ask(running, "GET", "/health")[0] == 200
 
 
-@pytest.mark.parametrize(("soft", "hard", "room", "raised"), [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)])
+@pytest.mark.parametrize(
+    ("soft", "hard", "room", "raised"), [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)]
+)
 def test_as_many_connections_as_there_may_be_files(soft, hard, room, raised, monkeypatch, caplog):
     allowed = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(allowed))
@@ -1018,7 +1020,13 @@ def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
     loop, complaints, others = asyncio.new_event_loop(), Complaints(), []
     loop.default_exception_handler = others.append
     for _ in range(1000):
-        complaints(loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "Too many open files")})
+        complaints(
+            loop,
+            {
+                "message": "socket.accept() out of system resource",
+                "exception": OSError(errno.EMFILE, "Too many open files"),
+            },
+        )
     complaints(loop, {"message": "another"})
     loop.close()
     assert [record.getMessage() for record in caplog.records] == ["connections cannot be accepted: Too many open files"]
@@ -1062,7 +1070,9 @@ def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog, path, body):
             assert status == 400 and "gives up on this text" in error_of(answer)["message"]
     finally:
         backend.pre_tokenizer = usual
-    assert not [record for record in caplog.records if record.exc_info] and all(len(one.getMessage()) < 400 for one in caplog.records)
+    assert not [record for record in caplog.records if record.exc_info] and all(
+        len(one.getMessage()) < 400 for one in caplog.records
+    )
 
 
 # What is long

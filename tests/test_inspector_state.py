@@ -316,7 +316,8 @@ def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("asked", "can_be_slow", "status"), [(0.5, False, 403), (9, True, 400), ("1", True, 400), (-1, True, 400), (True, True, 400)]
+    ("asked", "can_be_slow", "status"),
+    [(0.5, False, 403), (9, True, 400), ("1", True, 400), (-1, True, 400), (True, True, 400)],
 )
 def test_slow_motion_is_for_who_is_alone(engine: Engine, asked: Any, can_be_slow: bool, status: int) -> None:
     source = Source(engine)

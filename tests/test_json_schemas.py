@@ -13,7 +13,25 @@ from jaxpage.decoding.grammars import matcher_of, overlap_of, problem_of, source
 from tests.support.wire import tokenizer
 
 BIG, INT64 = 1234567890123456789, {"minimum": -(2**63), "maximum": 2**63 - 1}
-NUMBERS = ["0", "-0", "0.0", "-0.1", "-0.5", "0.1", "0.49", "0.5", "0.50", "1", "1.0", "1.2", "1.5", "1.7", "3", "3.1", "4"]
+NUMBERS = [
+    "0",
+    "-0",
+    "0.0",
+    "-0.1",
+    "-0.5",
+    "0.1",
+    "0.49",
+    "0.5",
+    "0.50",
+    "1",
+    "1.0",
+    "1.2",
+    "1.5",
+    "1.7",
+    "3",
+    "3.1",
+    "4",
+]
 INTEGERS = [*map(str, (0, -5, 7, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), BIG, BIG - 21))]
 UUIDS = [f"0b4d8f3e-1c2d-{version}e5f-8a9b-0c1d2e3f4a5b" for version in range(1, 9)]
 PAIR = {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
@@ -88,7 +106,11 @@ def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema: Any, messa
         source_of("json", json.dumps(schema))
 
 
-@pytest.mark.parametrize(("pattern", "covers"), [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)])
-def test_a_property_with_two_schemas_is_refused_before_anything_is_generated(pattern: str, covers: bool, grammar: Any) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "covers"), [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)]
+)
+def test_a_property_with_two_schemas_is_refused_before_anything_is_generated(
+    pattern: str, covers: bool, grammar: Any
+) -> None:
     schema = {"items": {"properties": {"ab": {"type": "string"}}, "patternProperties": {pattern: {"type": "integer"}}}}
     assert (overlap_of(grammar[0], json.dumps(schema)) is not None) == covers

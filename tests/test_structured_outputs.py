@@ -576,7 +576,11 @@ def test_a_limit_of_the_parser_is_no_reason_to_begin_again(grammar_of, monkeypat
         """A matcher at the parser's limit."""
 
         def __getattr__(self, name):
-            answers = {"is_error": True, "get_error": "Parser Error: Current row has 8007 items", "consume_token": False}
+            answers = {
+                "is_error": True,
+                "get_error": "Parser Error: Current row has 8007 items",
+                "consume_token": False,
+            }
             return lambda *_: answers[name]
 
     constraint._matcher = Failed()

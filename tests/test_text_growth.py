@@ -41,7 +41,10 @@ FIFTY = normalizers.Replace("a", "a" * 50)
         ({"normalizer": normalizers.Sequence([normalizers.Sequence([FIFTY]), FIFTY])}, "2500 times"),
         ({"decoder": decoders.Sequence([decoders.Replace("a", "a" * 50)] * 2)}, "2500 times"),
         ({"normalizer": normalizers.Precompiled(charsmap(100))}, "100 times"),
-        ({"post_processor": processors.TemplateProcessing(single="$A $A", special_tokens=[])}, "repeats a text 2 times"),
+        (
+            {"post_processor": processors.TemplateProcessing(single="$A $A", special_tokens=[])},
+            "repeats a text 2 times",
+        ),
     ],
 )
 def test_a_tokenizer_that_multiplies_a_text_is_refused(parts: Any, growth: str) -> None:

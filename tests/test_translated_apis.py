@@ -324,7 +324,10 @@ def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, serve
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
-        ({"extra_body": {"output_format": {"type": "json_schema", "schema": SCHEMA}}}, "output_format is not supported"),
+        (
+            {"extra_body": {"output_format": {"type": "json_schema", "schema": SCHEMA}}},
+            "output_format is not supported",
+        ),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content must be"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
@@ -453,7 +456,9 @@ def test_what_ollama_says_of_its_machine_changes_nothing(llama: ollama.Client, h
     options = {**OLLAMA["options"], "num_gpu": 99, "num_thread": 4, "use_mmap": True, "main_gpu": 0, "num_batch": 512}
     assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(chat())
     options = {**OLLAMA["options"], "temperature": 1.0, "num_predict": 200}
-    json.loads(llama.chat(messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}).message.content or "")
+    json.loads(
+        llama.chat(messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}).message.content or ""
+    )
     body = {"model": "demo", "messages": MESSAGES, "stream": False}
     for name in ("truncate", "shift"):
         assert http.post("/api/chat", json={**body, name: False, "options": {"num_predict": 1}}).status_code == 200

@@ -202,7 +202,9 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
     assert whole["text_offset"] == offsets
 
 
-@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"echo": True}, {"echo": True, "prompt": "<|endoftext|>ab"}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"skip_special_tokens": False}, {"echo": True}, {"echo": True, "prompt": "<|endoftext|>ab"}]
+)
 def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]) -> None:
     """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
     special, letter = tokenizer().convert_tokens_to_ids("<|endoftext|>"), tokenizer()("x")["input_ids"][-1]
@@ -399,7 +401,11 @@ def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: 
     stream, script = opens(stream=True, stream_options={"continuous_usage_stats": True}), [Scripted(["a", "b"])]
     chunks = streamed(stream, [output(stream, script)], [script])
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2][-num_chunks:] if opens is chat else [1, 2]
+    assert (
+        [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2][-num_chunks:]
+        if opens is chat
+        else [1, 2]
+    )
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:

@@ -69,7 +69,12 @@ ACCEPTED = [
 
 @pytest.mark.parametrize(
     ("item", "what"),
-    [("[]", "65536 arrays and objects"), ("{}", "65536 arrays and objects"), ('""', "262144 strings"), ('"a"', "262144 strings")],
+    [
+        ("[]", "65536 arrays and objects"),
+        ("{}", "65536 arrays and objects"),
+        ('""', "262144 strings"),
+        ('"a"', "262144 strings"),
+    ],
 )
 def test_what_would_be_many_objects_is_refused_before_it_becomes_any(
     item: str, what: str, monkeypatch: pytest.MonkeyPatch

@@ -441,13 +441,15 @@ def test_sets_are_told() -> None:
         for is_strict in (False, True):
             exchange = open_chat(chat(**field), context(strict_requests=is_strict))
             assert exchange.ignored_fields == (() if is_strict else (path,))
-            kind, text = exchange.prompts[0].params.structured_outputs
+            _, text = exchange.prompts[0].params.structured_outputs
             assert ("uniqueItems" in text) == is_strict
     assert schema["properties"]["a"]["uniqueItems"] is True
 
 
 def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing() -> None:
-    others = dict.fromkeys(("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False)
+    others = dict.fromkeys(
+        ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False
+    )
     given = {"regex": "a", "json": None, "choice": None, "whitespace_pattern": None, "_backend": None, **others}
     exchange = open_chat(chat(structured_outputs=given), context(strict_requests=True))
     assert exchange.prompts[0].params.structured_outputs == ("regex", '"a"')
@@ -465,7 +467,9 @@ def test_no_tools_leave_nothing_to_choose_from() -> None:
 def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
     """And fields that were once its own tell their successor."""
     exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
-    told = exchange.refusal(ValueError("structured_outputs={'json': {'a': ' is refused: '}} is refused: it is too large"))
+    told = exchange.refusal(
+        ValueError("structured_outputs={'json': {'a': ' is refused: '}} is refused: it is too large")
+    )
     assert told.param == "response_format" and told.message.startswith("response_format")
     assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
     failed = output(exchange, [Scripted(["{"], "error", "structured_outputs: no token continues")])

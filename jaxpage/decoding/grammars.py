@@ -89,7 +89,9 @@ def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
         matcher = matcher_of(tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern})))
         token_ids = tokenizer.tokenize_str(json.dumps(name, ensure_ascii=False))
         if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
-            return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[:_MAX_MESSAGE]
+            return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[
+                :_MAX_MESSAGE
+            ]
     return None
 
 
@@ -117,7 +119,9 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
     if warnings := matcher.get_grammar_warnings():
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
-        return next(filter(None, (_problem_on_a_walk(matcher.deep_copy(), end_id, seed) for seed in range(_NUM_WALKS))), None)
+        return next(
+            filter(None, (_problem_on_a_walk(matcher.deep_copy(), end_id, seed) for seed in range(_NUM_WALKS))), None
+        )
     return "it allows only an empty text" if matcher.is_accepting() else DEAD_END
 
 

@@ -89,7 +89,9 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
 def _check_values(part: dict[str, Any]) -> None:
     for name in ("const", "enum", "multipleOf"):
         if name in part and (number := _inexact(part[name])) is not None:
-            raise ValueError(f"{name} has {number}, which is beyond 2^53 and no float; integers as large are not supported")
+            raise ValueError(
+                f"{name} has {number}, which is beyond 2^53 and no float; integers as large are not supported"
+            )
 
 
 def _inexact(value: Any) -> int | None:
@@ -155,7 +157,7 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
 
 def _bound(part: dict[str, Any], names: tuple[str, str]) -> float | None:
     """The tighter of an inclusive and an exclusive bound."""
-    given = [part[name] for name in names if _is_number(part.get(name))]
+    given: list[float] = [part[name] for name in names if _is_number(part.get(name))]
     if not given:
         return None
     return max(given) if names is _LOWER else min(given)

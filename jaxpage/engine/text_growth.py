@@ -1,4 +1,7 @@
-"""Bounds how much longer a tokenizer may make a text: a checkpoint is data of somebody else, and its normalizer is applied to every prompt."""
+"""Bounds how much longer a tokenizer may make a text.
+
+A checkpoint is data of somebody else, and its normalizer is applied to every prompt.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,11 @@ def room_for_connections(wanted: int) -> int:
         return wanted
     room = max(1, (soft - _OTHERS) // _PER_CONNECTION)
     logger.warning(
-        "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and needs %d", room, wanted, soft, needed
+        "max_connections is %d, not %d: the process may have %d files open (ulimit -n), and needs %d",
+        room,
+        wanted,
+        soft,
+        needed,
     )
     return room
 

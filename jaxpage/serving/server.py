@@ -21,9 +21,9 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.hosts.leader import Leader
-from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.logs import log_activity

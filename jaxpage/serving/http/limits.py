@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,7 +13,14 @@ from jaxpage.serving.http.parser import MAX_HEADER_BYTES
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADERS = 100
+_WORTH_GIVING_BACK = 32 << 20  # bytes
 NUM_LARGEST_BODIES = 32  # that may be held at the same time, or as many bytes in smaller ones
+
+
+def give_memory_back() -> None:
+    """Asks glibc for the pages of what was freed: of many bodies at once it would keep hundreds of megabytes for the next ones."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Limits:
@@ -26,6 +35,7 @@ class Limits:
         self._timeout = body_timeout_seconds
         self._budget = NUM_LARGEST_BODIES * max_body_bytes
         self._num_held = 0  # bytes
+        self._most_held = 0  # since the allocator was told to give memory back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -49,6 +59,7 @@ class Limits:
                 raise ApiError(503, "Too many request bodies are being read; try again later", headers=RETRY_AFTER)
             num_bytes += size
             self._num_held += size
+            self._most_held = max(self._most_held, self._num_held)
             is_complete = not message.get("more_body", False)
             return message
 
@@ -56,6 +67,9 @@ class Limits:
             await self._app(scope, limited_receive, send)
         finally:
             self._num_held -= num_bytes
+            if self._most_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:
+                self._most_held = 0
+                asyncio.get_running_loop().run_in_executor(None, give_memory_back)
 
     def _check(self, headers: Headers) -> None:
         if len(headers) > MAX_HEADERS:

@@ -67,7 +67,11 @@ def _without_sets(body: dict[str, Any], context: ModelContext) -> tuple[dict[str
     """
     told = []
     body = dict(body)
-    for path in () if context.strict_requests else (("response_format", "json_schema", "schema"), ("structured_outputs", "json")):
+    for path in (
+        ()
+        if context.strict_requests
+        else (("response_format", "json_schema", "schema"), ("structured_outputs", "json"))
+    ):
         *above, last = path
         holder: Any = body
         for name in above:

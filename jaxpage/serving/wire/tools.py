@@ -14,7 +14,9 @@ from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
 
 def call_of(text: str, names: frozenset[str]) -> Piece | None:
     """The call that a JSON object is, if it is one, of a tool that there is."""
-    large: dict[str, str] = {}  # numbers that no float holds: what stands for them while they are read, and their digits
+    large: dict[
+        str, str
+    ] = {}  # numbers that no float holds: what stands for them while they are read, and their digits
 
     def number(digits: str) -> float | str:
         if math.isfinite(found := float(digits)):
