@@ -1,7 +1,7 @@
 """Servers that Ray Serve starts and stops by how many requests wait: serve run deploy.ray_serve:app
 
 pip install 'jaxpage[ray]'. One engine for each replica; for GPUs put {"num_gpus": 1} into `ray_actor_options`. JAXPAGE_CONFIG names a YAML
-file.
+file. Set JAXPAGE_API_KEY if other machines can reach Ray's proxy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def application() -> Any:
     from jaxpage.serving.asgi import asgi_app
 
     config = os.environ.get("JAXPAGE_CONFIG")
-    # Ray's proxy is in front and on this machine: what it passes on has another Host.
-    return asgi_app(config, engine={} if config else {"model": "demo", "num_blocks": 129}, server={"host": "0.0.0.0"})
+    # Without a key only requests to a name of this machine are answered, as by `jaxpage serve`. For others set JAXPAGE_API_KEY.
+    return asgi_app(config, engine={} if config else {"model": "demo", "num_blocks": 129})
 
 
 @serve.deployment(

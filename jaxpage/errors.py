@@ -41,6 +41,10 @@ class ShuttingDown(JaxpageError):
     """The server takes no requests any more, or has ended this one because its time to finish was over."""
 
 
+class NativeError(JaxpageError):
+    """Native code of a library (a tokenizer, its regular expression) gave up on what it was given."""
+
+
 class EngineFailed(JaxpageError):
     """The engine could not go on with this request, or not at all."""
 

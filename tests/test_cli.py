@@ -338,6 +338,22 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     )
 
 
+def test_doctor_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def told(model: str) -> dict[str, str]:
+        assert run("doctor", model) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {line[:20].strip(): line[21:] for line in lines}
+
+    demo = told("demo")
+    assert "config and tensors fit" in demo["model"] and demo["tokenizer"] == "2048 tokens"
+    assert demo["chat template"].startswith("makes ")
+    broken = Path(shutil.copytree(Path(jaxpage.__file__).parent / "demo", tmp_path / "broken"))
+    (broken / "chat_template.jinja").write_text("{% for x in %}")
+    assert "TemplateSyntaxError" in told(str(broken))["chat template"]
+    (broken / "config.json").write_text("{}")
+    assert told(str(broken))["model"].startswith("unknown: CheckpointError")
+
+
 def test_doctor_says_what_several_devices_and_hosts_could_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -14,15 +17,18 @@ import threading
 import time
 from http.client import HTTPResponse
 
+import h11
 import httpx
 import openai
 import psutil
 import pytest
 from starlette.routing import Route
+from tokenizers import Regex, pre_tokenizers
 
 from jaxpage.engine.admission import Admission
 from jaxpage.serving import app, generating, preparing, server
-from jaxpage.serving.http import connection
+from jaxpage.serving.descriptors import Complaints, room_for_connections
+from jaxpage.serving.http import connection, limits
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from jaxpage.serving.wire.dialects import dialect_of
@@ -218,6 +224,21 @@ def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_
             assert status == 403 and error_of(body)["code"] == "foreign_origin"
 
 
+def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(open_server):
+    """Some requests of a page have no Origin; a link that somebody follows to the server is none of these."""
+    for site in ("cross-site", "same-site"):
+        for mode in ("no-cors", "cors", "same-origin"):
+            asked = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
+            assert ask(open_server, "GET", "/metrics", **asked)[0] == 403
+        followed = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": "navigate", "Referer": "http://evil.example/"}
+        assert ask(open_server, "GET", "/health", **followed)[0] == 200
+        assert ask(open_server, "POST", COMPLETIONS, SHORT, **followed)[0] == 403
+    assert ask(open_server, "POST", COMPLETIONS, SHORT, Referer="http://evil.example/page")[0] == 403
+    own = {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Referer": "http://localhost:8000/ui/"}
+    assert ask(open_server, "POST", COMPLETIONS, SHORT, **own, Sec_Fetch_Site="same-origin")[0] == 200
+    assert ask(open_server, "GET", "/health", Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate")[0] == 200
+
+
 def test_with_keys_or_for_other_machines_any_name_will_do(built):
     with serving(built, api_keys=(KEY,)) as running:
         asked = {"Host": "model.example", "Origin": "http://model.example", "Authorization": f"Bearer {KEY}"}
@@ -254,6 +275,14 @@ def test_a_refusal_is_a_line_without_the_client_s_text(open_server, caplog, meth
     assert {**vars(record), **told, "id": "r-1"} == vars(record)
     line = TextFormatter().format(record)
     assert "\n" not in line and len(line) < 300 and SECRET not in line.lower(), line
+
+
+def test_a_refusal_tells_a_path_of_the_servers_own_before_it_is_routed(guarded, caplog):
+    caplog.set_level(logging.INFO, logger="jaxpage")
+    for path in ("/v1/models", "/metrics", f"/v1/{SECRET}", "/v1/models/demo"):
+        assert ask(guarded, "GET", path)[0] == 401
+    told = [getattr(record, "path", None) for record in caplog.records if record.message == "refused"]
+    assert told == ["/v1/models", "/metrics", None, None]
 
 
 def test_what_is_answered_is_no_line(open_server, caplog):
@@ -337,6 +366,18 @@ def test_request_ids_are_echoed_or_made(open_server):
 def test_bodies_are_plain_json(open_server, headers, status):
     answered, _, body = ask(open_server, "POST", COMPLETIONS, {**SHORT, "max_tokens": 1}, **headers)
     assert answered == status and (status == 200 or error_of(body)["type"] == "invalid_request_error")
+
+
+@pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
+def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(built, open_server, kind):
+    """LiteLLM gives none, and curl its own; a page of another site could do that as well, but for its origin."""
+    body = json.dumps({"model": "demo", "prompt": "a", "raw": True, "stream": False}).encode()
+    for path in ("/api/generate", "/api/show"):
+        assert ask(open_server, "POST", path, body, Content_Type=kind)[0] == 200
+        assert ask(open_server, "POST", path, body, Content_Type=kind, Content_Encoding="gzip")[0] == 415
+    with serving(built, host="0.0.0.0") as running:
+        foreign = {"Origin": "http://page.example", "Host": "model.example"}
+        assert ask(running, "POST", "/api/show", body, Content_Type=kind, **foreign)[0] == 403
 
 
 def test_a_body_has_a_limit_with_and_without_a_length(built):
@@ -460,6 +501,17 @@ def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
     ):
         assert ask(guarded, "GET", target)[0] == 401, target
     assert ask(guarded, "GET", "http://x/v1/models", Authorization=f"Bearer {KEY}")[0] == 200
+
+
+def test_a_body_in_chunks_needs_http_1_1(open_server):
+    """HTTP/1.0 has none (RFC 9112, 6.1): a proxy of that age would take the chunks for the next request."""
+    for version, status in (("1.0", 400), ("1.1", 200)):
+        with open_server.connect() as client:
+            head = f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            body = json.dumps(SHORT).encode()
+            chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+            client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks)
+            assert answer_of(client)[0] == status
 
 
 @pytest.mark.parametrize("empty", [b"\r\n", b"\r\n\r\n\n", b"\n"])
@@ -932,17 +984,96 @@ def test_no_part_of_an_answer_waits_for_an_acknowledgement_of_the_one_before(bui
 
 def test_there_are_so_many_connections_and_no_more(built):
     with serving(built, max_connections=3) as running:
+        idle = [running.connect() for _ in range(3)]
+        wait_until(lambda: len(running.uvicorn.connections) == 3)
+        assert ask(running, "GET", "/health")[0] == 200, "who only holds a place loses it to who asks something"
+        assert idle[0].recv(1) == b""
+        wait_until(lambda: len(running.uvicorn.connections) == 2)
         held = [running.connect() for _ in range(3)]
+        for client in held:
+            client.sendall(b"GET /health HTTP/1.1\r\n")
+        wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
         wait_until(lambda: len(running.uvicorn.connections) == 3)
         status, headers, body = ask(running, "GET", "/health")
         assert status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
         assert running.rejected() == {"too_many_connections": 1}
         held += [running.connect() for _ in range(6)]
-        wait_until(lambda: len(running.uvicorn.connections) == 6)
-        for client in held:
+        wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
+        assert len(running.uvicorn.connections) <= 6
+        for client in (*held, *idle):
             client.close()
         wait_until(lambda: not running.uvicorn.connections)
         assert ask(running, "GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "room", "raised"), [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)]
+)
+def test_as_many_connections_as_there_may_be_files(soft, hard, room, raised, monkeypatch, caplog):
+    allowed = [soft, hard]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(allowed))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, given: allowed.__setitem__(slice(None), given))
+    assert room_for_connections(1024) == room and allowed == [raised, hard]
+    assert [record.message[:26] for record in caplog.records] == (["max_connections is 448, no"] if room < 1024 else [])
+
+
+def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
+    loop, complaints, others = asyncio.new_event_loop(), Complaints(), []
+    loop.default_exception_handler = others.append
+    for _ in range(1000):
+        complaints(
+            loop,
+            {
+                "message": "socket.accept() out of system resource",
+                "exception": OSError(errno.EMFILE, "Too many open files"),
+            },
+        )
+    complaints(loop, {"message": "another"})
+    loop.close()
+    assert [record.getMessage() for record in caplog.records] == ["connections cannot be accepted: Too many open files"]
+    assert not caplog.records[0].exc_info and others == [{"message": "another"}]
+
+
+def test_bodies_share_a_budget(built, monkeypatch):
+    """Of all connections together; what is answered gives its part back."""
+    monkeypatch.setattr(limits, "NUM_LARGEST_BODIES", 2)
+    with serving(built, max_body_bytes=4096) as running:
+        body = json.dumps({**SHORT, "user": "x" * 64}).encode().ljust(4000)
+        asked = request_bytes("POST", COMPLETIONS, body)
+        held = [running.connect() for _ in range(2)]
+        for client in held:
+            client.sendall(asked[:-10])
+        wait_until(lambda: sum(one.conn.their_state is h11.SEND_BODY for one in running.uvicorn.connections) == 2)
+        time.sleep(0.2)  # until what came is read
+        status, headers, told = ask(running, "POST", COMPLETIONS, body)
+        assert status == 503 and headers["retry-after"] and "bodies" in error_of(told)["message"]
+        for client in held:
+            client.sendall(asked[-10:])
+            assert answer_of(client)[0] == 200
+            client.close()
+        assert ask(running, "POST", COMPLETIONS, body)[0] == 200
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    (COMPLETIONS, {"model": "demo", "prompt": "a" * 40}),
+    ("/tokenize", {"model": "demo", "prompt": "a" * 40}),
+    ("/v1/embeddings", {"model": "demo", "input": "a" * 40}),
+    ("/v1/score", {"model": "demo", "prompt": "a" * 40, "continuation": "a"}),
+])  # fmt: skip
+def test_a_tokenizer_that_gives_up_is_a_refusal(built, caplog, path, body):
+    """A regular expression of tokenizer.json that backtracks ends in a panic of Rust, which is no Exception."""
+    backend = built.engine.tokenizer.backend_tokenizer
+    usual = backend.pre_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+b"), "isolated")
+    try:
+        with serving(built) as running:
+            status, _, answer = ask(running, "POST", path, body)
+            assert status == 400 and "gives up on this text" in error_of(answer)["message"]
+    finally:
+        backend.pre_tokenizer = usual
+    assert not [record for record in caplog.records if record.exc_info] and all(
+        len(one.getMessage()) < 400 for one in caplog.records
+    )
 
 
 # What is long
@@ -1165,6 +1296,7 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
     wait_until(lambda: 'num_requests_running{model_name="demo"} 4.0' in httpx.get(metrics, timeout=60).text)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, "".join(lines)
+    assert any("SIGTERM: finishing what runs" in line for line in lines)
     for thread in threads:
         thread.join()
     assert set(statuses) <= {200, 503, "closed"} and statuses.count(200) >= 4 and set(texts) == {expected}

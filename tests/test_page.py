@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.applications import Starlette
+from starlette.responses import StreamingResponse
+from starlette.routing import Route
 
 from jaxpage.engine.build import Built, build_engine
 from jaxpage.engine.engine import Engine
@@ -163,6 +166,49 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Engi
     expect(page.locator(".state").first).to_have_text("finished")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
     assert free_blocks(page) == before, "all blocks came back"
+
+
+@pytest.mark.parametrize("shown", ["used", "all"])
+def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, loop: EngineLoop, shown: str) -> None:
+    """Whichever blocks are shown: those in use come and go, and what the page draws of them never ends its stream."""
+    open_live(page, server)
+    page.locator(f"#shown-{shown}").check(force=True)
+    page.evaluate("""() => {
+      window.told = [];
+      const status = document.getElementById("status");
+      new MutationObserver(() => window.told.push(status.dataset.kind)).observe(status, { attributes: true, childList: true });
+    }""")
+    streams: list[str] = []
+    page.on("request", lambda request: streams.append(request.url) if "/debug/events" in request.url else None)
+    page.fill("#max_tokens", "120")
+    with loop.pace.held(0.01):
+        page.click("#send")
+        expect(page.locator(".note")).to_contain_text("120 tokens")
+    expect(page.locator("#numbers")).to_contain_text("0 in use")
+    page.wait_for_timeout(500)
+    assert set(page.evaluate("window.told")) == {"live"} and not streams
+
+
+def test_a_server_that_dies_within_an_answer_leaves_a_page_that_can_send(page: Any) -> None:
+    async def answer(request: Any) -> StreamingResponse:
+        async def parts() -> AsyncIterator[bytes]:
+            yield b'data: {"choices": [{"index": 0, "text": "There was"}]}\n\n'
+            await asyncio.sleep(0.5)
+            raise RuntimeError("killed")
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
+
+    page.allowed += ["404", "ERR_INCOMPLETE_CHUNKED_ENCODING"]
+    with served(Starlette(routes=[*page_routes(), Route("/v1/completions", answer, methods=["POST"])])) as address:
+        page.goto(f"{address}/ui/")
+        page.locator("[name=kind][value=completion]").check(force=True)
+        for number in (1, 2):
+            page.fill("#prompt", "Once")
+            page.click("#send")
+            expect(page.locator(".exchange .note.problem")).to_have_count(number)
+            expect(page.locator(".exchange .text").nth(number - 1)).to_contain_text("There was")
+            expect(page.locator("#send")).to_be_enabled()
+        expect(page.locator(".exchange .note").first).to_contain_text("broke off")
 
 
 def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: EngineLoop) -> None:

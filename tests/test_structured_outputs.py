@@ -22,7 +22,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+import jaxpage.decoding.constraints as constraints
 import jaxpage.decoding.grammars as rules
+import jaxpage.decoding.mask_budget as budgets
 import jaxpage.engine.grammar_compiler as compiling
 from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
@@ -189,6 +191,7 @@ def plant(monkeypatch, mistake):
         monkeypatch.setattr(Constraint, "__init__", first)
     if mistake == "one state for all":
         monkeypatch.setattr(Grammar, "at_start", lambda self: (self._start, self._first))
+        monkeypatch.setattr(Constraint, "copied", lambda self: self)
     if mistake == "ends anywhere":
         look = Constraint._look
 
@@ -534,6 +537,57 @@ def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
     assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
 
 
+@pytest.mark.parametrize("limit", [0.1, 1e9])
+def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypatch):
+    """What multiplies by n is bounded by the processor's time, whatever makes it slow; nobody else notices."""
+    neighbour = params(None, max_tokens=20, logprobs=2)
+    alone = run(llm, [[3, 4]], neighbour)
+    admitted = Grammar.admitted
+
+    def slowly(self, matcher):
+        end = time.thread_time() + 0.06
+        while time.thread_time() < end:
+            pass
+        return admitted(self, matcher)
+
+    monkeypatch.setattr(budgets, "SEQUENCE_SECONDS", 0.0)
+    monkeypatch.setattr(Grammar, "admitted", slowly)
+    monkeypatch.setattr(llm._engine._mask_budget, "_request_seconds", limit)
+    calls = []
+    monkeypatch.setattr(Constraint, "advance", lambda *args, f=Constraint.advance: calls.append(1) or f(*args))
+    many, beside = run(llm, ["a", [3, 4]], [params({"regex": "[ab]{3}"}, n=3, max_tokens=1), neighbour])
+    assert [beside] == alone
+    errors = [one.stop_reason for one in many if one.finish_reason == "error"]
+    if limit == 0.1:
+        assert len(calls) == 2 and len(errors) == 1
+        assert {error.split(":")[0] for error in errors} == {"structured_outputs"} and "lower n" in errors[0]
+    else:
+        assert len(calls) == 3 and not errors
+
+
+def test_a_limit_of_the_parser_is_no_reason_to_begin_again(grammar_of, monkeypatch):
+    """Only the lexer's states are shared with others: a grammar that the parser gives up is not compiled for each sequence."""
+    grammar = grammar_of(json={"type": "object", "properties": {f"p{i}": {} for i in range(100)}})
+    monkeypatch.setattr(grammar, "alone", lambda *_: pytest.fail("it begins again"))
+    monkeypatch.setattr(constraints, "error_of", lambda matcher: "told")
+    constraint = Constraint(grammar, request())
+
+    class Failed:
+        """A matcher at the parser's limit."""
+
+        def __getattr__(self, name):
+            answers = {
+                "is_error": True,
+                "get_error": "Parser Error: Current row has 8007 items",
+                "consume_token": False,
+            }
+            return lambda *_: answers[name]
+
+    constraint._matcher = Failed()
+    token_id = int(np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))[0])
+    assert constraint.advance(token_id) == ("error", "structured_outputs: told")
+
+
 def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypatch):
     neighbour = params(None, max_tokens=20, logprobs=2)
     alone = run(llm, [[3, 4]], neighbour)
@@ -597,6 +651,11 @@ def test_refused_at_construction(value, message):
         ({"json": {"$ref": "http://somewhere/else"}}, "does not fetch"),
         ({"json": {"$ref": "file:///etc/passwd"}}, "does not fetch"),
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
+        # The first mask is as of any object: the parser's limit is reached behind its first brace.
+        (
+            {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
+            "max is 2000",
+        ),
     ],
 )
 def test_refused_at_admission(value, message, llm):

@@ -248,7 +248,6 @@ def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
 
 def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"store": True}, "store"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
@@ -265,7 +264,9 @@ def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
         assert caught.value.param == param
     with pytest.raises(openai.NotFoundError):
         open_ai.responses.retrieve("resp_1")
-    assert open_ai.responses.create(**RESPONSE, store=False, tools=[], truncation="disabled").output_text
+    for store in (False, True):  # routers say true of their own accord
+        answer = open_ai.responses.create(**RESPONSE, store=store, tools=[], truncation="disabled")
+        assert answer.output_text and answer.model_extra is not None and answer.store is False
 
 
 # Messages
@@ -323,6 +324,10 @@ def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, serve
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"tools": [{"name": "f", "input_schema": {"type": "object"}}]}, "tools is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking is not supported"),
+        (
+            {"extra_body": {"output_format": {"type": "json_schema", "schema": SCHEMA}}},
+            "output_format is not supported",
+        ),
         ({"max_tokens": 0}, "max_tokens must be"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content must be"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
@@ -446,11 +451,27 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
         assert caught.value.status_code == status and message in caught.value.error
 
 
+def test_what_ollama_says_of_its_machine_changes_nothing(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+    """And {} is a schema: any JSON."""
+    options = {**OLLAMA["options"], "num_gpu": 99, "num_thread": 4, "use_mmap": True, "main_gpu": 0, "num_batch": 512}
+    assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(chat())
+    options = {**OLLAMA["options"], "temperature": 1.0, "num_predict": 200}
+    json.loads(
+        llama.chat(messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}).message.content or ""
+    )
+    body = {"model": "demo", "messages": MESSAGES, "stream": False}
+    for name in ("truncate", "shift"):
+        assert http.post("/api/chat", json={**body, name: False, "options": {"num_predict": 1}}).status_code == 200
+        answer = http.post("/api/chat", json={**body, name: True})
+        assert (answer.status_code, answer.json()) == (400, {"error": f"{name} is not supported"})
+
+
 def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
     wrong: list[tuple[dict[str, Any], int, str]] = [
         ({"options": {"mirostat": 1}}, 400, "options.mirostat is not supported"),
         ({"options": {"num_ctx": 4096}}, 400, "options.num_ctx"),
         ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty"),
+        ({"options": {"num_thread": "4"}}, 400, "options.num_thread"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not supported"),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "max_model_len"),
         ({"model": "llama3"}, 404, "llama3"),

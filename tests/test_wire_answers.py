@@ -16,6 +16,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from jaxpage.outputs import Logprob, RequestOutput
+from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange, open_chat, open_completion
 from jaxpage.serving.wire.logprobs import TextOffsets, TokenTexts, completion_logprobs
@@ -201,6 +202,27 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
     assert whole["text_offset"] == offsets
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"skip_special_tokens": False}, {"echo": True}, {"echo": True, "prompt": "<|endoftext|>ab"}]
+)
+def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]) -> None:
+    """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
+    special, letter = tokenizer().convert_tokens_to_ids("<|endoftext|>"), tokenizer()("x")["input_ids"][-1]
+    asked = {"prompt": "ab", "logprobs": 0, **fields}
+    exchange = completion(**asked)
+    shown = [letter, special, letter, letter] if fields.get("skip_special_tokens") is False else [letter] * 3
+    found = output(exchange, [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])])
+    if fields.get("echo") and not asked["prompt"].startswith("<"):
+        found.prompt_token_ids.insert(0, special)
+        first = found.prompt_token_ids[1]
+        found.prompt_logprobs.insert(1, {first: Logprob(-1.0, 1, tokenizer().decode([first]))})
+    choice = exchange.whole([found])["choices"][0]
+    columns = choice["logprobs"]
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        assert token == "<|endoftext|>" or choice["text"][offset:].startswith(token)
+    assert columns["text_offset"][-1] == len(choice["text"]) - len(columns["tokens"][-1])
+
+
 def test_nothing_but_the_prompt() -> None:
     exchange = completion(prompt=[300, 301], echo=True, logprobs=1, max_tokens=0)
     assert exchange.prompts[0].params.max_tokens == 1
@@ -274,8 +296,11 @@ def test_the_rows_of_a_chats_log_probabilities() -> None:
     assert bytes(first.bytes).decode() == first.token
     assert [top.logprob for top in first.top_logprobs] == [-1.0, -2.0]
     pieces = [token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id])]
-    broken = exchange.whole([output(exchange, [Scripted(["a"], token_ids=pieces[:1])])])
-    assert broken["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+    character = tokenizer()("\N{PILE OF POO}", add_special_tokens=False)["input_ids"]
+    assert len(character) == 4 and set(character) <= set(pieces)
+    broken = exchange.whole([output(exchange, [Scripted(["a"] * 4, token_ids=character)])])
+    told = [byte for row in broken["choices"][0]["logprobs"]["content"] for byte in row["bytes"]]
+    assert bytes(told).decode() == "\N{PILE OF POO}"
 
 
 HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_call>\n<tool_call>{"name": "g", "arguments": {}}</tool_call>'
@@ -319,6 +344,24 @@ def test_a_stream_with_tools_is_the_whole(
 
 
 @pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_the_official_client_sees_each_call_end(name: str, settings: Any, fields: Any, text: str, is_cut: bool) -> None:
+    """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
+    exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
+    message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
+    state = ChatCompletionStreamState(input_tools=fields.get("tools", []))
+    chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
+    events = [event for chunk in chunks for event in state.handle_chunk(read(ChatCompletionChunk, chunk))]
+    done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
+    calls = message.get("tool_calls", [])
+    assert [(event.name, event.arguments) for event in done] == [
+        (call["function"]["name"], call["function"]["arguments"]) for call in calls
+    ]
+    contents = [event.content for event in events if event.type == "content.done"]
+    assert contents[-1:] == [message["content"] or ""] or (calls and not message["content"])
+
+
+@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
 def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields: Any, text: str) -> None:
     """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
@@ -353,12 +396,16 @@ def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
         chat({"strict_requests": True}, messages=[USER, message])
 
 
-@pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 3)])
+@pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 4)])
 def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: int) -> None:
     stream, script = opens(stream=True, stream_options={"continuous_usage_stats": True}), [Scripted(["a", "b"])]
     chunks = streamed(stream, [output(stream, script)], [script])
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
-    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2][-num_chunks:]
+    assert (
+        [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 1, 2, 2][-num_chunks:]
+        if opens is chat
+        else [1, 2]
+    )
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -433,6 +480,16 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
     assert [[choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks] == [[0, 1], [1], [1]]
     assert not stream.last_chunks()
+
+
+def test_a_part_of_a_stream_is_one_line_for_everybody() -> None:
+    """Clients of lines (ollama's, LiteLLM's) end one wherever Unicode does."""
+    text = "".join(map(chr, range(0x3000)))
+    for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"):
+        part = dialect_of(path).new_frame()({"type": "t", "text": text}).decode()
+        ends = [line for line in part.splitlines() if line]
+        assert len(ends) == part.strip().count("\n") + 1
+        assert json.loads(ends[-1].removeprefix("data: "))["text"] == text
 
 
 def test_tokens_with_one_text_are_all_told() -> None:

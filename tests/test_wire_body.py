@@ -67,6 +67,30 @@ ACCEPTED = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("item", "what"),
+    [
+        ("[]", "65536 arrays and objects"),
+        ("{}", "65536 arrays and objects"),
+        ('""', "262144 strings"),
+        ('"a"', "262144 strings"),
+    ],
+)
+def test_what_would_be_many_objects_is_refused_before_it_becomes_any(
+    item: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = int(what.split()[0])
+    assert len(parse_object(f'{{"a":[{",".join([item] * (number - 2))}]}}'.encode())["a"]) == number - 2
+    monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
+    with pytest.raises(ApiError, match=f"more than {what}"):
+        parse_object(f'{{"a":[{",".join([item] * (number + 1))}]}}'.encode())
+
+
+def test_brackets_in_a_text_are_text() -> None:
+    text = json.dumps("[" * 100_000 + "{}" * 100_000 + '"' * 300_000)
+    assert parse_object(f'{{"prompt":{text}}}'.encode())["prompt"].count('"') == 300_000
+
+
 @pytest.mark.parametrize("raw", ACCEPTED, ids=range(len(ACCEPTED)))
 def test_a_json_object_is_what_it_says(raw: bytes) -> None:
     assert parse_object(raw) == json.loads(raw)

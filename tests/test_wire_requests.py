@@ -16,6 +16,7 @@ from jaxpage.errors import CapacityError, CheckpointError, UnsupportedError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.scheduling import Scheduler
 from jaxpage.serving.wire.body import parse_object
+from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
 from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score, tokenize
@@ -394,6 +395,25 @@ def test_every_form_of_prompt(prompt: Any, prompts: list[Any]) -> None:
     assert not any(prompt_request.add_special_tokens for prompt_request in exchange.prompts)
 
 
+@pytest.mark.parametrize("name", ["n", "best_of"])
+def test_as_many_sequences_as_there_may_be_and_no_more(name: str) -> None:
+    """Prompts times the samples that are drawn for each, which best_of raises above n."""
+    limits = RequestLimits(max_sequences=6)
+    taken = open_completion(completion(prompt=["a", "b"], **{name: 3}), context(limits=limits))
+    assert len(taken.prompts) == 2
+    for prompts, wanted in ((["a", "b"], 4), (["a", "b", "c"], 3)):
+        with pytest.raises(ApiError, match="more than 6 sequences at once"):
+            open_completion(completion(prompt=prompts, **{name: wanted}), context(limits=limits))
+
+
+def test_an_input_of_a_vector_may_fill_the_model() -> None:
+    """Nothing is generated behind it."""
+    body = {"model": "demo", "input": [[1] * 512]}
+    assert open_embeddings(body, context()).prompts[0].prompt == (1,) * 512
+    with pytest.raises(ApiError, match="has 513 tokens"):
+        open_embeddings({**body, "input": [[1] * 513]}, context())
+
+
 def test_a_beam_search_is_as_wide_as_best_of() -> None:
     body = completion(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9)
     wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
@@ -401,6 +421,63 @@ def test_a_beam_search_is_as_wide_as_best_of() -> None:
     assert open_chat(chat(use_beam_search=True, n=3), context()).prompts[0].params == BeamSearchParams(
         3, n=3, max_tokens=None
     )
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_a_length_beyond_the_context_is_cut_and_told(name: str) -> None:
+    for length, told in ((512, ()), (513, (name,))):
+        assert open_chat(chat(**{name: length}), context()).ignored_fields == told
+        if name == "max_tokens":
+            assert open_completion(completion(max_tokens=length), context()).ignored_fields == told
+
+
+def test_sets_are_told() -> None:
+    """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by its compiler."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"const": 1}}}}
+    for field, path in (
+        ({"response_format": schema_format(schema)}, "response_format.json_schema.schema.uniqueItems"),
+        ({"structured_outputs": {"json": schema}}, "structured_outputs.json.uniqueItems"),
+    ):
+        for is_strict in (False, True):
+            exchange = open_chat(chat(**field), context(strict_requests=is_strict))
+            assert exchange.ignored_fields == (() if is_strict else (path,))
+            _, text = exchange.prompts[0].params.structured_outputs
+            assert ("uniqueItems" in text) == is_strict
+    assert schema["properties"]["a"]["uniqueItems"] is True
+
+
+def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing() -> None:
+    others = dict.fromkeys(
+        ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False
+    )
+    given = {"regex": "a", "json": None, "choice": None, "whitespace_pattern": None, "_backend": None, **others}
+    exchange = open_chat(chat(structured_outputs=given), context(strict_requests=True))
+    assert exchange.prompts[0].params.structured_outputs == ("regex", '"a"')
+    for name in others:
+        with pytest.raises(ApiError, match="structured_outputs"):
+            open_chat(chat(structured_outputs={**given, name: True}), context())
+
+
+def test_no_tools_leave_nothing_to_choose_from() -> None:
+    assert open_chat(chat(tools=[], tool_choice="auto"), context(strict_requests=True)).prompts
+    with pytest.raises(ApiError, match="tool_choice needs tools"):
+        open_chat(chat(tools=[], tool_choice="required"), context())
+
+
+def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
+    """And fields that were once its own tell their successor."""
+    exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
+    told = exchange.refusal(
+        ValueError("structured_outputs={'json': {'a': ' is refused: '}} is refused: it is too large")
+    )
+    assert told.param == "response_format" and told.message.startswith("response_format")
+    assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
+    failed = output(exchange, [Scripted(["{"], "error", "structured_outputs: no token continues")])
+    with pytest.raises(ApiError, match="Generation failed: response_format: no token continues"):
+        exchange.whole([failed])
+    for field, kind in (("guided_json", "json"), ("guided_choice", "choice"), ("ebnf", "grammar")):
+        with pytest.raises(ApiError, match=f"{field} is not supported.*structured_outputs=.'{kind}'"):
+            open_chat(chat(**{field: {}}), context())
 
 
 def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:

@@ -86,7 +86,7 @@ def doctor(arguments: argparse.Namespace) -> None:
     """`jaxpage doctor`."""
     from jaxpage.cli.doctor import report
 
-    for name, value in report():
+    for name, value in report(arguments.model):
         print(f"{name:<20} {value}")
 
 

@@ -33,8 +33,8 @@ VARIABLES = (
 )
 
 
-def report() -> Iterator[tuple[str, str]]:
-    """(name, value) lines; a part that cannot be found out says why."""
+def report(model: str | None = None) -> Iterator[tuple[str, str]]:
+    """(name, value) lines; a part that cannot be found out says why. model: whose files are looked at, too."""
     yield "jaxpage", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
@@ -54,6 +54,10 @@ def report() -> Iterator[tuple[str, str]]:
     yield from _part("architectures", _architectures)
     yield from _part("families of packages", families_of_packages)
     yield from _part("quantised weights", _quantizations)
+    if model is not None:
+        yield from _part("model", lambda: _checkpoint(model))
+        yield from _part("tokenizer", lambda: _tokenizer(model))
+        yield from _part("chat template", lambda: _chat_template(model))
     for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
         if variable in os.environ:
             is_secret = any(word in variable for word in ("KEY", "TOKEN", "SECRET"))
@@ -162,6 +166,35 @@ def _demo_model() -> Iterator[str]:
     size = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     present = (directory / "config.json").is_file()
     yield f"{directory}, {size / 2**20:.1f} MiB" if present else "not in this installation"
+
+
+def _checkpoint(model: str) -> Iterator[str]:
+    from jaxpage.checkpoints import open_model, resolve_model
+
+    files = open_model(resolve_model(model))
+    architecture = ", ".join(files.config.get("architectures") or ["of no named architecture"])
+    yield f"{files.directory}, {architecture}: config and tensors fit"
+
+
+def _tokenizer(model: str) -> Iterator[str]:
+    from jaxpage.checkpoints import resolve_model
+    from jaxpage.engine.text import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(model))
+    yield "none: prompts are token ids" if tokenizer is None else f"{len(tokenizer)} tokens"
+
+
+def _chat_template(model: str) -> Iterator[str]:
+    from jaxpage.checkpoints import resolve_model
+    from jaxpage.engine.text import load_tokenizer
+
+    tokenizer = load_tokenizer(resolve_model(model))
+    if tokenizer is None or not tokenizer.chat_template:
+        yield "none: completions alone"
+        return
+    said = [{"role": "user", "content": "Hello"}]
+    text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    yield f"makes {len(text)} characters of one message of 5"
 
 
 def _architectures() -> Iterator[str]:

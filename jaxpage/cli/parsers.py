@@ -43,6 +43,9 @@ def make_parser() -> Parser:
     add_bench(commands)
     _add_replay(commands)
     doctor = add_command(commands, "doctor", "report versions, devices, memory and caches; needs no GPU")
+    doctor.add_argument(
+        "model", metavar="MODEL", nargs="?", help="also look at the files of this model, without its weights"
+    )
     doctor.set_defaults(run=lazily("commands", "doctor"))
     return parser
 

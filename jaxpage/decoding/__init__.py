@@ -3,6 +3,7 @@
 from jaxpage.decoding.advance import advance, masks_of
 from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
 from jaxpage.decoding.constraints import Constraint, Grammar
+from jaxpage.decoding.mask_budget import MaskBudget
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 
@@ -11,6 +12,7 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "Grammar",
+    "MaskBudget",
     "SamplingStrategy",
     "Stopping",
     "advance",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxpage.decoding.grammars import DEAD_END, error_of, matcher_of
+from jaxpage.decoding.grammars import DEAD_END, error_of, is_out_of_states, matcher_of
 from jaxpage.step.request import Request
 from jaxpage.step.token_masks import MASK_BITS, Mask, mask_of, mask_of_ids
 
+_AGAIN_SECONDS = 0.05
 _NOT_ALLOWED = "no token of allowed_token_ids continues the grammar"
 
 
@@ -35,12 +37,21 @@ class Grammar:
         self._begin()
 
     def _begin(self) -> None:
+        begun = time.thread_time()
         self._start = self._compiled()
         self._first = self.admitted(self._start)
+        self._is_quick = time.thread_time() - begun < _AGAIN_SECONDS
 
     def at_start(self) -> tuple[LLMatcher, Mask]:
         """A matcher of one's own, and what it admits first: computed once."""
         return self._start.deep_copy(), self._first
+
+    def may_be_crowded(self, matcher: LLMatcher) -> bool:
+        """Returns whether a matcher failed at the limit of states, to which those of other requests count.
+
+        Only then is another try (`alone`) worth its time, and only where that is short: it is the engine's thread that waits.
+        """
+        return self._is_quick and is_out_of_states(matcher)
 
     def alone(self, token_ids: Iterable[int]) -> LLMatcher:
         """After these tokens, as if no other request had used the grammar: the states that others find count to its limits.
@@ -111,13 +122,18 @@ class Constraint:
             self._ahead[token_ids] = None if before is None else before._followed_by(token_ids[-1])
         return self._ahead[token_ids]
 
+    def copied(self) -> Constraint:
+        """Returns another constraint at the same place, which goes on by itself."""
+        self._is_alone = False  # a copy adds what it finds to the states of both
+        other = copy.copy(self)
+        other._matcher, other._token_ids, other._ahead = self._matcher.deep_copy(), self._token_ids.copy(), {}
+        return other
+
     def _followed_by(self, token_id: int) -> Constraint | None:
         """Another one, a token further, if it goes on there."""
         if not _has(self._text, token_id):
             return None
-        self._is_alone = False  # a copy adds what it finds to the states of both
-        ahead = copy.copy(self)
-        ahead._matcher, ahead._token_ids, ahead._ahead = self._matcher.deep_copy(), self._token_ids.copy(), {}
+        ahead = self.copied()
         return None if ahead.advance(token_id) else ahead
 
     def advance(self, token_id: int) -> End | None:
@@ -135,7 +151,7 @@ class Constraint:
 
     def _look(self, admitted: Mask) -> None:
         """What comes next: computed once, when a token is known."""
-        if self._matcher.is_error() and not self._is_alone:
+        if self._matcher.is_error() and not self._is_alone and self._grammar.may_be_crowded(self._matcher):
             self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None

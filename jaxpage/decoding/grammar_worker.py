@@ -19,7 +19,7 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
+from jaxpage.decoding.grammars import matcher_of, overlap_of, problem_of, source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
 
 _MAX_REPORT = 1 << 16
@@ -79,6 +79,8 @@ def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> 
         try:
             matcher = matcher_of(tokenizer[0], source_of(kind, value))
             problem = problem_of(matcher, tokenizer[1])
+            if problem is None and kind == "json":
+                problem = overlap_of(tokenizer[0], value)
         except ValueError as error:
             problem = str(error)
         used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _RSS_UNIT

@@ -6,11 +6,14 @@ Imported by the engine and by the process that tries grammars (`jaxpage.decoding
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from jaxpage.decoding.json_schemas import enforceable, overlapping
 from jaxpage.errors import UnsupportedError
 
 # Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
@@ -25,6 +28,8 @@ DEAD_END = "no token of the model continues the grammar"
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
+_PARSER_ERROR = "parser error"
+_NUM_WALKS, _WALK_TOKENS = 2, 24
 
 
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
@@ -78,9 +83,21 @@ def source_of(kind: str, value: str) -> str:
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
+def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
+    """What is wrong with the names of a schema's properties, if anything: see `overlapping`. It may take long, as any pattern may."""
+    for name, pattern in overlapping(schema):
+        matcher = matcher_of(tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern})))
+        token_ids = tokenizer.tokenize_str(json.dumps(name, ensure_ascii=False))
+        if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
+            return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[
+                :_MAX_MESSAGE
+            ]
+    return None
+
+
 def _source_of_schema(schema: str) -> str:
     compiled = LLMatcher.grammar_from_json_schema(
-        schema, {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
+        enforceable(schema), {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     )
     (grammar,) = json.loads(compiled)["grammars"]
     return "start: %json " + json.dumps(grammar["json_schema"]) + _NO_FORCING
@@ -93,15 +110,41 @@ def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 
 def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
-    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it."""
+    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it, and follows a few
+    texts: a grammar may be too large for the parser only behind its first token.
+    """
     words = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
         return error_of(matcher)
     if warnings := matcher.get_grammar_warnings():
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
-        return None
+        return next(
+            filter(None, (_problem_on_a_walk(matcher.deep_copy(), end_id, seed) for seed in range(_NUM_WALKS))), None
+        )
     return "it allows only an empty text" if matcher.is_accepting() else DEAD_END
+
+
+def _problem_on_a_walk(matcher: LLMatcher, end_id: int, seed: int) -> str | None:
+    """The parser's error, if it comes to one. The lexer's depend on the text, and are the request's when it comes to them."""
+    choice = random.Random(seed)
+    for _ in range(_WALK_TOKENS):
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        token_ids = np.flatnonzero(np.unpackbits(words, bitorder="little"))
+        token_ids = token_ids[token_ids != end_id]
+        if matcher.is_error() or not len(token_ids):
+            break
+        matcher.consume_token(int(token_ids[choice.randrange(len(token_ids))]))
+    return error_of(matcher) if matcher.is_error() and _is_of_parser(matcher) else None
+
+
+def _is_of_parser(matcher: LLMatcher) -> bool:
+    return matcher.get_error().lower().startswith(_PARSER_ERROR)
+
+
+def is_out_of_states(matcher: LLMatcher) -> bool:
+    """Returns whether the lexer's limits ended it, not those of the parser, which know nothing of other requests."""
+    return matcher.is_error() and not _is_of_parser(matcher)
 
 
 def error_of(matcher: LLMatcher) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 from jaxpage.decoding.constraints import Constraint, Grammar
+from jaxpage.decoding.mask_budget import MaskBudget, Unlimited
 from jaxpage.decoding.stopping import Detokenizer, Stopping
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step.edits import Append, Edit, Finish
@@ -12,47 +14,88 @@ from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw, refusal
 from jaxpage.step.token_masks import Mask
 
+_TOO_SLOW = (
+    "following the grammar takes too long for the number of sequences of the request; lower n, or use a simpler grammar"
+)
+
 
 class SamplingStrategy:
     """Greedy decoding and sampling of one request. Keeps, for each of its sequences, how far its text has come, and its place in
     the request's grammar if there is one."""
 
     def __init__(
-        self, request: Request, new_detokenizer: Callable[[], Detokenizer], grammar: Grammar | None = None
+        self,
+        request: Request,
+        new_detokenizer: Callable[[], Detokenizer],
+        grammar: Grammar | None = None,
+        budget: MaskBudget | None = None,
     ) -> None:
+        """budget: of the engine's steps. A request whose grammar uses up more than its part ends with an error."""
         self._request = request
         self._new_detokenizer = new_detokenizer
         self._stopping_of: dict[int, Stopping] = {}  # by sequence id
         self.grammar = grammar
+        self._budget = budget or Unlimited()
+        self._beginning: Constraint | None = None  # made once; each sequence begins with a copy
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         edits: list[Edit] = []
         ended: set[int] = set()
+        seen: set[int] = set()
         for draw in draws:
             if draw.sequence_id in ended:
                 continue  # behind a stop in a run of right drafts
-            edits += self._advance(draw) if draw.token_id >= 0 else [self._last(draw)]
+            if draw.sequence_id not in seen and self._is_too_slow():
+                edits.append(self._too_slow(draw.sequence_id))  # in place of all that it drew
+            else:
+                edits += self._advance(draw) if draw.token_id >= 0 else [self._last(draw)]
+            seen.add(draw.sequence_id)
             if isinstance(edits[-1], Finish):
                 ended.add(draw.sequence_id)
         return edits
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
-        constraint = self._constraint(sequence_id)
-        return None if constraint is None else constraint.behind(drafts)
+        if self.grammar is None:
+            return None
+        if drafts and self._is_too_slow():
+            return self.grammar.mask_of(())  # it draws nothing, and ends
+        with self._spending():
+            constraint = self._constraint(sequence_id)
+            return None if constraint is None else constraint.behind(drafts)
 
     def _constraint(self, sequence_id: int) -> Constraint | None:
         """A sequence begins at the start of the grammar, also one that is forked off a prompt."""
         if self.grammar is not None and sequence_id not in self._constraint_of:
-            self._constraint_of[sequence_id] = Constraint(self.grammar, self._request)
+            if self._beginning is None:
+                self._beginning = Constraint(self.grammar, self._request)
+            self._constraint_of[sequence_id] = self._beginning.copied()
         return self._constraint_of.get(sequence_id)
+
+    def _spending(self) -> contextlib.AbstractContextManager[None]:
+        return self._budget.spending(self._request.request_id)
+
+    def _is_too_slow(self) -> bool:
+        if self.grammar is None:
+            return False
+        return self._budget.is_spent(self._request.request_id, self._request.num_sequence_ids)
+
+    def _too_slow(self, sequence_id: int) -> Finish:
+        self._stopping_of.pop(sequence_id, None)
+        self._constraint_of.pop(sequence_id, None)
+        return Finish(sequence_id, "error", f"structured_outputs: {_TOO_SLOW}")
 
     def _advance(self, draw: Draw) -> list[Edit]:
         """The edits that one drawn token leads to: it is appended, and may end the sequence."""
         sequence_id, token_id = draw.sequence_id, draw.token_id
         stopping = self._stopping(sequence_id)
         constraint = self._constraint(sequence_id)
-        verdict = stopping.push(token_id, constraint.advance(token_id) if constraint else None)
+        if constraint is None:
+            verdict = stopping.push(token_id)
+        else:
+            with self._spending():
+                end = constraint.advance(token_id)
+            verdict = stopping.push(token_id, end)
         append = Append(sequence_id, token_id, verdict.text, draw.logprobs, draw.drafted)
         if verdict.reason is None:
             return [append]

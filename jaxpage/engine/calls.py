@@ -32,8 +32,18 @@ def prepared(
     if token_ids is None:
         if engine.tokenizer is None:
             raise ValueError("The model has no tokenizer; give prompts as token ids")
-        token_ids = tuple(engine.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"])
+        token_ids = _encoded(engine.tokenizer, prompt.text, add_special_tokens=add_special_tokens)
     return engine.prepare(prompt.text, token_ids, checked)
+
+
+def _encoded(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except BaseException as panic:
+        # A regular expression of tokenizer.json that gives up raises what is no Exception, from Rust.
+        if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
+            raise
+        raise ValueError("prompt: the model's tokenizer gives up on this text") from None
 
 
 def check_streamable(params: SamplingParams | BeamSearchParams) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy, advance, masks_of
+from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy, advance, masks_of
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
@@ -89,6 +89,7 @@ class Engine:
         )
         self.adapters = adapters
         self.grammars = GrammarCompiler(tokenizer, builder.vocab_size)
+        self._mask_budget = MaskBudget()
         self.speculator: Speculator = speculator or NoSpeculation()
         self._new_strategy = new_strategy or self._strategy_of
         self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
@@ -191,6 +192,7 @@ class Engine:
     def _run(self, plan: StepPlan) -> StepResult | None:
         """None: the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
+        self._mask_budget.begin_step()
         try:
             self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
             slots = self.adapters.placed(plan) if self.adapters else NO_SLOTS
@@ -310,7 +312,7 @@ class Engine:
         request = group.request
         if request.beam:
             return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
-        return SamplingStrategy(request, lambda: self._new_detokenizer(request), grammar)
+        return SamplingStrategy(request, lambda: self._new_detokenizer(request), grammar, self._mask_budget)
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

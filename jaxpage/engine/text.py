@@ -17,6 +17,7 @@ from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.problems import listed, quoted
 from jaxpage.checkpoints.resolve import TOKENIZER_FILES
+from jaxpage.engine.text_growth import check_growth
 from jaxpage.errors import CheckpointError
 from jaxpage.settings.engine_config import EngineConfig
 
@@ -35,10 +36,7 @@ _CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or la
 def load_tokenizer(directory: Path) -> Any | None:
     """The tokenizer of a model directory or GGUF file, or None if it has none: such a model serves token ids."""
     if is_gguf(directory):
-        tokenizer = gguf_tokenizer(directory)
-        if tokenizer is not None:
-            _warn_of_templates(directory, tokenizer)
-        return tokenizer
+        return _checked(gguf_tokenizer(directory), directory)
     if not any(has_file(directory, name) for name in _TOKENIZER_FILES):
         return None
     _check_regular(directory)
@@ -52,6 +50,22 @@ def load_tokenizer(directory: Path) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {error!s:.500}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise CheckpointError(f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one")
+    return _checked(tokenizer, directory)
+
+
+def _checked(tokenizer: Any | None, directory: Path) -> Any | None:
+    """Returns the tokenizer, after a warning of templates that do not parse.
+
+    Raises:
+        CheckpointError: The tokenizer can make a text much longer than it was.
+    """
+    if tokenizer is None:
+        return None
+    if getattr(tokenizer, "backend_tokenizer", None) is not None:
+        try:
+            check_growth(tokenizer)
+        except ValueError as error:
+            raise CheckpointError(f"{directory}: the tokenizer is refused: {error}") from None
     _warn_of_templates(directory, tokenizer)
     return tokenizer
 

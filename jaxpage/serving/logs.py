@@ -72,8 +72,9 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
         reason: one of those that `/metrics` counts.
     """
     state = scope["state"]
-    # A path that no route has, or one with a name in it, is the client's text.
-    path = scope["path"] if "endpoint" in scope and not scope.get("path_params") else None
+    # A path that no route has, or one with a name in it, is the client's text. Some requests are refused before they are routed.
+    routes = scope["app"].routes if "app" in scope else ()
+    path = scope["path"] if any(getattr(route, "path", None) == scope["path"] for route in routes) else None
     param = state.get("refused_param")
     told = {
         "status": status,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,15 +16,31 @@ from jaxpage.engine.admission import CheckedParams, PreparedRequest
 from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Prompt
-from jaxpage.errors import QueueFull
+from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
+logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
 GRAMMAR_QUEUE_SECONDS = 10.0  # for the grammars of other requests before it
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
+MAX_PANIC = 200  # characters of what it says
 _ASIDE_THREADS = 1  # a text that no model could take may be tokenized, which takes seconds
+
+
+def _contained(function: Callable[[], _Result]) -> _Result:
+    """The function's result. Native code (tokenizers, their regular expressions) panics with what is no Exception: nobody would
+    answer it. Raises NativeError in its place.
+    """
+    try:
+        return function()
+    except Exception:
+        raise
+    except BaseException as panic:
+        what = f"{type(panic).__name__}: {panic}"[:MAX_PANIC]
+        logger.error("a request is refused, because native code gave up on it: %s", what)
+        raise NativeError(what) from None
 
 
 class Workers:
@@ -38,7 +55,7 @@ class Workers:
         if not self._places.acquire(blocking=False):
             raise QueueFull("Too many requests are being read; try again later")
         try:
-            future = self._pool.submit(function)
+            future = self._pool.submit(_contained, function)
         except BaseException:
             self._places.release()
             raise

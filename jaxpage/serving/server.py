@@ -21,6 +21,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
+from jaxpage.serving.descriptors import Complaints, room_for_connections
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.connection import Connection, no_room
@@ -64,6 +65,7 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
+    config = config.model_copy(update={"max_connections": room_for_connections(config.max_connections)})
     app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
     if hosts is not None:
         hosts.start(loop.fail)
@@ -84,14 +86,17 @@ async def _serve(
 ) -> int:
     serving = Serving(app, loop, config, listener, announce)
 
-    def signalled() -> None:
+    def signalled(number: int) -> None:
         serving.signal()
+        what = "ending at once" if serving.is_hurried else "finishing what runs; a second signal ends it at once"
+        logger.info("%s: %s", signal.Signals(number).name, what)
         if serving.is_hurried:
             # Threads that wait for something, or a step of the engine, could keep the process for long.
             ending = threading.Timer(HURRIED_SECONDS, _end_process)
             ending.daemon = True
             ending.start()
 
+    asyncio.get_running_loop().set_exception_handler(Complaints())
     with _handled_signals(signalled):
         return await serving.run()
 
@@ -206,13 +211,16 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
 
 @contextlib.contextmanager
-def _handled_signals(handle: Callable[[], None]) -> Iterator[None]:
+def _handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
     """Signals arrive in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    handlers = {signal.SIGINT: handle, signal.SIGTERM: handle, signal.SIGHUP: _hung_up}
+    handlers: dict[int, Callable[[], None]] = {
+        **{number: functools.partial(handle, number) for number in (signal.SIGINT, signal.SIGTERM)},
+        signal.SIGHUP: _hung_up,
+    }
     before = {number: signal.getsignal(number) for number in handlers}
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)

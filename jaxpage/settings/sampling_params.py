@@ -62,7 +62,8 @@ class SamplingParams:
     # token id to a bias of -100 to 100, which is added to the logit; at most 1024
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: TokenIds | None  # only these token ids may be sampled; None: all
-    # texts that the output must not contain (the prompt may); at most 1024, of 256 characters each
+    # texts whose tokens, as at the beginning of a text and as after a space, the output does not have in a row; other tokens may
+    # make the same text, and the prompt may contain it; at most 1024, of 256 characters each
     bad_words: tuple[str, ...]
     seed: int | None  # seed of the sampling noise; None or -1: drawn by the engine
     stop: tuple[str, ...]  # the output ends before the first of these texts

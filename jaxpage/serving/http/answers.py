@@ -9,7 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown, WeightsReplaced
+from jaxpage.errors import DeadlineExceeded, EngineFailed, NativeError, QueueFull, ShuttingDown, WeightsReplaced
 from jaxpage.serving.wire.dialects import dialect_of, encoded
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
@@ -34,6 +34,8 @@ def refusal_of(error: Exception) -> ApiError | None:
     match error:
         case ApiError():
             return error
+        case NativeError():
+            return ApiError(400, "The model's tokenizer gives up on this text")
         case QueueFull():
             return ApiError(429, str(error), code="rate_limit_exceeded", headers=RETRY_AFTER)
         case ShuttingDown():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -68,7 +70,8 @@ class Connection(H11Protocol):
             silent_seconds: from the connection's beginning to its first byte.
             receive_seconds: from the first byte of a request to its end.
             send_seconds: that nothing of an answer is read.
-            max_connections: those beyond them are answered by `no_room`; from twice as many on they are cut at once.
+            max_connections: one more takes the place of one that is idle; if none is, it is answered by `no_room`. From twice as many
+                on they are cut at once.
         """
         super().__init__(*args, **kwargs)
         self.conn = Parser()
@@ -78,6 +81,8 @@ class Connection(H11Protocol):
         self._no_room = no_room
         self._silent_seconds = silent_seconds
         self._is_silent = True
+        self._since = time.monotonic()
+        self._address = ""
         self._has_ended = False  # what the client sends
         self._drops = False  # what it still sends
         self._num_dropped = 0
@@ -89,13 +94,30 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._address = str((self.client or ("",))[0])
         if len(self.connections) > 2 * self._max_connections:
             transport.abort()
             return
-        if len(self.connections) > self._max_connections:
+        if len(self.connections) > self._max_connections and not self._takes_place_of_another():
             self.app = self._no_room
         transport.set_write_buffer_limits(high=0)  # so that we hear of every byte that is not read
         self._receiving.start(self._silent_seconds, self.transport.abort)
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether nothing of a request has come, or nothing after the last answer."""
+        has_begun = self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]
+        return not has_begun and (self.cycle is None or self.cycle.response_complete)
+
+    def _takes_place_of_another(self) -> bool:
+        """Cuts an idle connection of the client that has most of them, so that nobody keeps all places by only holding them."""
+        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        idle = [one for one in others if one.is_idle and not one.transport.is_closing()]
+        if not idle:
+            return False
+        num_held = Counter(one._address for one in others)
+        max(idle, key=lambda one: (num_held[one._address], -one._since)).transport.abort()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._receiving, self._sending, self._probing, self._lingering):

@@ -31,17 +31,28 @@ class HostGuard:
                     _refusal("a Host header that names this machine (localhost, 127.0.0.1, [::1])"),
                     code="foreign_host",
                 )
-            check_origin(headers)
+            check_origin(headers, may_be_link=scope["method"] in ("GET", "HEAD"))
         except ApiError as error:
             await send_error(error, scope, receive, send)
             return
         await self._app(scope, receive, send)
 
 
-def check_origin(headers: Headers) -> None:
-    """Raises ApiError for a request that a browser sends for a page of another origin than the server's."""
-    if any(origin != f"http://{headers.get('host')}" for origin in headers.getlist("origin")):
+def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
+    """Raises ApiError for a request that a browser sends for a page of another origin than the server's.
+
+    may_be_link: somebody may have followed a link to the server, which changes nothing.
+    """
+    own = f"http://{headers.get('host')}"
+    if any(origin != own for origin in headers.getlist("origin")):
         raise ApiError(403, _refusal("no Origin header, or the server's own"), code="foreign_origin")
+    if may_be_link and ("sec-fetch-site" not in headers or headers.get("sec-fetch-mode") == "navigate"):
+        return
+    # Browsers send no Origin with some requests, but say for whom they send them.
+    if not {"none", "same-origin"}.issuperset(headers.getlist("sec-fetch-site")):
+        raise ApiError(403, _refusal("no Sec-Fetch-Site header, or 'same-origin'"), code="foreign_origin")
+    if not all(referer == own or referer.startswith(f"{own}/") for referer in headers.getlist("referer")):
+        raise ApiError(403, _refusal("no Referer header, or a page of the server's own"), code="foreign_origin")
 
 
 def is_of_this_machine(host: str) -> bool:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxpage.serving.http.parser import MAX_HEADER_BYTES
-from jaxpage.serving.wire.errors import ApiError
+from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADERS = 100
+_WORTH_GIVING_BACK = 32 << 20  # bytes
+NUM_LARGEST_BODIES = 32  # that may be held at the same time, or as many bytes in smaller ones
+
+
+def give_memory_back() -> None:
+    """Asks glibc for the pages of what was freed: of many bodies at once it would keep hundreds of megabytes for the next ones."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Limits:
-    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit."""
+    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit.
+
+    The bodies of all requests that are being answered share a budget, so that their memory does not grow with the connections.
+    """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_seconds: float) -> None:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._timeout = body_timeout_seconds
+        self._budget = NUM_LARGEST_BODIES * max_body_bytes
+        self._num_held = 0  # bytes
+        self._most_held = 0  # since the allocator was told to give memory back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
@@ -36,13 +52,24 @@ class Limits:
                     message = await receive()
             except TimeoutError:
                 raise ApiError(408, f"The request body did not arrive within {self._timeout:g} s") from None
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
+            size = len(message.get("body", b""))
+            if num_bytes + size > self._max_body_bytes:
                 raise self._too_large()
+            if self._num_held + size > self._budget:
+                raise ApiError(503, "Too many request bodies are being read; try again later", headers=RETRY_AFTER)
+            num_bytes += size
+            self._num_held += size
+            self._most_held = max(self._most_held, self._num_held)
             is_complete = not message.get("more_body", False)
             return message
 
-        await self._app(scope, limited_receive, send)
+        try:
+            await self._app(scope, limited_receive, send)
+        finally:
+            self._num_held -= num_bytes
+            if self._most_held > _WORTH_GIVING_BACK and self._num_held < _WORTH_GIVING_BACK // 4:
+                self._most_held = 0
+                asyncio.get_running_loop().run_in_executor(None, give_memory_back)
 
     def _check(self, headers: Headers) -> None:
         if len(headers) > MAX_HEADERS:
@@ -57,10 +84,14 @@ class Limits:
         return ApiError(413, f"The request body is larger than the {self._max_body_bytes} bytes that are read")
 
 
-def check_is_json(headers: Headers) -> None:
-    """Raises ApiError unless the body says that it is plain JSON."""
+def check_is_plain(headers: Headers) -> None:
+    """Raises ApiError if the body is encoded in some way."""
     if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
         raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is")
+
+
+def check_is_json(headers: Headers) -> None:
+    """Raises ApiError unless the body says that it is JSON in UTF-8."""
     media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "application/json" or ("charset" in parameters and "utf-8" not in parameters):
         raise ApiError(415, "Unsupported Media Type: only 'application/json' in UTF-8 is read")

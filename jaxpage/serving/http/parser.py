@@ -39,8 +39,11 @@ class Parser(h11.Connection):
         return waiting != b"\r"
 
     def _checked(self, request: h11.Request) -> h11.Request:
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in request.headers}:
+        names = {name for name, _ in request.headers}
+        if {b"content-length", b"transfer-encoding"} <= names:
             self._refuse("Content-Length and Transfer-Encoding exclude each other")
+        if request.http_version < b"1.1" and b"transfer-encoding" in names:
+            self._refuse("HTTP/1.0 has no Transfer-Encoding")
         if not (absolute := _ABSOLUTE.fullmatch(request.target)):
             return request
         host, rest = absolute.groups()

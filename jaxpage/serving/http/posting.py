@@ -8,7 +8,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.limits import check_is_json, check_is_plain
+from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 
 
 class _Post:
@@ -27,5 +29,11 @@ def post_route(path: str, answer: Callable[[Scope, Receive, Send], Awaitable[Non
 
 async def json_body(scope: Scope, receive: Receive) -> bytes:
     request = Request(scope, receive)
-    check_is_json(request.headers)
+    check_is_plain(request.headers)
+    if scope["path"].startswith(OLLAMA_PATHS):
+        # Ollama takes JSON under any name, and its clients and the lines for curl in its documentation rely on it. But a
+        # page of another site may send whatever has no name of its own, so the browser has to say that it is none.
+        check_origin(request.headers)
+    else:
+        check_is_json(request.headers)
     return await request.body()

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
@@ -18,10 +18,14 @@ from starlette.routing import BaseRoute, Route
 
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import JaxpageError
+from jaxpage.serving.http.host_guard import check_origin
+from jaxpage.serving.http.limits import check_is_json
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.pacing import Pace
+from jaxpage.serving.wire.body import check_fields, parse_object
 from jaxpage.serving.wire.dialects import COMMENT, encoded, event
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
+from jaxpage.settings.argument_checks import shown
 
 _Result = TypeVar("_Result")
 
@@ -100,29 +104,33 @@ def state_routes(loop: Source, *, show_prompts: bool, can_be_slow: bool = False)
         return Response(body, media_type="application/json", headers=_PRIVATE)
 
     async def events(request: Request) -> Response:
+        """A POST may ask for slow motion: it changes what others see, so no link and no image may lead to it."""
         if feed.num_viewers >= MOST_VIEWERS:
             raise ApiError(
                 503,
                 f"The inspector has {MOST_VIEWERS} viewers already, and no more are allowed; close one",
                 headers=RETRY_AFTER,
             )
-        seconds = _seconds_per_step(request.query_params.get("seconds_per_step"), can_be_slow=can_be_slow)
+        if "seconds_per_step" in request.query_params:
+            raise ApiError(400, "seconds_per_step must be in the body of a POST", param="seconds_per_step")
+        seconds = 0.0
+        if request.method == "POST":
+            check_origin(request.headers)
+            check_is_json(request.headers)
+            body = parse_object(await request.body())
+            check_fields(body, {"seconds_per_step"})
+            seconds = _seconds_per_step(body.get("seconds_per_step", 0), can_be_slow=can_be_slow)
         request.scope["state"]["comment"] = COMMENT  # for who looks whether the viewer is still there
         return StreamingResponse(feed.events(seconds), media_type="text/event-stream", headers=_PRIVATE)
 
-    return [Route("/debug/state", state), Route("/debug/events", events)]
+    return [Route("/debug/state", state), Route("/debug/events", events, methods=["GET", "POST"])]
 
 
-def _seconds_per_step(given: str | None, *, can_be_slow: bool) -> float:
+def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
     """Of a viewer who asks for slow motion; 0.0: of one who does not."""
-    if given is None:
-        return 0.0
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = math.nan
+    seconds = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
     if not 0 <= seconds <= MAX_SECONDS_PER_STEP:
-        message = f"seconds_per_step is {given[:20]!r}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
+        message = f"seconds_per_step is {shown(given)}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
         raise ApiError(400, message, param="seconds_per_step")
     if seconds and not can_be_slow:
         raise ApiError(

@@ -52,7 +52,7 @@ class Answer:
         options = self._request.stream_options
         chunks = []
         for position, output in enumerate(delta.outputs):
-            check_finished(output, self._request)
+            check_finished(output, self._request, self._parameter_names)
             index = job_index * self._num_choices + output.index
             if index in self._ended:
                 continue
@@ -79,7 +79,7 @@ class Answer:
             self._usage.add(job_index, output)
             self._weights_version = output.weights_version
             for position, one in enumerate(output.outputs):
-                check_finished(one, self._request)
+                check_finished(one, self._request, self._parameter_names)
                 choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
         return {**self._envelope(self._object, choices), "usage": self._usage.body()}
 
@@ -128,13 +128,19 @@ class Usage:
         }
 
 
-def check_finished(output: CompletionOutput, request: Any) -> None:
-    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on."""
+def check_finished(output: CompletionOutput, request: Any, names: Mapping[str, str] | None = None) -> None:
+    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on.
+
+    names: of the engine's parameters, in the client's terms.
+    """
     reason = str(output.stop_reason or "")
     if output.finish_reason == "abort":
         raise ApiError(503, "The request was aborted before it finished", headers=RETRY_AFTER)
     if output.finish_reason == "error":
-        if reason == NO_TOKEN_LEFT or reason.startswith("structured_outputs: "):
+        field, colon, why = reason.partition(": ")
+        if field == "structured_outputs" and colon:
+            reason = f"{(names or {}).get(field, field)}: {why}"
+        if reason == NO_TOKEN_LEFT or (field == "structured_outputs" and colon):
             raise ApiError(400, f"Generation failed: {reason}").quoting(request)
         raise ApiError(500, INTERNAL)
 

@@ -12,6 +12,9 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.settings.argument_checks import shown
 
 MAX_BODY_DEPTH = 128
+# Of a body: a parser makes objects of them that are up to fifty times as large as their text.
+MAX_CONTAINERS = 65_536
+MAX_STRINGS = 262_144
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -30,7 +33,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ApiError(400, f"Request body is not UTF-8: byte {error.start} is not valid") from None
-    _check_depth(text)
+    _check_structure(text)
     try:
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_without_twins
@@ -50,18 +53,25 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_depth(text: str) -> None:
-    """Before the parser, which recurses. A string that does not end is the parser's to find."""
-    if text.count("[") + text.count("{") <= MAX_BODY_DEPTH:
+def _check_structure(text: str) -> None:
+    """Before the parser, which recurses and makes objects. A string that does not end is the parser's to find."""
+    if text.count("[") + text.count("{") <= MAX_BODY_DEPTH and text.count('"') <= 2 * MAX_STRINGS:
         return
-    depth = 0
+    depth = num_containers = num_strings = 0
     for found in _STRING_OR_BRACKET.finditer(text):
         if found[0] in "[{":
             depth += 1
+            num_containers += 1
             if depth > MAX_BODY_DEPTH:
                 raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep")
+            if num_containers > MAX_CONTAINERS:
+                raise ApiError(400, f"Request body has more than {MAX_CONTAINERS} arrays and objects")
         elif found[0] in "]}":
             depth -= 1
+        else:
+            num_strings += 1
+            if num_strings > MAX_STRINGS:
+                raise ApiError(400, f"Request body has more than {MAX_STRINGS} strings")
 
 
 def _no_number(constant: str) -> NoReturn:

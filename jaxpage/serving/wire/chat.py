@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from jaxpage.outputs import RequestOutput
@@ -14,7 +15,7 @@ from jaxpage.serving.wire.fields import ChatCompletionRequest
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
 from jaxpage.serving.wire.prompt_request import PromptRequest
-from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.reading import beyond_context, read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.serving.wire.templates import render
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
@@ -28,6 +29,9 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     check_common(request)
     _check_logprobs(request)
     max_tokens = _max_tokens(request)
+    ignored += beyond_context(
+        context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
+    )
     tools = tool_use(request, context)
     params = _params(request, context, tools, max_tokens)
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
@@ -125,9 +129,13 @@ class ChatAnswer(Answer):
         said = reader.read(one.text, is_last=one.finish_reason is not None)
         logprobs = self._logprobs(delta, position)
         has_tokens = one.token_ids and (logprobs is not None or self._request.return_token_ids)
-        if said or has_tokens or one.finish_reason is not None:
-            end = self._end(one, self._finish_reason(one.finish_reason, reader))
-            choices.append({"index": index, "delta": said, "logprobs": logprobs, **end})
+        if said or has_tokens:
+            more = self._end(replace(one, stop_reason=None), None)
+            choices.append({"index": index, "delta": said, "logprobs": logprobs, **more})
+        if one.finish_reason is not None:
+            # In a chunk of its own, as OpenAI sends it: its client takes a call for finished when a chunk says nothing more of it.
+            end = self._end(replace(one, token_ids=[]), self._finish_reason(one.finish_reason, reader))
+            choices.append({"index": index, "delta": {}, "logprobs": None, **end})
         return choices
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
-from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.reading import beyond_context, read
 from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
@@ -29,6 +29,7 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     params = _params(request, context)
     add_special_tokens = request.add_special_tokens is not False
     lora = context.adapter(request.model)
+    ignored += beyond_context(context, max_tokens=request.max_tokens)
     prompt_requests = [PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts]
     return CompletionAnswer(request, context, prompt_requests, ignored)
 
@@ -142,11 +143,19 @@ class CompletionAnswer(Answer):
         shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
         logprobs = None
         if self._request.logprobs is not None and shown.logprobs is not None:
-            offsets = self._offsets.setdefault(index, TextOffsets(self._context.tokenizer))
+            if (offsets := self._offsets.get(index)) is None:
+                offsets = self._offsets[index] = self._new_offsets(output)
             logprobs = completion_logprobs(
                 shown.token_ids, shown.logprobs, self._request.logprobs, offsets, self._texts
             )
         return {"index": index, "text": shown.text, "logprobs": logprobs, **self._end(one, one.finish_reason)}
+
+    def _new_offsets(self, output: RequestOutput) -> TextOffsets:
+        return TextOffsets(
+            self._context.tokenizer,
+            skips_special=self._request.skip_special_tokens is not False,
+            prompt=self._prompt_text(output) if self._request.echo else None,
+        )
 
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._context.tokenizer is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,10 @@ from jaxpage.serving.wire.errors import ApiError
 
 Frame = Callable[[dict[str, Any]], bytes]  # a part of a stream, as it is sent
 COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
+OLLAMA_PATHS = "/api/"
+# JSON leaves them as they are, but Unicode ends a line with them, and so do clients that read a stream line by line.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+_LINE_END = re.compile("[\x85\u2028\u2029]")
 _EVENTS = "text/event-stream; charset=utf-8"
 
 
@@ -29,14 +34,15 @@ class Dialect:
 
 def dialect_of(path: str) -> Dialect:
     """The API that a path belongs to: OpenAI's, if it is none of another one."""
-    if path.startswith("/api/"):
+    if path.startswith(OLLAMA_PATHS):
         return OLLAMA
     return _DIALECTS.get(path, OPENAI)
 
 
 def encoded(value: Any) -> bytes:
-    """Compact JSON. NaN and infinities, which JSON does not have, are errors."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Compact JSON in one line. NaN and infinities, which JSON does not have, are errors."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_LINE_ENDS).encode() if _LINE_END.search(text) else text.encode()
 
 
 def event(data: bytes) -> bytes:

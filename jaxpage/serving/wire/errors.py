@@ -33,6 +33,7 @@ _PARAMETERS_OF_REQUESTS = (  # what the engine says of a request as a whole, by 
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
     (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
 )
+_OF_GRAMMAR = re.compile(r"(structured_outputs)(?:=\{.*?\})?(?= is refused: | cannot be honoured: |: )", re.DOTALL)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
@@ -101,6 +102,9 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
         if found := pattern.match(message):
             known = (names or {}).get(parameter, parameter)
             return ApiError(400, f"{known} {verb}{message[found.end() :]}", param=known)
+    if found := _OF_GRAMMAR.match(message):
+        known = (names or {}).get("structured_outputs", "structured_outputs")
+        return ApiError(400, message if known == found[1] else f"{known}{message[found.end() :]}", param=known)
     word = re.match(r"(?:[Tt]he )?(\w*)", message)
     param = word[1] if word and word[1] in _PARAMETERS else None
     return ApiError(400, message, param=(names or {}).get(param or "", param))

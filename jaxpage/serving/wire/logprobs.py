@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any
+
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxpage.outputs import Logprob
 
@@ -11,6 +15,7 @@ Entries = list[
 ]  # by position; the chosen token first. None: the first token of an echoed prompt
 
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece names those that are no text
 _MOST_PIECES = 4  # bytes of a character in UTF-8
 
 
@@ -25,17 +30,47 @@ class TokenTexts:
             return logprob.decoded_token
         return f"token_id:{token_id}" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
 
+    def piece(self, token_id: int) -> bytes | None:
+        """Returns the bytes of a token that is a piece of a character, where the vocabulary is one of bytes."""
+        name = None if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(token_id)
+        if not isinstance(name, str):
+            return None
+        if found := _BYTE_TOKEN.fullmatch(name):
+            return bytes.fromhex(found[1])
+        known = [_byte_of_letter().get(letter) for letter in name]
+        return None if None in known else bytes(byte for byte in known if byte is not None)
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+    """The letters by which vocabularies of bytes (GPT-2's and those after it) name them."""
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+@functools.lru_cache(maxsize=4)
+def special_token_ids(tokenizer: Any | None) -> frozenset[int]:
+    """The ids that `decode(skip_special_tokens=True)` leaves out."""
+    if tokenizer is None:
+        return frozenset()
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(tokenizer.all_special_ids).union(token_id for token_id, token in added.items() if token.special)
+
 
 class TextOffsets:
     """Where the tokens of one choice begin in its text. Those that are pieces of one character begin where it does."""
 
-    def __init__(self, tokenizer: Any | None) -> None:
+    def __init__(self, tokenizer: Any | None, *, skips_special: bool = False, prompt: str | None = None) -> None:
+        """skips_special: special tokens are not in the text; prompt: an echoed one that was given as text, and is shown as it was given."""
         self._tokenizer = tokenizer
+        self._special = special_token_ids(tokenizer) if skips_special else frozenset()
+        self._prompt = prompt
         self._offset = 0
         self._pieces: list[int] = []  # of a character that is not whole yet
 
     def after(self, token_id: int, text: str) -> int:
         """The offset of the next token, in characters."""
+        if token_id in self._special and not self._is_shown(text):
+            return self._offset + self._length_of_pieces()
         if self._tokenizer is None or "\ufffd" not in text:
             self._offset += self._length_of_pieces()
             self._pieces.clear()
@@ -49,6 +84,10 @@ class TextOffsets:
             self._offset += len(joined)
             self._pieces.clear()
         return offset
+
+    def _is_shown(self, text: str) -> bool:
+        """Returns whether a special token is text of the echoed prompt, where a tokenizer adds some and a user may write others."""
+        return self._prompt is not None and self._prompt.startswith(text, self._offset)
 
     def _length_of_pieces(self) -> int:
         """Of pieces that were none: as many characters as the text has for them."""
@@ -107,7 +146,7 @@ def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
 
 
 def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
-    """`bytes` is null where the token is a piece of a character: its text does not tell them."""
+    """`bytes` is null where neither the text of a token nor the vocabulary tells them."""
     token = texts(token_id, one)
-    piece = "\ufffd" in token
-    return {"token": token, "logprob": bounded(one.logprob), "bytes": None if piece else list(token.encode())}
+    found = texts.piece(token_id) if "\ufffd" in token else token.encode()
+    return {"token": token, "logprob": bounded(one.logprob), "bytes": None if found is None else list(found)}

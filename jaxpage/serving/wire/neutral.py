@@ -100,6 +100,7 @@ _OF_MESSAGES: dict[str, Values] = {
     "inference_geo": (),
     "mcp_servers": ([],),
     "output_config": ({},),
+    "output_format": (),
     "service_tier": ("auto", "standard_only"),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
@@ -111,8 +112,10 @@ _OF_OLLAMA: dict[str, Values] = {
     "images": ([],),
     "logprobs": (False,),
     "options": ({},),
+    "shift": (False,),
     "tools": ([],),
     "top_logprobs": (0,),
+    "truncate": (False,),
 }
 NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
     CompletionRequest: {
@@ -151,7 +154,7 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "prompt_cache_retention": (),
         "reasoning": ({},),
         "service_tier": ("auto", "default"),
-        "store": (False,),
+        "store": (False, True),  # routers say true; the response says that it is false
         "tool_choice": ("auto", "none"),
         "tools": ([],),
         "top_logprobs": (0,),
@@ -175,8 +178,7 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "width": (),
     },
     OllamaOptions: {
-        **dict.fromkeys(("f16_kv", "logits_all", "low_vram", "main_gpu", "num_batch", "num_gpu", "num_keep"), ()),
-        **dict.fromkeys(("num_thread", "numa", "use_mlock", "use_mmap"), ()),
+        **dict.fromkeys(("logits_all", "num_keep"), ()),
         "embedding_only": (False,),
         "mirostat": (0,),
         "mirostat_eta": (),

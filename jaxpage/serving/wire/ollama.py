@@ -108,11 +108,12 @@ def _embedding(
 def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
     """What clients ask of a model: its length, and what it can do. Raises ApiError."""
     _, ignored = read(_served(body, context), OllamaShowRequest, context)
+    thinks = context.reasoning_parser is not None and _can_think(context)
     kind = context.model_type
     about = {
         "details": {"family": kind},
         "model_info": {"general.architecture": kind, f"{kind}.context_length": context.max_model_len},
-        "capabilities": ["completion", *(["thinking"] if context.reasoning_parser else [])],
+        "capabilities": ["completion", *(["thinking"] if thinks else [])],
     }
     return Transformed(about, ignored)
 
@@ -133,7 +134,7 @@ def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
         asked["max_tokens"] = options.num_predict
     if request.format == "json":
         asked["response_format"] = {"type": "json_object"}
-    elif request.format:
+    elif request.format is not None:  # {} is a schema, too
         asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": request.format}}
     return {**asked, "stream": request.stream is not False}
 
@@ -149,10 +150,15 @@ def _check_options(options: OllamaOptions, context: ModelContext) -> None:
 
 def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
     """A template that cannot think does not need to be told not to."""
-    is_wanted = request.think or (
-        request.think is False and "enable_thinking" in variables_of(template_of(context, []))
-    )
+    is_wanted = request.think or (request.think is False and _can_think(context))
     return {"chat_template_kwargs": {"enable_thinking": request.think}} if is_wanted else {}
+
+
+def _can_think(context: ModelContext) -> bool:
+    """Returns whether the chat template reads what `think` sets."""
+    if not getattr(context.tokenizer, "chat_template", None):
+        return False
+    return "enable_thinking" in variables_of(template_of(context, []))
 
 
 class OllamaAnswer(Translated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
@@ -12,10 +13,16 @@ from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
+from jaxpage.serving.wire.schemas import without_sets
 from jaxpage.settings.argument_checks import close_names, shown
 
 Request = TypeVar("Request", bound=BaseModel)
 _HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+# What was once a field of its own, in vLLM or SGLang, and is a kind of structured outputs now.
+_OLD_GRAMMARS = {
+    **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
+    **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
+}
 _MESSAGES = {  # where pydantic's own would not go on from the name of the field
     "extra_forbidden": "is not a known field",
 }
@@ -32,6 +39,7 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
     body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
     _check_supported(body, model)
     _check_lengths(body, context)
+    body, relaxed = _without_sets(body, context)
     try:
         request = model.model_validate(body)
     except ValidationError as error:
@@ -44,7 +52,44 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
         near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
         raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0]))
-    return request, tuple(map(_printable, unknown[:_MAX_IGNORED]))
+    return request, (*map(_printable, unknown[:_MAX_IGNORED]), *relaxed)
+
+
+def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, ...]:
+    """The fields that ask for more tokens than the model has room for, without any prompt. They are cut, and the client is told."""
+    return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
+
+
+def _without_sets(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The request without `uniqueItems: true`, which no grammar can hold an array to, and the paths of schemas that had it.
+
+    pydantic writes it for every set, and reads an array with an item twice all the same. Strict requests are refused for it.
+    """
+    told = []
+    body = dict(body)
+    for path in (
+        ()
+        if context.strict_requests
+        else (("response_format", "json_schema", "schema"), ("structured_outputs", "json"))
+    ):
+        *above, last = path
+        holder: Any = body
+        for name in above:
+            holder = holder.get(name) if isinstance(holder, dict) else None
+        schema = holder.get(last) if isinstance(holder, dict) else None
+        if isinstance(schema, dict) and '"uniqueItems": true' in json.dumps(schema):
+            relaxed = without_sets(schema)
+            for name in reversed(path):
+                relaxed = {**_at(body, path[: path.index(name)]), name: relaxed}
+            body = relaxed
+            told.append(".".join((*path, "uniqueItems")))
+    return body, tuple(told)
+
+
+def _at(body: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for name in path:
+        body = body[name]
+    return body
 
 
 def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
@@ -57,7 +102,12 @@ def _check_supported(body: Mapping[str, Any], model: type[BaseModel]) -> None:
     for name in body:
         if name in NEUTRAL[model] and name not in model.model_fields:
             others = " by this endpoint" if name in _HONOURED_SOMEWHERE else ""
-            raise ApiError(400, f"{name} is not supported{others}", param=name)
+            raise ApiError(400, f"{name} is not supported{others}{_successor(name)}", param=name)
+
+
+def _successor(name: str) -> str:
+    kind = _OLD_GRAMMARS.get(name)
+    return f"; use structured_outputs={{{kind!r}: ...}}" if kind else ""
 
 
 def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:

@@ -15,6 +15,11 @@ _AS_THEY_ARE = (
     *("allowed_token_ids", "bad_words", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs"),
     *("include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt"),
 )
+# Fields of vLLM's StructuredOutputsParams whose default is false.
+_VLLM_DEFAULTS = {
+    *("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
+    "_backend_was_auto",
+}
 # What a beam search takes no notice of, with the values that change nothing. A seed and a user change nothing either.
 _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0,),
@@ -96,7 +101,14 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
             return {"json_object": True}
         check_schema(wanted.json_schema.schema_, "response_format.json_schema.schema")
         return {"json": wanted.json_schema.schema_}
-    return request.structured_outputs
+    return _without_defaults(request.structured_outputs)
+
+
+def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """As vLLM's client writes its class out: with all that it leaves as it is."""
+    if given is None:
+        return None
+    return {name: value for name, value in given.items() if not (value is False and name in _VLLM_DEFAULTS)}
 
 
 def format_parameter(request: GenerationRequest) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -61,6 +62,15 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         for pattern in [part[name] for name in ("pattern",) if name in part] + list(_keys(part, "patternProperties")):
             if problem := _problem_of(pattern):
                 refuse(f"pattern {shown(pattern)} {problem}")
+
+
+def without_sets(schema: dict[str, Any]) -> dict[str, Any]:
+    """A copy without `uniqueItems: true`, wherever it stands."""
+    relaxed = copy.deepcopy(schema)
+    for part, _ in _parts(relaxed):
+        if isinstance(part, dict) and part.get("uniqueItems") is True:
+            del part["uniqueItems"]
+    return relaxed
 
 
 def admits_object(schema: dict[str, Any]) -> bool:

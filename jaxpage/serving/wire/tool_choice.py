@@ -30,7 +30,7 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     """Raises ApiError for what this server cannot honour."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
-        if choice not in (None, "none"):
+        if choice not in (None, "none") and not (choice == "auto" and request.tools is not None):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")
         return ToolUse()
     _check(tools)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NoReturn
 
@@ -12,14 +14,29 @@ from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
 
 def call_of(text: str, names: frozenset[str]) -> Piece | None:
     """The call that a JSON object is, if it is one, of a tool that there is."""
+    large: dict[
+        str, str
+    ] = {}  # numbers that no float holds: what stands for them while they are read, and their digits
+
+    def number(digits: str) -> float | str:
+        if math.isfinite(found := float(digits)):
+            return found
+        large[name := uuid.uuid4().hex] = digits
+        return name
+
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_no_number, parse_float=number)
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return Piece("call", _as_text(arguments), value["name"]) if isinstance(arguments, dict) else None
+    if not isinstance(arguments, dict):
+        return None
+    written = _as_text(arguments)
+    for name, digits in large.items():
+        written = written.replace(f'"{name}"', digits)
+    return Piece("call", written, value["name"])
 
 
 def _no_number(constant: str) -> NoReturn:

@@ -159,6 +159,16 @@ class MessagesRequest(CountTokensRequest):
 class OllamaOptions(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    # Where the model is and how it is computed is the server's, and loaded it is: these are taken and not used.
+    f16_kv: bool | None = None
+    low_vram: bool | None = None
+    main_gpu: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    use_mlock: bool | None = None
+    use_mmap: bool | None = None
     num_ctx: Count | None = None  # no more than the server has
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None  # below 0: as many as there is room for
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -35,7 +35,8 @@ class Translated:
         self.id = f"{self._prefix}_{uuid.uuid4().hex}"
         self.stream = self._inner.stream
         self.prompts = self._inner.prompts
-        self.ignored_fields = ignored_fields
+        cut = (self._names.get(name, name) for name in self._inner.ignored_fields)
+        self.ignored_fields = (*ignored_fields, *cut)
         self._model = model
 
     def refusal(self, error: Exception) -> ApiError:

@@ -1,5 +1,6 @@
 // Talks to the server that the page came from. The API key is asked for once and kept in this module alone: it is gone with the page.
 
+const BROKE_OFF = "The connection to the server broke off.";
 let apiKey = "";
 let askForKey = async () => "";
 
@@ -49,7 +50,7 @@ async function messageOf(response) {
   }
 }
 
-/** The JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an error frame. */
+/** The JSON messages of an event stream, up to its end or [DONE]. Raises ApiError for an error frame, and where the stream breaks off. */
 export async function* messages(response) {
   const decoder = new TextDecoder();
   let rest = "";
@@ -72,10 +73,29 @@ export async function* messages(response) {
   }
 }
 
+async function next(reader) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(BROKE_OFF, 0);
+  }
+}
+
+/** The JSON of an answer that comes at once. Raises ApiError where it breaks off. */
+export async function whole(response) {
+  try {
+    return await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(BROKE_OFF, 0);
+  }
+}
+
 async function* chunksOf(stream) {
   const reader = stream.getReader();
   try {
-    for (let part = await reader.read(); !part.done; part = await reader.read()) yield part.value;
+    for (let part = await next(reader); !part.done; part = await next(reader)) yield part.value;
   } finally {
     await reader.cancel().catch(() => {});
   }

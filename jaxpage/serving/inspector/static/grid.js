@@ -26,7 +26,7 @@ export class BlockGrid {
     this.copies = []; // {from, to, since}
     this.written = new Set();
     this.cursor = null;
-    this.sight = [0, 0]; // the places that are in the box, from and up to
+    this.laidOut = [0, 0]; // the places that were in the box when it was drawn last, from and up to
     this.frame = 0;
     canvas.addEventListener("pointermove", (event) => onPoint(this.blockAt(event.offsetX, event.offsetY)));
     canvas.addEventListener("pointerleave", () => onPoint(null));
@@ -124,7 +124,12 @@ export class BlockGrid {
     this.extent.style.height = `${whole}px`;
     const first = Math.floor(this.box.scrollTop / this.pitch) * this.columns;
     const behind = Math.ceil((this.box.scrollTop + this.height) / this.pitch) * this.columns;
-    this.sight = [Math.max(0, first), Math.min(behind, this.blocks.length)];
+    this.laidOut = [Math.max(0, first), behind];
+  }
+
+  /** The places in the box, from and up to: of the blocks that there are, which may be fewer than were drawn. */
+  get sight() {
+    return this.laidOut.map((place) => Math.min(place, this.blocks.length));
   }
 
   blockAt(x, y) {

@@ -72,9 +72,9 @@ async function follow() {
     try {
       connection = new AbortController();
       const pace = Number($("pace").value);
-      const response = await request(`/debug/events${pace ? `?seconds_per_step=${pace}` : ""}`, { signal: connection.signal });
+      const response = await request("/debug/events", { signal: connection.signal, body: pace ? { seconds_per_step: pace } : undefined });
       showStatus("live", "live");
-      for await (const snapshot of messages(response)) take(snapshot);
+      for await (const snapshot of messages(response)) taken(snapshot);
       showStatus("the server ended the connection", "lost");
     } catch (error) {
       if (error.name === "AbortError") continue; // for another pace
@@ -83,6 +83,15 @@ async function follow() {
       if (isFinal) return;
     }
     await new Promise((resolve) => setTimeout(resolve, MS_BEFORE_TRYING_AGAIN));
+  }
+}
+
+/** What goes wrong in drawing is told as what it is, and ends no stream. */
+function taken(snapshot) {
+  try {
+    take(snapshot);
+  } catch (error) {
+    reportError(error);
   }
 }
 

@@ -1,7 +1,7 @@
 // The chat and the completions: a request as an OpenAI client would make it, and its answer in the conversation.
 
 import { $ } from "./dom.js";
-import { ApiError, messages, request } from "./api.js";
+import { ApiError, messages, request, whole } from "./api.js";
 import { Exchange } from "./exchange.js";
 
 const NUM_ALTERNATIVES = 5;
@@ -111,13 +111,16 @@ export class Playground {
     const system = $("system").value;
     const body = this.body(text);
     if (isChat) $("prompt").value = "";
-    const exchange = await this.run(isChat ? "/v1/chat/completions" : "/v1/completions", body, {
-      prompt: isChat ? [...(system && !history.length ? [{ role: "system", content: system }] : []), { role: "user", content: text }] : [{ role: "prompt", content: text }],
-      signal: this.running.signal,
-    });
-    if (isChat && exchange.firstText) history.push({ role: "user", content: text }, { role: "assistant", content: exchange.firstText });
-    else if (isChat && !$("prompt").value) $("prompt").value = text; // nothing came of it
-    this.busy(null);
+    try {
+      const exchange = await this.run(isChat ? "/v1/chat/completions" : "/v1/completions", body, {
+        prompt: isChat ? [...(system && !history.length ? [{ role: "system", content: system }] : []), { role: "user", content: text }] : [{ role: "prompt", content: text }],
+        signal: this.running.signal,
+      });
+      if (isChat && exchange.firstText) history.push({ role: "user", content: text }, { role: "assistant", content: exchange.firstText });
+      else if (isChat && !$("prompt").value) $("prompt").value = text; // nothing came of it
+    } finally {
+      this.busy(null); // whatever happens, another can be sent
+    }
   }
 
   /** Sends a request and shows what comes. The exchange, once it has ended, however it did. */
@@ -135,7 +138,7 @@ export class Playground {
     try {
       const response = await request(path, { body, signal });
       if (body.stream) for await (const chunk of messages(response)) add(chunk);
-      else add(await response.json());
+      else add(await whole(response));
       exchange.end("");
     } catch (error) {
       if (error.name !== "AbortError" && !(error instanceof ApiError)) throw error;

@@ -1,0 +1,54 @@
+"""Bounds how much longer a tokenizer may make a text.
+
+A checkpoint is data of somebody else, and its normalizer is applied to every prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from typing import Any
+
+MAX_GROWTH = 64  # times; the longest of Unicode's own compatibility forms has 18 characters
+
+
+def check_growth(tokenizer: Any) -> None:
+    """Raises ValueError for a tokenizer whose parts could multiply a text."""
+    backend = tokenizer.backend_tokenizer
+    for name in ("normalizer", "decoder"):
+        if (growth := _growth_of(_described(getattr(backend, name)))) > MAX_GROWTH:
+            raise ValueError(f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is allowed")
+    processor = _described(backend.post_processor)
+    for stage in processor.get("processors", [processor]):
+        copies = sum("Sequence" in piece for piece in stage.get("single") or ())
+        if copies > 1:
+            raise ValueError(f"its post_processor repeats a text {copies} times")
+
+
+def _described(part: Any) -> dict[str, Any]:
+    """As tokenizer.json has it: alone, since the vocabulary that stands beside it is large."""
+    return {} if part is None else dict(json.loads(part.__getstate__()))
+
+
+def _growth_of(stage: dict[str, Any]) -> float:
+    """An upper bound. What adds a few characters at an end counts as nothing."""
+    match stage.get("type"):
+        case "Sequence":
+            parts = stage.get("normalizers") or stage.get("decoders") or []
+            return math.prod(_growth_of(part) for part in parts)
+        case "Replace":
+            pattern, content = stage.get("pattern", {}), stage.get("content", "")
+            shortest = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
+            # A regular expression may match one character, or nothing in front of it.
+            return max(1.0, len(content) / shortest if shortest else len(content) + 1.0)
+        case "Precompiled":
+            return max(1.0, float(_longest_form(stage.get("precompiled_charsmap") or "")))
+    return 1.0
+
+
+def _longest_form(charsmap: str) -> int:
+    """Of SentencePiece's table: a trie with its size before it, then the forms, each with a zero behind it."""
+    table = base64.b64decode(charsmap)
+    forms = table[4 + int.from_bytes(table[:4], "little") :]
+    return max((len(form.decode(errors="replace")) for form in forms.split(b"\0")), default=1)

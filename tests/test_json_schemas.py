@@ -1,0 +1,116 @@
+"""What is made of a JSON schema before llguidance compiles it: what comes through is valid by the given one, as jsonschema has it."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxpage.decoding.grammars import matcher_of, overlap_of, problem_of, source_of, tokenizer_of
+from tests.support.wire import tokenizer
+
+BIG, INT64 = 1234567890123456789, {"minimum": -(2**63), "maximum": 2**63 - 1}
+NUMBERS = [
+    "0",
+    "-0",
+    "0.0",
+    "-0.1",
+    "-0.5",
+    "0.1",
+    "0.49",
+    "0.5",
+    "0.50",
+    "1",
+    "1.0",
+    "1.2",
+    "1.5",
+    "1.7",
+    "3",
+    "3.1",
+    "4",
+]
+INTEGERS = [*map(str, (0, -5, 7, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), BIG, BIG - 21))]
+UUIDS = [f"0b4d8f3e-1c2d-{version}e5f-8a9b-0c1d2e3f4a5b" for version in range(1, 9)]
+PAIR = {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
+
+
+@pytest.fixture(scope="module")
+def grammar() -> Any:
+    return tokenizer_of(json.dumps(json.loads(tokenizer().backend_tokenizer.to_str())))
+
+
+def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
+    tokens, end_id = grammar
+    found = []
+    for text in texts:
+        matcher = matcher_of(tokens, source_of("json", json.dumps(schema)))
+        assert problem_of(matcher.deep_copy(), end_id) is None
+        token_ids = tokens.tokenize_str(text)
+        if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
+            found.append(text)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "some"),
+    [
+        ({"type": "number", **PAIR}, NUMBERS, ["0.1", "0.49"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, NUMBERS, ["0.1", "0.5"]),
+        ({"type": "number", "exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, NUMBERS, ["-0.1"]),
+        ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, NUMBERS, ["3.1"]),
+        ({"type": ["number", "null"], **PAIR}, [*NUMBERS, "null"], ["0.1", "null"]),
+        (PAIR, [*NUMBERS, '"a"'], ["0.1", '"a"']),
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, NUMBERS, ["0.1", "0.5"]),
+        ({"$ref": "#/$defs/a", "maximum": 0.5, "$defs": {"a": {"type": "number", "exclusiveMinimum": 0}}}, NUMBERS, ["0.1"]),
+        ({"type": "number", "exclusiveMinimum": 1.2, "exclusiveMaximum": 1.7}, NUMBERS, ["1.5"]),
+        ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 4}, NUMBERS, ["1", "3"]),
+        ({"type": "integer", **INT64}, INTEGERS, ["0", "-5", str(2**53 - 1)]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64}, INTEGERS, ["7"]),
+        ({"enum": [2**60, "a"]}, [str(2**60), str(2**60 + 1)], [str(2**60)]),
+        ({"properties": {"const": {"type": "integer", **INT64}}, "required": ["const"]}, ['{"const":1}', "{}"], ['{"const":1}']),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, ["[1,1]"], ["[1,1]"]),
+        ({"type": "array", "contains": {"const": 1}, "minContains": 0}, ["[]", "[2]"], ["[]", "[2]"]),
+        ({"type": "array", "minContains": 0}, ["[]"], ["[]"]),
+        *[({"type": "string", "format": kind}, ['"x"'], ['"x"']) for kind in ("password", "binary", "path", "file-path")],
+        ({"type": "integer", "format": "int64"}, ["5"], ["5"]),
+        ({"type": "string", "format": "uuid4"}, [json.dumps(one) for one in UUIDS], [json.dumps(UUIDS[3])]),
+        ({"type": "string", "format": "uuid4", "pattern": "^0b"}, [json.dumps(one) for one in UUIDS], [json.dumps(UUIDS[3])]),
+        ({"type": "string", "format": "base64"}, ['""', '"YQ=="', '"YQ="', '"YWI="', '"a"'], ['""', '"YQ=="', '"YWI="']),
+    ],
+)  # fmt: skip
+def test_what_comes_through_is_valid(schema: Any, texts: list[str], some: list[str], grammar: Any) -> None:
+    found = admitted(grammar, schema, texts)
+    valid = jsonschema.Draft202012Validator(schema)
+    assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in found), found
+    assert set(some) <= set(found)
+    if schema.get("format") in ("uuid4", "base64"):  # which jsonschema does not check
+        assert found == some
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        *[({kind: value}, f"{kind} has {BIG}") for kind, value in (("const", BIG), ("enum", [1, BIG]), ("const", [{"a": BIG}]))],
+        ({"const": 10**400}, "const has 1000"),
+        ({"type": "integer", "multipleOf": BIG}, "multipleOf has"),
+        ({"type": "integer", "minimum": 2**53 + 1}, "minimum is 9007199254740993"),
+        ({"anyOf": [{"exclusiveMaximum": -(2**63)}]}, "exclusiveMaximum is -9223372036854775808"),
+        ({"exclusiveMinimum": 0, "maximum": 1e-10}, "exclusiveMinimum is 0, which is too near"),
+    ],
+)  # fmt: skip
+def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        source_of("json", json.dumps(schema))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "covers"), [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)]
+)
+def test_a_property_with_two_schemas_is_refused_before_anything_is_generated(
+    pattern: str, covers: bool, grammar: Any
+) -> None:
+    schema = {"items": {"properties": {"ab": {"type": "string"}}, "patternProperties": {pattern: {"type": "integer"}}}}
+    assert (overlap_of(grammar[0], json.dumps(schema)) is not None) == covers
