@@ -74,6 +74,28 @@ class Experts(nnx.Module):
 
     def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
         """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
+        found_TXD = self._made_at_once(x_TD, expert_TX)
+        return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
+
+    def _made_at_once(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"] | None:
+        """One product for all experts' gates and ups, and one for all downs; None where no kernel takes them."""
+        per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
+        is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
+        expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
+        order_P = jnp.argsort(expert_P, stable=True)
+        sorted_P = expert_P[order_P]
+        count_E = (expert_P[:, None] == jnp.arange(num_experts)).sum(axis=0)
+        both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
+        if both_PF is None:
+            return None
+        made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
+        if made_PD is None:
+            return None
+        place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(len(order_P)), unique_indices=True)
+        return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
+
+    def _made_by_tiles(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
+        """Tiles of rows one after another, each by the weights of one expert."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
         rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
@@ -85,7 +107,7 @@ class Experts(nnx.Module):
         x_TD = jnp.concatenate([x_TD, jnp.zeros_like(x_TD[:1])])  # padding takes the last row
 
         def tile(index: jax.Array, out_PD: jax.Array) -> jax.Array:
-            expert = jnp.searchsorted(end_E, index, side="right")
+            expert = jnp.searchsorted(end_E, index, side="right", method="compare_all")
             place = (index - jnp.where(expert > 0, end_E[expert - 1], 0)) * rows + jnp.arange(rows)
             pair = jnp.where(
                 place < count_E[expert], order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)], num_pairs
