@@ -36,6 +36,11 @@ class QuantizedWeight(NamedTuple):
     scale_row_O: Int[Array, "O"] | None = None
 
     @property
+    def of_groups(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """Scales, zeros and minima."""
+        return self.scale_OJ, self.zero_OJ, self.minimum_OJ
+
+    @property
     def num_in(self) -> int:
         return self.values.shape[-1] * (2 if self.code in ("int4", "fp4") else 1)
 

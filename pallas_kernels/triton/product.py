@@ -223,7 +223,7 @@ def multiply_grouped(
     )
     if values.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(values, jnp.uint8)
-    of_groups = [None] * 4 if quantized is None else [*quantized[1:3], quantized.minimum_OJ, quantized.scale_row_O]
+    of_groups = [None] * 4 if quantized is None else [*quantized.of_groups, quantized.scale_row_O]
     return _multiply([x_PI, values, *of_groups], count_E, config)
 
 
@@ -274,14 +274,19 @@ def _tiles(count_E: jax.Array, num_tiles: int, rows: int) -> jax.Array:
     return jnp.stack([group, first, count], axis=1).astype(jnp.int32)
 
 
+def stacked(weight: QuantizedWeight) -> QuantizedWeight:
+    """One weight as that of one group."""
+    scale, zero, minimum = (None if each is None else each[None] for each in weight.of_groups)
+    return weight._replace(values=weight.values[None], scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+
+
 def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False) -> jax.Array:
     """See `pallas_kernels.quantized_product`."""
     if has_scales_of_outputs(weight):
         return multiply_before_scales(x_TI, weight).astype(result)
     if x_TI.shape[0] <= MOST_ROWS:
         try:
-            stacked = jax.tree.map(lambda array: array[None], weight)
-            return multiply_grouped(x_TI, stacked, jnp.array([x_TI.shape[0]]), result, interpret=interpret)
+            return multiply_grouped(x_TI, stacked(weight), jnp.array([x_TI.shape[0]]), result, interpret=interpret)
         except NotImplementedError:
-            pass
+            pass  # its groups of inputs are of no size that the kernel takes
     return multiply_narrow(x_TI, weight).astype(result)
