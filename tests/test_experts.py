@@ -17,6 +17,7 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
+from jaxpage.layers import experts
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.product import ProductKernels, product_kernels
 from jaxpage.layers.routing import Groups, Routing
@@ -76,6 +77,15 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) 
             wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
     with product_kernels(kernels):
         np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("compared", [0, 100])
+def test_pairs_are_sorted_by_expert(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "PAIRS_COMPARED", compared)
+    expert_P = np.random.default_rng(0).integers(0, 7, 40)
+    order_P, place_P = experts._sorted(jnp.asarray(expert_P))
+    np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
+    np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
 
 def kernel_with(**wrong):
     """The kernel with other operands, by name: those of another, or None."""
-    names = ("tile", "x", "values", "scale", "zero", "minimum", "scale_row")
+    names = ("count", "x", "values", "scale", "zero", "minimum", "scale_row")
     right = product.kernel
 
     def mistaken(*refs, config):
@@ -222,15 +222,21 @@ def configured(**wrong):
     return mistaken
 
 
-def moved_tiles(field, by):
-    right = product._tiles
-    return lambda *arguments: right(*arguments).at[:, field].add(by)
+def moved(field, by):
+    right = product._place
+
+    def mistaken(*arguments):
+        place = list(right(*arguments))
+        place[field] += by
+        return place
+
+    return mistaken
 
 
 MISTAKES = {  # name: the call that shows it, where it is, and what makes it
-    "weights of the next expert": ("int8 groups", "_tiles", lambda: moved_tiles(0, 1)),
-    "rows off by one": ("int8 groups", "_tiles", lambda: moved_tiles(1, 1)),
-    "the last row of a tile left out": ("int8 groups", "_tiles", lambda: moved_tiles(2, -1)),
+    "weights of the next expert": ("int8 groups", "_place", lambda: moved(0, 1)),
+    "rows off by one": ("int8 groups", "_place", lambda: moved(1, 1)),
+    "the last row of a tile left out": ("int8 groups", "_place", lambda: moved(2, -1)),
     "no zeros": ("int4 zeros", "kernel", lambda: kernel_with(zero=None)),
     "no minima": ("int4 minima", "kernel", lambda: kernel_with(minimum=None)),
     "scales for zeros": ("int4 zeros", "kernel", lambda: kernel_with(zero="scale")),

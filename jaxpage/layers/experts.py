@@ -24,6 +24,7 @@ from jaxpage.layers.routing import Router, Routing
 
 # Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
+PAIRS_COMPARED = 2048  # up to so many are sorted by comparing all with all, which on a GPU is two launches
 
 
 @dataclass(frozen=True)
@@ -82,16 +83,15 @@ class Experts(nnx.Module):
         per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
-        order_P = jnp.argsort(expert_P, stable=True)
+        order_P, place_P = _sorted(expert_P)
         sorted_P = expert_P[order_P]
-        count_E = (expert_P[:, None] == jnp.arange(num_experts)).sum(axis=0)
+        count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
         both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
         if both_PF is None:
             return None
         made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
         if made_PD is None:
             return None
-        place_P = jnp.zeros_like(order_P).at[order_P].set(jnp.arange(len(order_P)), unique_indices=True)
         return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
     def _made_by_tiles(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
@@ -123,6 +123,17 @@ class Experts(nnx.Module):
             return self.swiglu(both_PF)
         gate, up = jnp.split(both_PF, 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
+
+
+def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
+    """Which pair has each place when they are sorted by expert, and the place of each pair."""
+    pair_P = jnp.arange(len(expert_P))
+    if len(expert_P) > PAIRS_COMPARED:
+        order_P = jnp.argsort(expert_P, stable=True)
+        return order_P, jnp.zeros_like(order_P).at[order_P].set(pair_P, unique_indices=True)
+    key_P = expert_P * len(expert_P) + pair_P
+    place_P = (key_P < key_P[:, None]).sum(axis=1)
+    return jnp.where(place_P == pair_P[:, None], pair_P, 0).sum(axis=1), place_P
 
 
 class MixtureOfExperts(nnx.Module):

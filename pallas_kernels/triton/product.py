@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.typing import DTypeLike
@@ -64,14 +63,14 @@ class Config:
 
 
 def kernel(  # type: ignore[no-untyped-def]
-    tile_ref, x_ref, values_ref, scale_ref, zero_ref, minimum_ref, scale_row_ref, out_ref, *, config: Config
+    count_ref, x_ref, values_ref, scale_ref, zero_ref, minimum_ref, scale_row_ref, out_ref, *, config: Config
 ) -> None:
     """x_ref: [P, I], or of two codes in a byte [P, 2, I / 2]: the inputs of the low halves come first. out_ref: [splits, P, O]."""
     cut = config.cut
     # Programs that start one after another share the weights of one group: several tiles of it, or all of its outputs.
     tile, block = (pl.program_id(axis) for axis in ((0, 1) if values_ref.shape[0] == 1 else (1, 0)))
     split = pl.program_id(2)
-    group, first, count = (tb.load(tile_ref.at[tile, np.int32(field)]) for field in range(3))
+    group, first, count = _place(count_ref, tile, cut.rows, x_ref.shape[0])
 
     @pl.when(count > 0)
     def _() -> None:
@@ -141,6 +140,27 @@ def kernel(  # type: ignore[no-untyped-def]
         tb.store(out, sum_RO.astype(out_ref.dtype), mask=mask_RO)
 
 
+def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, Any, Any]:
+    """The group of a tile, its first row, and how many rows it has. count_ref: of each group; None: there is one, which has all rows.
+
+    Each program finds its place by itself: it takes less time than one more launch.
+    """
+    if count_ref is None:
+        return 0, tile * rows, jnp.minimum(num_rows - tile * rows, rows)
+    num_groups = count_ref.shape[0]
+    at_E = jnp.arange(pl.next_power_of_2(num_groups))
+    count_E = tb.load(count_ref.at[at_E], mask=at_E < num_groups, other=0)
+    tiles_E = (count_E + rows - 1) // rows
+    group = jnp.sum((jnp.cumsum(tiles_E) <= tile).astype(jnp.int32))
+
+    def total(values_E: Any, mask_E: Any) -> Any:
+        return jnp.sum(jnp.where(mask_E, values_E, 0))
+
+    within = (tile - total(tiles_E, at_E < group)) * rows
+    count = jnp.clip(total(count_E, at_E == group) - within, 0, rows)  # zero after the last group
+    return group, total(count_E, at_E < group) + within, count
+
+
 def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
     """Codes as float32, without zeros, minima and scales. high: of two in a byte those in the upper halves."""
     if config.code == "int8":
@@ -197,12 +217,12 @@ def _num_tiles(num_rows: int, num_groups: int, rows: int) -> int:
 def multiply_grouped(
     x_PI: jax.Array,
     weight: jax.Array | QuantizedWeight,
-    count_E: jax.Array,
+    count_E: jax.Array | None,
     result: DTypeLike,
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.grouped_product`. Rows of no group are not written.
+    """See `pallas_kernels.grouped_product`. Rows of no group are not written. count_E: None where one group has all rows.
 
     Raises NotImplementedError for groups of inputs that no turn is a part or a multiple of.
     """
@@ -224,7 +244,8 @@ def multiply_grouped(
     if values.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(values, jnp.uint8)
     of_groups = [None] * 4 if quantized is None else [*quantized.of_groups, quantized.scale_row_O]
-    return _multiply([x_PI, values, *of_groups], count_E, config)
+    count_E = None if count_E is None else count_E.astype(jnp.int32)
+    return _multiply([count_E, x_PI, values, *of_groups], config)
 
 
 def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
@@ -239,9 +260,9 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
-def _multiply(operands: list[jax.Array | None], count_E: jax.Array, config: Config) -> jax.Array:
-    x_PI, *weight = operands
-    cut, (num_rows, num_groups) = config.cut, (x_PI.shape[0], count_E.shape[0])
+def _multiply(operands: list[Any], config: Config) -> jax.Array:
+    count_E, x_PI, values, *of_groups = operands
+    cut, num_rows, num_groups = config.cut, x_PI.shape[0], values.shape[0]
     num_tiles = _num_tiles(num_rows, num_groups, cut.rows)
     blocks = pl.cdiv(config.num_out, cut.cols)
     apart = cut.splits > 1
@@ -259,19 +280,8 @@ def _multiply(operands: list[jax.Array | None], count_E: jax.Array, config: Conf
     )
     if config.code in PACKED:
         x_PI = x_PI.reshape(num_rows, -1, 2).swapaxes(1, 2)
-    out_ZPO: jax.Array = call(_tiles(count_E, num_tiles, cut.rows), x_PI, *weight)
+    out_ZPO: jax.Array = call(count_E, x_PI, values, *of_groups)
     return functools.reduce(operator.add, list(out_ZPO)).astype(config.result)
-
-
-def _tiles(count_E: jax.Array, num_tiles: int, rows: int) -> jax.Array:
-    """The group of each tile, its first row and how many it has."""
-    end_E = jnp.cumsum(-(-count_E // rows))  # of each group's tiles
-    tile = jnp.arange(num_tiles)
-    group = jnp.minimum(jnp.searchsorted(end_E, tile, side="right", method="compare_all"), len(count_E) - 1)
-    within = (tile - jnp.where(group > 0, end_E[group - 1], 0)) * rows
-    first = (jnp.cumsum(count_E) - count_E)[group] + within
-    count = jnp.clip(jnp.where(tile < end_E[-1], count_E[group] - within, 0), 0, rows)
-    return jnp.stack([group, first, count], axis=1).astype(jnp.int32)
 
 
 def stacked(weight: QuantizedWeight) -> QuantizedWeight:
@@ -286,7 +296,7 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, int
         return multiply_before_scales(x_TI, weight).astype(result)
     if x_TI.shape[0] <= MOST_ROWS:
         try:
-            return multiply_grouped(x_TI, stacked(weight), jnp.array([x_TI.shape[0]]), result, interpret=interpret)
+            return multiply_grouped(x_TI, stacked(weight), None, result, interpret=interpret)
         except NotImplementedError:
             pass  # its groups of inputs are of no size that the kernel takes
     return multiply_narrow(x_TI, weight).astype(result)
