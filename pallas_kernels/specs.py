@@ -121,3 +121,74 @@ def find(name: str) -> Spec:
         if spec.name == name:
             return spec
     raise KeyError(f"no shape is named {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductSpec:
+    """One product by its shapes, of rows that are spread over groups (experts), or with one weight.
+
+    code, group_size: of the weight (see `QuantizedWeight`); None: it is of x's type. zeros: it has some.
+    """
+
+    name: str
+    num_rows: int
+    num_in: int
+    num_out: int
+    num_groups: int = 1
+    code: str | None = None
+    group_size: int = 0
+    zeros: bool = False
+    dtype: str = "bfloat16"
+
+    def cut(self) -> ProductSpec:
+        """The same product in small, for an interpreter."""
+        num_groups = min(self.num_groups, 5)
+        return dataclasses.replace(self, num_rows=40, num_in=min(self.num_in, 512), num_out=72, num_groups=num_groups)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Codes, scales in float32 and zeros of all groups, or the numbers."""
+        num_weights = self.num_groups * self.num_out * self.num_in
+        if self.code is None:
+            return 2 * num_weights
+        packed = self.code in ("int4", "fp4")
+        of_groups = 4 * (2 if self.zeros else 1) * (num_weights // self.group_size)
+        return num_weights // (2 if packed else 1) + of_groups
+
+
+_EXPERTS = {"num_groups": 128, "num_in": 2048, "num_out": 1536}  # gates and ups of Qwen3-30B-A3B
+_GATE_UP = {"num_in": 4096, "num_out": 28672}  # of Llama-3-8B
+_DOWN = {"num_in": 14336, "num_out": 4096}
+_INT4, _FP8 = {"code": "int4", "group_size": 32}, {"code": "fp8", "group_size": 128}
+
+PRODUCTS: tuple[ProductSpec, ...] = (
+    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens", num_rows=512, **_EXPERTS),
+    ProductSpec(name="qwen3-30b-a3b experts, 1 token", num_rows=8, **_EXPERTS),
+    ProductSpec(name="qwen3-30b-a3b experts, 2048 tokens", num_rows=16384, **_EXPERTS),
+    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens, int4", num_rows=512, **_EXPERTS, **_INT4),
+    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens, fp8", num_rows=512, **_EXPERTS, **_FP8),
+    ProductSpec(
+        name="gpt-oss-20b experts, 64 tokens, fp4",
+        num_rows=256,
+        num_groups=32,
+        num_in=2880,
+        num_out=5760,
+        code="fp4",
+        group_size=32,
+    ),
+    ProductSpec(name="llama-3-8b gate_up, 16 tokens, int4", num_rows=16, **_GATE_UP, **_INT4),
+    ProductSpec(name="llama-3-8b gate_up, 64 tokens, int4", num_rows=64, **_GATE_UP, **_INT4),
+    ProductSpec(name="llama-3-8b gate_up, 512 tokens, int4", num_rows=512, **_GATE_UP, **_INT4),
+    ProductSpec(name="llama-3-8b down, 16 tokens, int4", num_rows=16, **_DOWN, **_INT4),
+    ProductSpec(
+        name="llama-3-8b gate_up, 16 tokens, int4 with zeros",
+        num_rows=16,
+        **_GATE_UP,
+        code="int4",
+        group_size=128,
+        zeros=True,
+    ),
+    ProductSpec(name="llama-3-8b gate_up, 16 tokens, int8", num_rows=16, **_GATE_UP, code="int8", group_size=32),
+    ProductSpec(name="llama-3-8b gate_up, 16 tokens, fp8", num_rows=16, **_GATE_UP, **_FP8),
+    ProductSpec(name="llama-3-8b down, 16 tokens, fp8", num_rows=16, **_DOWN, **_FP8),
+)

@@ -98,7 +98,7 @@ def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     rng = np.random.default_rng(3)
     weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
     x_PI = rows_of(dtype, num_in)
-    cut = product.heuristic(NUM_ROWS, 6, num_in, num_out, dtype, None)
+    cut = product.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
     assert cut.splits == (8 if dtype == "float32" else 1)
     for counts in COUNTS:
         got = grouped_product(x_PI, weight, jnp.array(counts), **options())

@@ -29,6 +29,7 @@ from pallas_kernels.triton import backend as tb
 from pallas_kernels.xla.product import has_scales_of_outputs, multiply_before_scales, multiply_narrow
 
 PACKED = ("int4", "fp4")  # two in a byte
+ROOMY = ((9, 0), (10, 0))  # compute capabilities
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 PROGRAMS = 512  # that keep all of a GPU's processors reading: 132 of an H100, four each
 LEAST_TURNS, MOST_SPLITS = 4, 8
@@ -193,17 +194,21 @@ def _float4(nibble: jax.Array) -> jax.Array:
     return jnp.where(nibble > 7, -number, number)
 
 
-def heuristic(num_rows: int, num_groups: int, num_in: int, num_out: int, dtype: str, code: str | None) -> Cut:
-    """The cut of a product on a GPU on which nothing was measured. It depends on shapes alone, so that a row's sums do too."""
+def heuristic(x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool) -> Cut:
+    """The cut of a product on a GPU on which nothing was measured. It depends on shapes alone, so that a row's sums do too.
+
+    x_shape: rows and inputs. w_shape: groups and outputs. dtype: of x. roomy: whether a program has 227 KiB of shared memory.
+    """
+    (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
     average = num_rows / num_groups
-    rows = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 else 128
+    rows = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
+    warps, stages = 8 if rows == 128 else 4, 4 if roomy else 3
     if dtype == "float32":  # no tensor cores, and products keep their operands in registers
         cut = Cut(min(rows, 32), 64, 32, 4, 2)
     elif code is None:
-        cut = Cut(rows, 128, 64, 8 if rows == 128 else 4, 4)
+        cut = Cut(rows, 128, 128 if dtype == "int8" else 64, warps, stages)
     else:
-        depth = 256 if code in PACKED and rows == 16 else 128  # 128 bytes of an output, where there is room
-        cut = Cut(rows, 64, depth, 8 if rows == 128 else 4, 4)
+        cut = Cut(rows, 64, 256 if code in PACKED and rows == 16 else 128, warps, stages)
     programs = _num_tiles(num_rows, num_groups, cut.rows) * pl.cdiv(num_out, cut.cols)
     splits = min(PROGRAMS // programs, num_in // (LEAST_TURNS * cut.depth), MOST_SPLITS)
     return replace(cut, splits=max(1, splits))
@@ -230,7 +235,9 @@ def multiply_grouped(
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
     code = None if quantized is None else quantized.code
     num_groups, num_out = values.shape[:2]
-    cut = heuristic(*x_PI.shape[:1], num_groups, x_PI.shape[1], num_out, x_PI.dtype.name, code)
+    has = capability(jax.devices()[0])
+    shapes = (x_PI.shape[0], x_PI.shape[1]), (num_groups, num_out)
+    cut = heuristic(*shapes, x_PI.dtype.name, code, roomy=has is None or has in ROOMY)
     config = Config(
         cut=cut,
         code=code,
@@ -238,7 +245,7 @@ def multiply_grouped(
         num_in=x_PI.shape[1],
         num_out=num_out,
         result=jnp.dtype(result).name,
-        converts=(capability(jax.devices()[0]) or FLOAT8_CAPABILITY) >= FLOAT8_CAPABILITY,
+        converts=(has or FLOAT8_CAPABILITY) >= FLOAT8_CAPABILITY,
         interpret=interpret,
     )
     if values.dtype == jnp.float8_e4m3fn:
