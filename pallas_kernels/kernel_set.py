@@ -45,7 +45,8 @@ class KernelSet:
     copy_blocks, copy_slots: (leaves, source, destination) -> leaves.
     gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
     multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO, see `quantized_product`.
-    multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO, see `grouped_product`; None: the set has no such kernel.
+    multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO, see `grouped_product`;
+    None: the set has no such kernel.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
     supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
     tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.

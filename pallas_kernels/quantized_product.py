@@ -22,7 +22,8 @@ def quantized_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Float[Array, "T O"]:
-    """`x @ w.T`. Kernels make the weights as they multiply; plain XLA makes a temporary array of them.
+    """Returns `x @ w.T`. Kernels make the weights as they multiply; plain XLA makes a temporary
+    array of them.
 
     result: its type; None: that of x. backend, interpret: as in `paged_attention`.
 
@@ -49,14 +50,15 @@ def grouped_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Shaped[Array, "P O"]:
-    """The first count_E[0] rows of x times the weight of group 0, the next count_E[1] times that of group 1, and so on, in one launch.
+    """Multiplies the first count_E[0] rows of x by the weight of group 0, the next count_E[1] rows
+    by that of group 1, and so on, in one launch.
 
-    weight: numbers of x's type, 8-bit integers for an x of 8-bit integers (the sums are then int32), or codes, whose arrays all have one
-    more axis in front, E.
+    Rows after those of the last group are undefined. The order in which a row is summed depends on
+    shapes alone: neither on other rows nor on the counts.
 
-    Returns: rows after those of the last group are undefined. The order in which a row is summed depends on shapes alone.
-
-    result, backend, interpret, raises: as in `quantized_product`.
+    weight: numbers of x's type (8-bit integers for an x of 8-bit integers, with result int32), or
+    codes, whose arrays all have one more axis in front. The other arguments, and what is raised:
+    as in `quantized_product`.
     """
     y_PO: jax.Array = first_that_takes(
         "grouped_product",
@@ -72,7 +74,7 @@ def grouped_product(
 
 
 def has_grouped_product(platform: str, *, backend: str = "auto", interpret: bool = False) -> bool:
-    """Whether any set that would be tried on this platform has a kernel for it."""
+    """Returns whether any set that would be tried on this platform has a kernel for it."""
     return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))
 
 

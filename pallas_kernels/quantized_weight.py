@@ -24,7 +24,8 @@ class QuantizedWeight(NamedTuple):
     """A weight of O outputs and I inputs; J = ceil(I / group_size) groups.
 
     values: the codes [O, I], or [O, I / 2] bytes. zero_OJ, minimum_OJ: at most one of them is there.
-    scale_row_O: which row of the scales, zeros and minima an output has, where several outputs share one; None: its own.
+    scale_row_O: the row of scales, zeros and minima that an output has, where outputs share rows;
+    None: each has its own.
     """
 
     values: Shaped[Array, "O _"]
@@ -34,11 +35,6 @@ class QuantizedWeight(NamedTuple):
     group_size: int
     minimum_OJ: Float[Array, "O J"] | None = None
     scale_row_O: Int[Array, "O"] | None = None
-
-    @property
-    def of_groups(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Scales, zeros and minima."""
-        return self.scale_OJ, self.zero_OJ, self.minimum_OJ
 
     @property
     def num_in(self) -> int:

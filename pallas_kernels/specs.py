@@ -127,7 +127,8 @@ def find(name: str) -> Spec:
 class ProductSpec:
     """One product by its shapes, of rows that are spread over groups (experts), or with one weight.
 
-    code, group_size: of the weight (see `QuantizedWeight`); None: it is of x's type. zeros: it has some.
+    code, group_size: of the weight (see `QuantizedWeight`); None: it is of x's type.
+    zeros: whether it has zeros.
     """
 
     name: str
@@ -147,7 +148,7 @@ class ProductSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Codes, scales in float32 and zeros of all groups, or the numbers."""
+        """Returns the bytes of all groups' codes, scales and zeros, or numbers."""
         num_weights = self.num_groups * self.num_out * self.num_in
         if self.code is None:
             return 2 * num_weights
@@ -156,39 +157,34 @@ class ProductSpec:
         return num_weights // (2 if packed else 1) + of_groups
 
 
-_EXPERTS = {"num_groups": 128, "num_in": 2048, "num_out": 1536}  # gates and ups of Qwen3-30B-A3B
-_GATE_UP = {"num_in": 4096, "num_out": 28672}  # of Llama-3-8B
-_DOWN = {"num_in": 14336, "num_out": 4096}
-_INT4, _FP8 = {"code": "int4", "group_size": 32}, {"code": "fp8", "group_size": 128}
+_EXPERTS = ProductSpec(name="qwen3-30b-a3b experts", num_rows=8, num_groups=128, num_in=2048, num_out=1536)
+_MORE_EXPERTS = ProductSpec(name="gpt-oss-20b experts", num_rows=4, num_groups=32, num_in=2880, num_out=5760)
+_GATE_UP = ProductSpec(name="llama-3-8b gate_up", num_rows=1, num_in=4096, num_out=28672)
+_DOWN = ProductSpec(name="llama-3-8b down", num_rows=1, num_in=14336, num_out=4096)
+
+
+def _product(
+    of_token: ProductSpec, tokens: int, code: str | None = None, group_size: int = 0, zeros: bool = False
+) -> ProductSpec:
+    kind = "" if code is None else f", {code}" + (" with zeros" if zeros else "")
+    return dataclasses.replace(
+        of_token,
+        name=f"{of_token.name}, {tokens} tokens{kind}",
+        num_rows=tokens * of_token.num_rows,
+        code=code,
+        group_size=group_size,
+        zeros=zeros,
+    )
+
 
 PRODUCTS: tuple[ProductSpec, ...] = (
-    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens", num_rows=512, **_EXPERTS),
-    ProductSpec(name="qwen3-30b-a3b experts, 1 token", num_rows=8, **_EXPERTS),
-    ProductSpec(name="qwen3-30b-a3b experts, 2048 tokens", num_rows=16384, **_EXPERTS),
-    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens, int4", num_rows=512, **_EXPERTS, **_INT4),
-    ProductSpec(name="qwen3-30b-a3b experts, 64 tokens, fp8", num_rows=512, **_EXPERTS, **_FP8),
-    ProductSpec(
-        name="gpt-oss-20b experts, 64 tokens, fp4",
-        num_rows=256,
-        num_groups=32,
-        num_in=2880,
-        num_out=5760,
-        code="fp4",
-        group_size=32,
-    ),
-    ProductSpec(name="llama-3-8b gate_up, 16 tokens, int4", num_rows=16, **_GATE_UP, **_INT4),
-    ProductSpec(name="llama-3-8b gate_up, 64 tokens, int4", num_rows=64, **_GATE_UP, **_INT4),
-    ProductSpec(name="llama-3-8b gate_up, 512 tokens, int4", num_rows=512, **_GATE_UP, **_INT4),
-    ProductSpec(name="llama-3-8b down, 16 tokens, int4", num_rows=16, **_DOWN, **_INT4),
-    ProductSpec(
-        name="llama-3-8b gate_up, 16 tokens, int4 with zeros",
-        num_rows=16,
-        **_GATE_UP,
-        code="int4",
-        group_size=128,
-        zeros=True,
-    ),
-    ProductSpec(name="llama-3-8b gate_up, 16 tokens, int8", num_rows=16, **_GATE_UP, code="int8", group_size=32),
-    ProductSpec(name="llama-3-8b gate_up, 16 tokens, fp8", num_rows=16, **_GATE_UP, **_FP8),
-    ProductSpec(name="llama-3-8b down, 16 tokens, fp8", num_rows=16, **_DOWN, **_FP8),
+    *(_product(_EXPERTS, tokens) for tokens in (1, 64, 2048)),
+    _product(_EXPERTS, 64, "int4", 32),
+    _product(_EXPERTS, 64, "fp8", 128),
+    _product(_MORE_EXPERTS, 64, "fp4", 32),
+    *(_product(_GATE_UP, tokens, "int4", 32) for tokens in (16, 64, 512)),
+    _product(_DOWN, 16, "int4", 32),
+    _product(_GATE_UP, 16, "int4", 128, zeros=True),
+    _product(_GATE_UP, 16, "int8", 32),
+    *(_product(each, 16, "fp8", 128) for each in (_GATE_UP, _DOWN)),
 )

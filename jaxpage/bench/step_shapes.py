@@ -111,9 +111,9 @@ def step_shapes(
         config = {**config, "num_hidden_layers": num_layers}
     family = load_family(config)
     spec = family.Spec.from_config(config)
-    stored = isinstance(quantization, Mapping)
-    scheme = quantization_of({"quantization_config": quantization} if stored else {}, None if stored else quantization)
-    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype), scheme and scheme.rule)
+    stored = {"quantization_config": quantization} if isinstance(quantization, Mapping) else {}
+    scheme = quantization_of(stored, quantization if isinstance(quantization, str) else None)
+    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype), None if scheme is None else scheme.rule)
     table_width = -(-spec.max_position_embeddings // block_size)
     options = StepOptions(
         graph=graph,

@@ -75,8 +75,8 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
 
 
 def make_product_kernels(backend: Backend) -> ProductKernels:
-    """What multiplies by weights of few bits, what looks into a table of them, and what multiplies few rows, or rows by the weights of
-    their experts."""
+    """Returns the kernels for products with weights of few bits, look-ups in a table of them,
+    products of few rows, and products of rows by the weights of their experts."""
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
         return quantized_product(x_TI, QuantizedWeight(*weight), result=result, **backend.options)

@@ -83,7 +83,7 @@ class ExpertLinear(nnx.Module):
         self.bias = spec.declare_bias()
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> Weight:
-        """That of one expert, or with `...` those of all, one more axis in front."""
+        """Returns the weight of one expert, or with `...` all of them, with one more axis in front."""
         return self.kernel[...][expert]
 
     def __call__(self, expert: Int[Array, ""], x_PI: Float[Array, "P I"]) -> Float[Array, "P O"]:
@@ -93,7 +93,7 @@ class ExpertLinear(nnx.Module):
     def of_sorted(
         self, x_PI: Float[Array, "P I"], expert_P: Int[Array, "P"], count_E: Int[Array, "E"]
     ) -> Float[Array, "P O"] | None:
-        """Each row by the weights of its expert: see `product_by_group`."""
+        """Multiplies each row by the weights of its expert; see `product_by_group`."""
         y_PO = product_by_group(x_PI, self.weight(...), expert_P, count_E)
         return y_PO if self.bias is None or y_PO is None else y_PO + self.bias[...][expert_P]
 

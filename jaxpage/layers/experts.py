@@ -24,7 +24,8 @@ from jaxpage.layers.routing import Router, Routing
 
 # Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
-PAIRS_COMPARED = 2048  # up to so many are sorted by comparing all with all, which on a GPU is two launches
+# Up to so many pairs are sorted by comparing all with all, which on a GPU takes two launches.
+PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,10 @@ class Experts(nnx.Module):
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
     def _made_at_once(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"] | None:
-        """One product for all experts' gates and ups, and one for all downs; None where no kernel takes them."""
+        """Multiplies by all experts' gates and ups at once, and by all their downs.
+
+        Returns None where no kernel takes these products.
+        """
         per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
@@ -95,7 +99,7 @@ class Experts(nnx.Module):
         return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
     def _made_by_tiles(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
-        """Tiles of rows one after another, each by the weights of one expert."""
+        """Multiplies tiles of rows one after another, each by the weights of one expert."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
         rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
@@ -126,7 +130,7 @@ class Experts(nnx.Module):
 
 
 def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
-    """Which pair has each place when they are sorted by expert, and the place of each pair."""
+    """Returns the pair at each place when pairs are sorted by expert, and the place of each pair."""
     pair_P = jnp.arange(len(expert_P))
     if len(expert_P) > PAIRS_COMPARED:
         order_P = jnp.argsort(expert_P, stable=True)

@@ -40,7 +40,8 @@ class ProductKernels(NamedTuple):
 
     few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`. few_rounded: what `rounded_product` gives. Both return
     None for a product that they do not take.
-    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given; it may return None too.
+    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
+    It returns None for a product that it does not take; None: there is no such kernel.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -158,10 +159,12 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 def product_by_group(
     x_PI: Float[Array, "P I"], weight: Weight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
 ) -> Float[Array, "P O"] | None:
-    """Each row by the weight of its group, in one launch; None where no kernel takes that.
+    """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
 
-    weight: its arrays have one more axis in front, of groups. Rows are sorted by group; those whose group is no weight's come last, and
-    what they get is undefined.
+    Rows are sorted by group. Those whose group has no weight come last, and their results are
+    undefined.
+
+    weight: its arrays have one more axis in front, of groups.
     """
     kernels = _kernels.get()
     if kernels is None or kernels.by_group is None:
@@ -178,13 +181,14 @@ def product_by_group(
 def rounded_product(
     x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
-    """Sums of x, rounded to eight bits, and the scale of each token."""
+    """Returns the sums of x, rounded to eight bits, and the scale of each token."""
     rounded_TI, scale_T1 = rounded_inputs(x_TI)
     return jnp.einsum("TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32), scale_T1
 
 
 def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
-    """Inputs in eight bits and the scale of each token: NaN where an input is, which XLA on CPU leaves out of a maximum.
+    """Returns inputs in eight bits and the scale of each token: NaN where an input is NaN, which
+    XLA on CPU leaves out of a maximum.
 
     Multiplied by the inverse of the scale: XLA makes that of a division, so a kernel has to do the same.
     """

@@ -70,11 +70,13 @@ class QuantizedExpertLinear(ExpertLinear):
         values, scale = self.kernel[...][expert], self.scale[...][expert]
         if self.int8_inputs:
             return Scaled(values, scale[..., 0])
-        blocks = self._block_of_output() if self.block_rows > 1 else None
-        if blocks is not None and expert is not ...:
-            scale, blocks = scale[blocks], None
+        scale_row_O = None
+        if self.block_rows > 1 and expert is ...:
+            scale_row_O = jnp.asarray(self._block_of_output())
+        elif self.block_rows > 1:
+            scale = scale[self._block_of_output()]
         zero, minimum = (None if each is None else each[...][expert] for each in (self.zero, self.minimum))
-        return Grouped(values, scale, zero, self.code, self.group_size, minimum, blocks)
+        return Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
 
     def _block_of_output(self) -> np.ndarray:
         """Each part begins with a block of its own."""

@@ -1,7 +1,8 @@
-"""The grouped product over named shapes: against float64, and its times next to a bfloat16 product and to the bandwidth that was measured.
+"""The grouped product over named shapes: against float64, and its times next to those of a bfloat16
+product and to the bandwidth that was measured.
 
-Rows are spread over the groups unevenly: some have none, and one has many. An error is a share of the sum of the sizes of what is added
-up; weights of few bits are rounded to the type of x.
+Rows are spread over the groups unevenly: some have none, and one has many. An error is a share of
+the sum of the absolute values that are added up; weights of few bits are rounded to the type of x.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from pallas_kernels.quantized_weight import FP4, QuantizedWeight
 from pallas_kernels.specs import PRODUCTS, ProductSpec
 
 TOLERANCE = 2.0**-7
-CHECKED = 48  # outputs, from the first and the last, that are computed in float64
+CHECKED = 48  # outputs, half of them the first and half the last, that are computed in float64
 NUM_CALLS = 20  # of a timed program
 NUM_WEIGHTS = 2  # that take turns, so that no call finds its own in the cache
 DTYPES = {"int8": "int8", "fp8": "uint8", "int4": "uint8", "fp4": "uint8"}
 
 
 def specs(small: bool) -> list[ProductSpec]:
-    """The named shapes; in small those that differ in more than sizes."""
+    """Returns the named shapes, or in small those that differ in more than sizes."""
     if not small:
         return list(PRODUCTS)
     kinds = {(spec.code, spec.zeros, spec.num_groups > 1): spec.cut() for spec in PRODUCTS}
@@ -37,7 +38,7 @@ def specs(small: bool) -> list[ProductSpec]:
 
 
 def counts(spec: ProductSpec, seed: int = 0) -> np.ndarray:
-    """How many rows each group has."""
+    """Returns the number of rows of each group."""
     if spec.num_groups == 1:
         return np.array([spec.num_rows])
     rng = np.random.default_rng(seed)
@@ -46,7 +47,7 @@ def counts(spec: ProductSpec, seed: int = 0) -> np.ndarray:
 
 
 def make_weight(spec: ProductSpec, seed: int = 0) -> Any:
-    """Random numbers of x's type, or a quantised weight of random codes, none of which is a NaN."""
+    """Returns random numbers of x's type, or random codes without NaN, with scales."""
     keys = jax.random.split(jax.random.key(seed), 3)
     shape = (spec.num_groups, spec.num_out, spec.num_in)
     if spec.code is None:
@@ -62,7 +63,7 @@ def make_weight(spec: ProductSpec, seed: int = 0) -> Any:
 
 
 def exact_weight(weight: Any, outputs: np.ndarray) -> np.ndarray:
-    """These outputs' weights of all groups, in float64."""
+    """Returns the weights of these outputs in all groups, in float64."""
     if not isinstance(weight, QuantizedWeight):
         return np.asarray(weight[:, outputs]).astype(np.float64)
     bits = np.asarray(weight.values[:, outputs])
@@ -82,7 +83,7 @@ def exact_weight(weight: Any, outputs: np.ndarray) -> np.ndarray:
 
 
 def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
-    """multiply: of (x_PI, weight, count_E), in float32."""
+    """Compares a product with float64. multiply: of (x_PI, weight, count_E), in float32."""
     weight, count_E = make_weight(spec), counts(spec)
     x_PI = jax.random.normal(jax.random.key(1), (spec.num_rows, spec.num_in), jnp.dtype(spec.dtype))
     half = min(CHECKED, spec.num_out) // 2
@@ -109,7 +110,11 @@ def findings(backend: str, ceilings: Ceilings | None, *, interpret: bool, small:
 
 
 def timings(multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, small: bool) -> Finding:
-    """The bfloat16 product of one weight is XLA's; of experts there is none, but their weights' bytes at the measured bandwidth."""
+    """Times each product, and XLA's in bfloat16 of the same shape where there is one weight.
+
+    The bound is the time that the weights' bytes take at the measured bandwidth, without those of
+    groups that have no rows.
+    """
     columns = ["product", "us", "us of bfloat16", "us at the bandwidth", "share of the bandwidth", "note"]
     table, data, failed = Table("Products", columns), list[dict[str, Any]](), False
     for spec in specs(small):
@@ -131,19 +136,22 @@ def timings(multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, sm
 
 
 def seconds(multiply: Callable[..., jax.Array], spec: ProductSpec, small: bool) -> float:
-    """Of one call, in a program of many that wait for each other."""
+    """Times one call, in a program of many that wait for each other."""
     weights = [make_weight(spec, seed) for seed in range(NUM_WEIGHTS)]
     count_E = jnp.asarray(counts(spec), jnp.int32)
 
     def one(x_PI: jax.Array, arrays: list[Any], index: int) -> jax.Array:
-        code, own = spec.code, arrays[index]
-        return multiply(x_PI, own if code is None else QuantizedWeight(*own, code, spec.group_size), count_E)
+        own = arrays[index]
+        if spec.code is None:
+            return multiply(x_PI, own, count_E)
+        values, scale, zero = own
+        return multiply(x_PI, QuantizedWeight(values, scale, zero, spec.code, spec.group_size), count_E)
 
     return _seconds(one, spec, [weight[:3] if spec.code else weight for weight in weights], small)
 
 
 def dense_seconds(spec: ProductSpec, small: bool) -> float:
-    """Of XLA's product in bfloat16, of the same shape."""
+    """Times XLA's product in bfloat16 of the same shape."""
     keys = jax.random.split(jax.random.key(3), NUM_WEIGHTS)
     weights = [jax.random.normal(key, (spec.num_out, spec.num_in), jnp.bfloat16) for key in keys]
     return _seconds(lambda x, w, index: jnp.einsum("TI,OI->TO", x, w[index]), spec, weights, small)

@@ -1,13 +1,17 @@
-"""The grouped product of the Triton backend: rows that are sorted by group, times the weights of their groups, in one launch.
+"""The grouped product of the Triton backend: rows that are sorted by group, times the weights of
+their groups, in one launch.
 
-A group is an expert of a mixture, and a product with one weight is that of one group. A program takes a tile of rows of one group and a
-block of outputs, and walks through all inputs in turns of `Cut.depth`. It reads weights where they lie, a 16-byte copy at a time:
+A group is an expert of a mixture; a product with one weight has one group. A program takes a tile
+of rows of one group and a block of outputs, and walks through the inputs in turns of `Cut.depth`.
+It reads weights from where they are stored, in 16-byte asynchronous copies:
 
-    rows by group   [ 0 0 0 | 2 2 2 2 2 | 3 ]      group 1 has no rows
-    tiles of four   [ 0 0 0 . ] [ 2 2 2 2 ] [ 2 . . . ] [ 3 . . . ] [ . . . . ]     the last one returns at once
+    rows by group   [ 0 0 0 | 2 2 2 2 2 | 3 ]                group 1 has no rows
+    tiles of four   [ 0 0 0 . ] [ 2 2 2 2 ] [ 2 . . . ] [ 3 . . . ] [ . . . . ]
+                                                             the last one returns at once
 
-Codes become numbers of x's type in registers, each with the scale of its group of inputs. A scale of all inputs of an output is
-multiplied after the sum, and 8-bit integers times 8-bit integers are summed as integers.
+Codes become numbers of x's type in registers, each with the scale of its group of inputs. Where an
+output has one scale, it is multiplied after the sum. Products of 8-bit integers are summed as
+integers. Few tiles share their turns among several programs (splits), whose sums are added up.
 """
 
 from __future__ import annotations
@@ -33,12 +37,18 @@ ROOMY = ((9, 0), (10, 0))  # compute capabilities
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 PROGRAMS = 512  # that keep all of a GPU's processors reading: 132 of an H100, four each
 LEAST_TURNS, MOST_SPLITS = 4, 8
-MOST_ROWS = 512  # from there on a temporary array of the weight costs less than to make it anew for each tile of rows (an estimate)
+# Above so many rows a temporary array of the weight costs less than to make it anew for each tile of
+# rows: an estimate, which was not measured.
+MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut. rows: of a tile. cols: outputs of a program. depth: inputs of a turn. splits: programs that share the turns."""
+    """How a product is cut.
+
+    rows: of a tile. cols: outputs of a program. depth: inputs of a turn. splits: programs that
+    share the turns of a tile.
+    """
 
     rows: int
     cols: int
@@ -50,8 +60,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class Config:
-    """code: of the weights; None: they are numbers of x's type. scale_group: inputs that share a scale; None: all of them, and the scale
-    is multiplied after the sum. result: the type of the product. converts: whether this GPU turns float8 into other types."""
+    """All that a kernel is compiled for.
+
+    code: of the weights; None: they are numbers of x's type. scale_group: inputs that share a
+    scale; None: the scale is multiplied after the sum. result: the type of the product.
+    converts: whether this GPU turns float8 into other types.
+    """
 
     cut: Cut
     code: str | None
@@ -66,9 +80,14 @@ class Config:
 def kernel(  # type: ignore[no-untyped-def]
     count_ref, x_ref, values_ref, scale_ref, zero_ref, minimum_ref, scale_row_ref, out_ref, *, config: Config
 ) -> None:
-    """x_ref: [P, I], or of two codes in a byte [P, 2, I / 2]: the inputs of the low halves come first. out_ref: [splits, P, O]."""
+    """Multiplies one tile by one block of outputs.
+
+    x_ref: [P, I]; for two codes in a byte [P, 2, I / 2], first the inputs of the low halves.
+    out_ref: [splits, P, O].
+    """
     cut = config.cut
-    # Programs that start one after another share the weights of one group: several tiles of it, or all of its outputs.
+    # Programs that start one after another share weights or rows: the tiles of a block, where there
+    # is one group, and the blocks of a tile where there are many.
     tile, block = (pl.program_id(axis) for axis in ((0, 1) if values_ref.shape[0] == 1 else (1, 0)))
     split = pl.program_id(2)
     group, first, count = _place(count_ref, tile, cut.rows, x_ref.shape[0])
@@ -84,7 +103,7 @@ def kernel(  # type: ignore[no-untyped-def]
         num_columns = config.num_in // 2 if packed else config.num_in
 
         def of_groups(ref: Any, turn: Any) -> Any:
-            """One for each output and group of inputs of this turn, in the shape of the turn's codes."""
+            """Returns the turn's scales, zeros or minima, repeated in the shape of its codes."""
             size = config.scale_group or config.num_in
             num_groups = max(1, cut.depth // size)
             at_J = turn * cut.depth // size + jnp.arange(num_groups)
@@ -98,7 +117,7 @@ def kernel(  # type: ignore[no-untyped-def]
             return repeated.reshape(cut.cols, width)
 
         def numbers(codes_OI: Any, high: bool, turn: Any) -> Any:
-            """The weights of a turn, in x's type."""
+            """Returns the weights of a turn in x's type."""
             if config.code is None or (config.scale_group is None and config.code == "int8"):
                 return codes_OI.astype(x_ref.dtype)
             plain = _decoded(codes_OI, config, high)
@@ -142,9 +161,10 @@ def kernel(  # type: ignore[no-untyped-def]
 
 
 def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, Any, Any]:
-    """The group of a tile, its first row, and how many rows it has. count_ref: of each group; None: there is one, which has all rows.
+    """Returns the group of a tile, its first row and its number of rows.
 
-    Each program finds its place by itself: it takes less time than one more launch.
+    Each program finds its own place, which takes less time than one more launch.
+    count_ref: rows of each group; None: there is one group, which has all rows.
     """
     if count_ref is None:
         return 0, tile * rows, jnp.minimum(num_rows - tile * rows, rows)
@@ -163,7 +183,7 @@ def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, An
 
 
 def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
-    """Codes as float32, without zeros, minima and scales. high: of two in a byte those in the upper halves."""
+    """Returns codes in float32, before zeros, minima and scales. high: the upper halves of bytes."""
     if config.code == "int8":
         return codes.astype(jnp.float32)
     if config.code == "fp8":
@@ -176,9 +196,9 @@ def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
 
 
 def _float8(bits: jax.Array) -> jax.Array:
-    """float8_e4m3fn from its bits, for GPUs that do not convert it."""
+    """Decodes float8_e4m3fn from its bits, for GPUs that do not convert it."""
     size = bits & 0x7F
-    # Below the normal numbers the hidden bit is absent: with it, and less what it is worth, they are exact.
+    # Subnormal numbers have no hidden bit: it is added, and its value subtracted.
     is_small = size < 8
     number = lax.bitcast_convert_type((jnp.where(is_small, size + 8, size) << 20) + (120 << 23), jnp.float32)
     number = number - jnp.where(is_small, 2.0**-6, 0.0)
@@ -187,7 +207,7 @@ def _float8(bits: jax.Array) -> jax.Array:
 
 
 def _float4(nibble: jax.Array) -> jax.Array:
-    """float4_e2m1fn from its bits. 0 and 0.5 are below its normal numbers."""
+    """Decodes float4_e2m1fn from its bits, of which 0 and 0.5 are subnormal."""
     size = nibble & 7
     bits = jnp.where(size < 2, size * (126 << 23), (size << 22) + (126 << 23))
     number = lax.bitcast_convert_type(bits, jnp.float32)
@@ -195,9 +215,12 @@ def _float4(nibble: jax.Array) -> jax.Array:
 
 
 def heuristic(x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool) -> Cut:
-    """The cut of a product on a GPU on which nothing was measured. It depends on shapes alone, so that a row's sums do too.
+    """Returns the cut of a product for a GPU on which nothing was measured.
 
-    x_shape: rows and inputs. w_shape: groups and outputs. dtype: of x. roomy: whether a program has 227 KiB of shared memory.
+    It depends on shapes alone, so that the order of a row's sums does too.
+
+    x_shape: rows and inputs. w_shape: groups and outputs. dtype: of x. roomy: whether a program
+    has 227 KiB of shared memory.
     """
     (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
     average = num_rows / num_groups
@@ -215,7 +238,7 @@ def heuristic(x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, co
 
 
 def _num_tiles(num_rows: int, num_groups: int, rows: int) -> int:
-    """How many tiles there are at most."""
+    """Returns the largest possible number of tiles."""
     return num_rows // rows + min(num_groups, num_rows)
 
 
@@ -227,9 +250,11 @@ def multiply_grouped(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `pallas_kernels.grouped_product`. Rows of no group are not written. count_E: None where one group has all rows.
+    """Multiplies as `pallas_kernels.grouped_product` says. Rows of no group are not written.
 
-    Raises NotImplementedError for groups of inputs that no turn is a part or a multiple of.
+    Raises NotImplementedError where scales are of groups of inputs that fit no turn.
+
+    count_E: None where one group has all rows.
     """
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
@@ -250,7 +275,16 @@ def multiply_grouped(
     )
     if values.dtype == jnp.float8_e4m3fn:
         values = lax.bitcast_convert_type(values, jnp.uint8)
-    of_groups = [None] * 4 if quantized is None else [*quantized.of_groups, quantized.scale_row_O]
+    of_groups = (
+        [None] * 4
+        if quantized is None
+        else [
+            quantized.scale_OJ,
+            quantized.zero_OJ,
+            quantized.minimum_OJ,
+            quantized.scale_row_O,
+        ]
+    )
     count_E = None if count_E is None else count_E.astype(jnp.int32)
     return _multiply([count_E, x_PI, values, *of_groups], config)
 
@@ -292,13 +326,13 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
 
 
 def stacked(weight: QuantizedWeight) -> QuantizedWeight:
-    """One weight as that of one group."""
-    scale, zero, minimum = (None if each is None else each[None] for each in weight.of_groups)
-    return weight._replace(values=weight.values[None], scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+    """Returns a weight as that of one group."""
+    zero, minimum = (None if each is None else each[None] for each in (weight.zero_OJ, weight.minimum_OJ))
+    return weight._replace(values=weight.values[None], scale_OJ=weight.scale_OJ[None], zero_OJ=zero, minimum_OJ=minimum)
 
 
 def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False) -> jax.Array:
-    """See `pallas_kernels.quantized_product`."""
+    """Multiplies as `pallas_kernels.quantized_product` says."""
     if has_scales_of_outputs(weight):
         return multiply_before_scales(x_TI, weight).astype(result)
     if x_TI.shape[0] <= MOST_ROWS:

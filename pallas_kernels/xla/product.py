@@ -22,14 +22,17 @@ def multiply_narrow(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def has_scales_of_outputs(weight: QuantizedWeight) -> bool:
-    """Whether a scale of each output is all that makes numbers of the codes, and `multiply_before_scales` takes the weight."""
+    """Returns whether a weight is its codes times one scale per output, so that
+    `multiply_before_scales` takes it."""
     plain = weight.zero_OJ is None and weight.minimum_OJ is None and weight.code in ("int8", "fp8")
     return plain and weight.scale_OJ.shape[1] == 1
 
 
 def multiply_before_scales(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """In float32: the sums are of codes, which are exact in x's type, and are multiplied by the scales. XLA fuses all of it for GPUs, and
-    reads the codes once."""
+    """Returns the product in float32: sums over codes, which are exact in x's type, times scales.
+
+    For GPUs XLA fuses all of it, and reads the codes once.
+    """
     is_bits = weight.code == "fp8" and weight.values.dtype == jnp.uint8
     codes = jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn) if is_bits else weight.values
     precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
