@@ -1,4 +1,5 @@
-"""The grouped product of the Triton backend in the interpreter: against float64, with mistakes planted, and lowered for CUDA."""
+"""The grouped product of the Triton backend in the interpreter: against float64, with mistakes
+planted, and lowered for CUDA."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ def options(**more):
 
 
 def make_weight(code, shape, group_size, extra=None, seed=0):
-    """Codes, scales, and the weights that they stand for in float64. extra: "zero", "minimum", or "blocks" of five outputs."""
+    """Returns a weight, and the numbers that it stands for in float64.
+
+    extra: "zero", "minimum", or "blocks" of five outputs that share scales.
+    """
     rng = np.random.default_rng(seed)
     num_groups, num_out, num_in = shape
     bits = rng.integers(0, 256, (num_groups, num_out, num_in // (2 if code in product.PACKED else 1))).astype(np.uint8)
@@ -56,7 +60,7 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
 
 
 def error_of(got, x, exact, counts):
-    """Largest, as a share of the sum of the sizes of what is added up."""
+    """Returns the largest error, as a share of the sum of the absolute values that are added up."""
     group = np.repeat(np.arange(len(counts)), counts)
     x, got = np.asarray(x, np.float64)[: len(group)], np.asarray(got, np.float64)[: len(group)]
     want = np.einsum("PI,POI->PO", x, exact[group])
@@ -68,7 +72,9 @@ def rows_of(dtype, num_in, num_rows=NUM_ROWS):
     return jnp.asarray(np.random.default_rng(1).standard_normal((num_rows, num_in)), dtype)
 
 
-CODES = {  # name: code, type of x, outputs, inputs, inputs that share a scale, what else; no width but one is a whole number of turns
+# By name: code, type of x, outputs, inputs, inputs that share a scale, and what else there is.
+# Hardly any width is a whole number of turns or of blocks.
+CODES = {
     "int8, scales of outputs": ("int8", "bfloat16", 40, 96, 96),
     "int8 groups": ("int8", "float32", 96, 352, 32),
     "int8 groups of no power of two": ("int8", "bfloat16", 32, 768, 384),
@@ -198,7 +204,7 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
 
 
 def kernel_with(**wrong):
-    """The kernel with other operands, by name: those of another, or None."""
+    """Returns the kernel with some operands exchanged for others, or for None."""
     names = ("count", "x", "values", "scale", "zero", "minimum", "scale_row")
     right = product.kernel
 
@@ -211,7 +217,7 @@ def kernel_with(**wrong):
 
 
 def configured(**wrong):
-    """The kernel with a config in which some fields are others; those that the cut has are of the cut."""
+    """Returns the kernel with some fields of its config, or of the config's cut, changed."""
     right = product.kernel
 
     def mistaken(*refs, config):
