@@ -79,6 +79,7 @@ CODES = {
     "int8 groups": ("int8", "float32", 96, 352, 32),
     "int8 groups of no power of two": ("int8", "bfloat16", 32, 768, 384),
     "int8 zeros of outputs": ("int8", "float16", 64, 200, 200, "zero"),
+    "int4 zeros of outputs": ("int4", "bfloat16", 40, 70, 70, "zero"),
     "int4 groups": ("int4", "bfloat16", 96, 352, 32),
     "int4 zeros": ("int4", "float32", 72, 192, 64, "zero"),
     "int4 minima": ("int4", "bfloat16", 72, 192, 32, "minimum"),

@@ -33,7 +33,7 @@ from pallas_kernels.triton import backend as tb
 from pallas_kernels.xla.product import has_scales_of_outputs, multiply_before_scales, multiply_narrow
 
 PACKED = ("int4", "fp4")  # two in a byte
-ROOMY = ((9, 0), (10, 0))  # compute capabilities
+ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 PROGRAMS = 512  # that keep all of a GPU's processors reading: 132 of an H100, four each
 LEAST_TURNS, MOST_SPLITS = 4, 8
@@ -105,7 +105,7 @@ def kernel(  # type: ignore[no-untyped-def]
         def of_groups(ref: Any, turn: Any) -> Any:
             """Returns the turn's scales, zeros or minima, repeated in the shape of its codes."""
             size = config.scale_group or config.num_in
-            num_groups = max(1, cut.depth // size)
+            num_groups = 1 if ref.shape[2] == 1 else max(1, cut.depth // size)
             at_J = turn * cut.depth // size + jnp.arange(num_groups)
             mask = has_O[:, None] & (at_J < ref.shape[2])[None, :]
             found_OJ = tb.load(ref.at[group, scale_row_O[:, None], at_J[None, :]], mask=mask, other=0).astype(
