@@ -19,7 +19,7 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product
+from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
 
 # Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
@@ -76,7 +76,7 @@ class Experts(nnx.Module):
 
     def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
         """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
-        found_TXD = self._made_at_once(x_TD, expert_TX)
+        found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
     def _made_at_once(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"] | None:

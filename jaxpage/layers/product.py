@@ -155,6 +155,12 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
+def has_product_by_group() -> bool:
+    """Returns whether there is a kernel that multiplies rows by the weights of their groups."""
+    kernels = _kernels.get()
+    return kernels is not None and kernels.by_group is not None
+
+
 @jax.named_scope("product")
 def product_by_group(
     x_PI: Float[Array, "P I"], weight: Weight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
