@@ -11,7 +11,7 @@ from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import paged_attention, pages_from_PSKH, write_and_attend
 from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.quantized_product import quantized_product
+from pallas_kernels.quantized_product import grouped_product, has_grouped_product, quantized_product
 from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 from pallas_kernels.selection import mass_of
 from pallas_kernels.sets import (
@@ -40,6 +40,8 @@ __all__ = [
     "copy_blocks",
     "copy_slots",
     "gather_blocks",
+    "grouped_product",
+    "has_grouped_product",
     "is_quantized",
     "mass_of",
     "numbers",

@@ -44,7 +44,9 @@ class KernelSet:
     write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the scales where there are any.
     copy_blocks, copy_slots: (leaves, source, destination) -> leaves.
     gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
-    multiply: (x_TI, QuantizedWeight) -> y_TO, see `quantized_product`.
+    multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO, see `quantized_product`.
+    multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO, see `grouped_product`;
+    None: the set has no such kernel.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
     cutoffs, likeliest: selection in rows of logits, see `selection`, where a set has kernels for both.
     supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
@@ -62,7 +64,8 @@ class KernelSet:
     copy_slots: Callable[..., Leaves]
     gather_blocks: Callable[..., jax.Array]
     scatter_blocks: Callable[..., Leaves]
-    multiply: Callable[[jax.Array, QuantizedWeight], jax.Array]
+    multiply: Callable[..., jax.Array]
+    multiply_grouped: Callable[..., jax.Array] | None = None
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
     likeliest: Callable[..., tuple[jax.Array, jax.Array]] | None = None

@@ -1,23 +1,31 @@
-"""The product with a quantised weight."""
+"""The product with a quantised weight, and that of rows by the weights of their groups."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 
 import jax
-from jaxtyping import Array, Float
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Shaped
 
-from pallas_kernels.kernel_set import Call
+from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.quantized_weight import QuantizedWeight
-from pallas_kernels.sets import DEFINITION, first_that_takes
+from pallas_kernels.sets import candidates, first_that_takes
 
 
 def quantized_product(
-    x_TI: Float[Array, "T I"], weight: QuantizedWeight, *, backend: str = "auto", interpret: bool = False
+    x_TI: Float[Array, "T I"],
+    weight: QuantizedWeight,
+    *,
+    result: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
 ) -> Float[Array, "T O"]:
-    """`x @ w.T` in the type of x. The kernels for CPUs make the weights as they multiply; plain XLA makes a temporary array of them.
+    """Returns `x @ w.T`. Kernels make the weights as they multiply; plain XLA makes a temporary
+    array of them.
 
-    backend, interpret: as in `paged_attention`; no kernel of this operation is interpreted.
+    result: its type; None: that of x. backend, interpret: as in `paged_attention`.
 
     Raises NotImplementedError if no backend takes the call; the text has every backend's reason.
     """
@@ -26,7 +34,53 @@ def quantized_product(
         operator.attrgetter("multiply"),
         x_TI,
         weight,
-        call=Call(weight=weight),
-        backend=DEFINITION if interpret else backend,
+        result or x_TI.dtype,
+        call=Call(weight=weight, interpret=interpret),
+        backend=backend,
     )
     return y_TO
+
+
+def grouped_product(
+    x_PI: Shaped[Array, "P I"],
+    weight: Shaped[Array, "E O I"] | QuantizedWeight,
+    count_E: Int[Array, "E"],
+    *,
+    result: DTypeLike | None = None,
+    backend: str = "auto",
+    interpret: bool = False,
+) -> Shaped[Array, "P O"]:
+    """Multiplies the first count_E[0] rows of x by the weight of group 0, the next count_E[1] rows
+    by that of group 1, and so on, in one launch.
+
+    Rows after those of the last group are undefined. The order in which a row is summed depends on
+    shapes alone: neither on other rows nor on the counts.
+
+    weight: numbers of x's type (8-bit integers for an x of 8-bit integers, with result int32), or
+    codes, whose arrays all have one more axis in front. The other arguments, and what is raised:
+    as in `quantized_product`.
+    """
+    y_PO: jax.Array = first_that_takes(
+        "grouped_product",
+        _grouped,
+        x_PI,
+        weight,
+        count_E,
+        result or x_PI.dtype,
+        call=Call(weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret),
+        backend=backend,
+    )
+    return y_PO
+
+
+def has_grouped_product(platform: str, *, backend: str = "auto", interpret: bool = False) -> bool:
+    """Returns whether any set that would be tried on this platform has a kernel for it."""
+    return any(each.multiply_grouped for each in candidates(backend, platform, interpret=interpret))
+
+
+def _grouped(kernels: KernelSet) -> Callable[..., jax.Array]:
+    return kernels.multiply_grouped or _no_kernel
+
+
+def _no_kernel(*_: object, **__: object) -> jax.Array:
+    raise NotImplementedError("it has no such kernel")

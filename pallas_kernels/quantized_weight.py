@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 CODES = ("int8", "int4", "fp8", "fp4")
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -24,6 +24,8 @@ class QuantizedWeight(NamedTuple):
     """A weight of O outputs and I inputs; J = ceil(I / group_size) groups.
 
     values: the codes [O, I], or [O, I / 2] bytes. zero_OJ, minimum_OJ: at most one of them is there.
+    scale_row_O: the row of scales, zeros and minima that an output has, where outputs share rows;
+    None: each has its own.
     """
 
     values: Shaped[Array, "O _"]
@@ -32,10 +34,11 @@ class QuantizedWeight(NamedTuple):
     code: str
     group_size: int
     minimum_OJ: Float[Array, "O J"] | None = None
+    scale_row_O: Int[Array, "O"] | None = None
 
     @property
     def num_in(self) -> int:
-        return self.values.shape[1] * (2 if self.code in ("int4", "fp4") else 1)
+        return self.values.shape[-1] * (2 if self.code in ("int4", "fp4") else 1)
 
 
 def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
@@ -58,4 +61,6 @@ def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
 
 
 def _by_input(values_OJ: jax.Array, weight: QuantizedWeight) -> jax.Array:
+    if weight.scale_row_O is not None:
+        values_OJ = values_OJ[weight.scale_row_O]
     return jnp.repeat(values_OJ.astype(jnp.float32), weight.group_size, axis=1)[:, : weight.num_in]

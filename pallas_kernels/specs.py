@@ -121,3 +121,70 @@ def find(name: str) -> Spec:
         if spec.name == name:
             return spec
     raise KeyError(f"no shape is named {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductSpec:
+    """One product by its shapes, of rows that are spread over groups (experts), or with one weight.
+
+    code, group_size: of the weight (see `QuantizedWeight`); None: it is of x's type.
+    zeros: whether it has zeros.
+    """
+
+    name: str
+    num_rows: int
+    num_in: int
+    num_out: int
+    num_groups: int = 1
+    code: str | None = None
+    group_size: int = 0
+    zeros: bool = False
+    dtype: str = "bfloat16"
+
+    def cut(self) -> ProductSpec:
+        """The same product in small, for an interpreter."""
+        num_groups = min(self.num_groups, 5)
+        return dataclasses.replace(self, num_rows=40, num_in=min(self.num_in, 512), num_out=72, num_groups=num_groups)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Returns the bytes of all groups' codes, scales and zeros, or numbers."""
+        num_weights = self.num_groups * self.num_out * self.num_in
+        if self.code is None:
+            return 2 * num_weights
+        packed = self.code in ("int4", "fp4")
+        of_groups = 4 * (2 if self.zeros else 1) * (num_weights // self.group_size)
+        return num_weights // (2 if packed else 1) + of_groups
+
+
+_EXPERTS = ProductSpec(name="qwen3-30b-a3b experts", num_rows=8, num_groups=128, num_in=2048, num_out=1536)
+_MORE_EXPERTS = ProductSpec(name="gpt-oss-20b experts", num_rows=4, num_groups=32, num_in=2880, num_out=5760)
+_GATE_UP = ProductSpec(name="llama-3-8b gate_up", num_rows=1, num_in=4096, num_out=28672)
+_DOWN = ProductSpec(name="llama-3-8b down", num_rows=1, num_in=14336, num_out=4096)
+
+
+def _product(
+    of_token: ProductSpec, tokens: int, code: str | None = None, group_size: int = 0, zeros: bool = False
+) -> ProductSpec:
+    kind = "" if code is None else f", {code}" + (" with zeros" if zeros else "")
+    return dataclasses.replace(
+        of_token,
+        name=f"{of_token.name}, {tokens} tokens{kind}",
+        num_rows=tokens * of_token.num_rows,
+        code=code,
+        group_size=group_size,
+        zeros=zeros,
+    )
+
+
+PRODUCTS: tuple[ProductSpec, ...] = (
+    *(_product(_EXPERTS, tokens) for tokens in (1, 64, 2048)),
+    _product(_EXPERTS, 64, "int4", 32),
+    _product(_EXPERTS, 64, "fp8", 128),
+    _product(_MORE_EXPERTS, 64, "fp4", 32),
+    *(_product(_GATE_UP, tokens, "int4", 32) for tokens in (16, 64, 512)),
+    _product(_DOWN, 16, "int4", 32),
+    _product(_GATE_UP, 16, "int4", 128, zeros=True),
+    _product(_GATE_UP, 16, "int8", 32),
+    *(_product(each, 16, "fp8", 128) for each in (_GATE_UP, _DOWN)),
+)

@@ -20,9 +20,16 @@ from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
 from pallas_kernels.bench.cases import shape_of_spec
 from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
-from pallas_kernels.inspection.cases import Case, attention_case, copy_case, selection_case, write_case
+from pallas_kernels.inspection.cases import (
+    Case,
+    attention_case,
+    copy_case,
+    product_case,
+    selection_case,
+    write_case,
+)
 from pallas_kernels.sets import triton
-from pallas_kernels.specs import find
+from pallas_kernels.specs import PRODUCTS, find
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
 
@@ -126,6 +133,26 @@ def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: 
     for name in ("llama-3-8b decode 64x2048", "llama-3-8b chunk 128+0"):
         spec = dataclasses.replace(find(name), page_dtype=page_dtype)
         assert compiled_case(attention_case(spec, "triton")).spilled_bytes == 0, name
+
+
+@pytest.mark.parametrize(
+    "name",
+    few(
+        [spec.name for spec in PRODUCTS],
+        ["qwen3-30b-a3b experts, 64 tokens", "llama-3-8b gate_up, 16 tokens, int4", "llama-3-8b down, 16 tokens, fp8"],
+    ),
+)
+def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
+    """Temporary are inputs of two halves, and the sums of splits."""
+    spec = next(spec for spec in PRODUCTS if spec.name == name)
+    found = compiled_case(product_case(spec))
+    assert found.calls == {"grouped_product": 1} and found.spilled_bytes == 0
+    assert found.temporary_bytes < spec.weight_bytes / 10
+    (main,) = found.kernels
+    if sass.disassembler() is not None:
+        instructions = sass.opcodes(main.image)
+        assert sass.count(instructions, "LDGSTS", "128") > 0
+        assert sass.count(instructions, "HGMMA" if "2048" in name or "512 tokens" in name else "HMMA") > 0
 
 
 @pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "uint8"])

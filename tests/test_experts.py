@@ -14,11 +14,17 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
+from jaxpage.layers import experts
 from jaxpage.layers.experts import ExpertsSpec
+from jaxpage.layers.product import ProductKernels, product_kernels
 from jaxpage.layers.routing import Groups, Routing
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
+from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.replacing import replace_modules
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts
@@ -46,7 +52,11 @@ def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
     return jax.jit(lambda parameters, x_TD: nnx.merge(graph, parameters)(x_TD)), parameters
 
 
-def test_the_mixture_is_a_sum_over_each_tokens_experts() -> None:
+AT_ONCE = make_product_kernels(Backend("triton", interpret=True))
+
+
+@pytest.mark.parametrize("kernels", [make_product_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"])
+def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) -> None:
     """The oracle takes every expert for every token, in float64."""
     run, parameters = mixture(6, 3)
     x = np.random.default_rng(1).standard_normal((40, WIDTH)).astype(np.float32)
@@ -65,7 +75,53 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts() -> None:
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
-    np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
+    with product_kernels(kernels):
+        np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("compared", [0, 100])
+def test_pairs_are_sorted_by_expert(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts, "PAIRS_COMPARED", compared)
+    expert_P = np.random.default_rng(0).integers(0, 7, 40)
+    order_P, place_P = experts._sorted(jnp.asarray(expert_P))
+    np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
+    np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "block"), [(None, None), ("int8", None), ("int4", None), (None, [48, 32])], ids=str
+)
+def test_experts_at_once_make_what_they_make_one_after_another(quantization: str | None, block: Any) -> None:
+    """Numbers that are no expert's get zeros. The sums of eight-bit inputs are the same to the bit."""
+    spec = ExpertsSpec(Routing(6, 2, normalized=True), 96)
+    module = make_experts(spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}} if block else {}
+    if scheme := quantization_of(config, quantization):
+        replace_modules(module, scheme.rule)
+    graph, shapes = abstract(module)
+    rng = np.random.default_rng(0)
+
+    def parameter(each: Any) -> np.ndarray:
+        if each.dtype == jnp.float32:
+            return (0.3 * rng.standard_normal(each.shape)).astype(np.float32)
+        return (rng.integers(0, 256, each.shape) & 0x77).astype(each.dtype)  # none of the codes is a NaN
+
+    parameters = jax.tree.map(parameter, shapes)
+    x_TD = jnp.asarray(rng.standard_normal((20, 64)), jnp.float32)
+    expert_TX = rng.integers(-1, 8, (20, 2))
+    made = {}
+    for name, kernels in (("by tiles", make_product_kernels(Backend("reference"))), ("at once", AT_ONCE)):
+
+        @jax.jit
+        def run(parameters: Any, expert_TX: jax.Array, kernels: ProductKernels = kernels) -> jax.Array:
+            with product_kernels(kernels):
+                return nnx.merge(graph, parameters).experts.made(x_TD, expert_TX)
+
+        clipped = np.where((expert_TX < 0) | (expert_TX > 6), 6, expert_TX) if name == "by tiles" else expert_TX
+        made[name] = np.asarray(run(parameters, clipped))
+    assert not made["at once"][(expert_TX < 0) | (expert_TX >= 6)].any() and made["at once"].any()
+    size = 0 if quantization == "int8" else 1e-5 * np.abs(made["by tiles"]).max()
+    np.testing.assert_allclose(made["at once"], made["by tiles"], rtol=0, atol=size)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import specs, tiles, write_kv
-from pallas_kernels.bench import check, oracle, pages, parity, parts, record, stability, timing, tuner
+from pallas_kernels import grouped_product, specs, tiles, write_kv
+from pallas_kernels.bench import check, oracle, pages, parity, parts, products, record, stability, timing, tuner
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case, seen_slots, shape_of_spec, tree_masks
 from pallas_kernels.bench.children import Child, run_all
@@ -527,6 +527,22 @@ def test_a_miniature_of_the_whole_check(tmp_path, capsys):
     checks = {finding["check"]: finding["status"] for finding in data["findings"]}
     assert checks["parity scan: mixed, empty rows"] == PASSED and checks["parity scan: verify tree"] == PASSED
     assert "parity scan: decode int8" in out.read_text()
+
+
+def test_products_are_compared_and_timed(monkeypatch):
+    """A weight of four bits, and experts; then a result that is five per cent too large."""
+    packed = next(spec for spec in specs.PRODUCTS if spec.code == "int4" and spec.num_groups == 1)
+    chosen = [packed, specs.PRODUCTS[0]]
+    monkeypatch.setattr(products, "PRODUCTS", chosen)
+    *found, last = parts.PARTS["products"](parts.Options(interpret=True))
+    assert len(found) == 2 and {one.status for one in found} == {PASSED} == {last.status}
+    assert [float(row[1]) > 0 for row in last.tables[0].rows] == [True, True]
+    assert [row[2] == "-" for row in last.tables[0].rows] == [False, True]
+
+    def wrong(x_PI, weight, count_E):
+        return 1.05 * grouped_product(x_PI, weight, count_E, backend="triton", interpret=True).astype("float32")
+
+    assert products.parity(chosen[0].cut(), wrong).status == FAILED
 
 
 def test_the_kernel_in_miniature(monkeypatch):

@@ -26,6 +26,7 @@ from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
 from pallas_kernels.cpu.library import load
 from pallas_kernels.triton import backend as triton_backend
+from pallas_kernels.triton import product
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -68,6 +69,39 @@ def test_the_interpreted_kernel_gives_the_tokens_of_the_reference(directory, set
     got, stats = outputs_of(directory, attention_backend="triton", **settings)
     assert got == want
     assert sum(stats["num_preemptions_total"].values()) > 0 and stats["copy_on_write_blocks_total"] > 0
+
+
+EXPERTS = {
+    **{**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [
+        pytest.param(EXPERTS, None, id="experts"),
+        pytest.param(EXPERTS, "int8", id="experts-int8", marks=pytest.mark.sweep),
+        pytest.param(EXPERTS, "int4", id="experts-int4"),
+    ],
+)
+def test_the_interpreted_products_give_the_tokens_of_the_reference(config, quantization, tmp_path, monkeypatch):
+    """Those of experts, and of dense layers of few bits."""
+    directory, calls = random_checkpoint(tmp_path, config), []
+    right = product.kernel
+    monkeypatch.setattr(
+        product, "kernel", lambda *refs, config: calls.append(config.code) or right(*refs, config=config)
+    )
+    settings = {**SETTINGS, "max_num_seqs": 2, "num_blocks": 33, "quantization": quantization}
+    prompts = [np.random.default_rng(2).integers(1, 257, length).tolist() for length in (20, 9)]
+    tokens = {}
+    for backend in ("reference", "triton"):
+        assert not calls
+        with make_llm(directory, **settings, attention_backend=backend) as llm:
+            outputs = llm.generate(prompts, [PARAMS[0], PARAMS[3]], use_tqdm=False)
+        tokens[backend] = [output.outputs[0].token_ids for output in outputs]
+    assert tokens["triton"] == tokens["reference"]
+    assert set(calls) == {quantization if quantization == "int4" else None}
 
 
 def gpu(capability):

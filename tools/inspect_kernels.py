@@ -12,12 +12,13 @@ import argparse
 import difflib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from jaxpage.bench.step_shapes import BUCKETS, step_shapes
+from jaxpage.bench.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
 from jaxpage.bench.step_times import GPU_OPTIONS
 from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
 from pallas_kernels.inspection.cases import cases
@@ -26,9 +27,13 @@ from pallas_kernels.inspection.report import Row, markdown, rows
 DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
-STEPS = (
-    *(("decode", "triton"), ("several steps", "triton"), ("verify", "triton")),
-    *(("chunk", "triton"), ("chunk", "mosaic")),
+LLAMA: Mapping[str, Any] = {}  # in bfloat16; the other models are arguments of `step_shapes`
+STEPS: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
+    *(("decode", "triton", "", LLAMA), ("several steps", "triton", "", LLAMA), ("verify", "triton", "", LLAMA)),
+    *(("chunk", "triton", "", LLAMA), ("chunk", "mosaic", "", LLAMA)),
+    ("decode", "triton", "int4, ", {"quantization": "int4"}),
+    ("decode", "triton", "fp8 in blocks, ", {"quantization": FP8_BLOCKS}),
+    ("decode of 64", "triton", "Qwen3-30B-A3B, ", {"config": QWEN3_30B_A3B}),
 )
 STEP_COLUMNS = (
     "step",
@@ -56,9 +61,10 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
 
 def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tuple[str, ...]]:
     """A row of cells for each of `STEPS`."""
-    for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
-        shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
-        name = f"{kind} of {BUCKETS[kind].num_tokens} tokens, {shapes.num_layers} layers ({backend})"
+    for kind, backend, label, model in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
+        shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers, **model)
+        tokens = f"{kind.removesuffix(' of 64')} of {BUCKETS[kind].num_tokens} tokens"
+        name = f"{tokens}, {label}{shapes.num_layers} layers ({backend})"
         try:
             compiled, listed = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS)
         except NotImplementedError as refusal:
@@ -90,7 +96,7 @@ def section(arguments: argparse.Namespace) -> str:
     if not arguments.no_steps:
         steps = "\n".join("| " + " | ".join(row) + " |" for row in step_rows(arguments.gpu, arguments.layers, progress))
         head = "| " + " | ".join(STEP_COLUMNS) + " |\n|---|---|" + "---:|" * 5 + "---|"
-        text += f"\n\nWhole steps of Llama-3-8B in bfloat16, 16 rows, from shapes alone:\n\n{head}\n{steps}"
+        text += f"\n\nWhole steps of Llama-3-8B in bfloat16, 16 rows, where no other model is named, from shapes alone:\n\n{head}\n{steps}"
     return text
 
 

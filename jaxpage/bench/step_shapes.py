@@ -18,6 +18,7 @@ from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
+from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.registry import load_family
 
 LLAMA_3_8B: Mapping[str, Any] = {  # config.json of meta-llama/Meta-Llama-3-8B, as far as it gives shapes
@@ -36,9 +37,35 @@ LLAMA_3_8B: Mapping[str, Any] = {  # config.json of meta-llama/Meta-Llama-3-8B, 
     "vocab_size": 128256,
 }
 
+QWEN3_30B_A3B: Mapping[str, Any] = {  # of Qwen/Qwen3-30B-A3B
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+
+FP8_BLOCKS: Mapping[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen's
+
 BUCKETS = {
     "decode": Bucket(num_tokens=16, num_rows=16, max_query_len=1),
     "verify": Bucket(num_tokens=128, num_rows=16, max_query_len=8, verifies=True),
+    "decode of 64": Bucket(num_tokens=64, num_rows=64, max_query_len=1),
     "several steps": Bucket(num_tokens=64, num_rows=16, max_query_len=4, num_steps=4),
     "chunk": Bucket(num_tokens=2048, num_rows=16, max_query_len=2048),
 }
@@ -73,16 +100,20 @@ def step_shapes(
     block_size: int = 16,
     dtype: str = "bfloat16",
     kv_cache_dtype: str = "auto",
+    quantization: str | Mapping[str, Any] | None = None,
 ) -> StepShapes:
     """The step that an engine compiles for a bucket on a GPU.
 
-    config: config.json's content. num_layers: fewer than it says, to compile faster. The other arguments as in `EngineConfig`.
+    config: config.json's content. num_layers: fewer than it says, to compile faster. quantization: as in `EngineConfig`, or
+    config.json's quantization_config. The other arguments as in `EngineConfig`.
     """
     if num_layers is not None:
         config = {**config, "num_hidden_layers": num_layers}
     family = load_family(config)
     spec = family.Spec.from_config(config)
-    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype))
+    stored = {"quantization_config": quantization} if isinstance(quantization, Mapping) else {}
+    scheme = quantization_of(stored, quantization if isinstance(quantization, str) else None)
+    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype), None if scheme is None else scheme.rule)
     table_width = -(-spec.max_position_embeddings // block_size)
     options = StepOptions(
         graph=graph,

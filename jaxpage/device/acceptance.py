@@ -170,7 +170,8 @@ def typical(
 
     begin = jnp.where(is_draft_T, -1, 0), jnp.zeros(num_tokens)
     depth_T, likelihood_T = jax.lax.fori_loop(1, max_query_len, deepen, begin)
-    row_T = jnp.searchsorted(inputs.query_start, place_T, side="right") - 1  # padding stands in no row
+    # Padding stands in no row.
+    row_T = jnp.searchsorted(inputs.query_start, place_T, side="right", method="compare_all") - 1
     best = functools.partial(jax.ops.segment_max, segment_ids=row_T, num_segments=num_rows)
     is_best_T = depth_T == best(depth_T)[row_T]
     is_best_T &= likelihood_T == best(jnp.where(is_best_T, likelihood_T, -jnp.inf))[row_T]

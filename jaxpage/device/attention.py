@@ -4,7 +4,10 @@ And to products with weights of few bits."""
 
 from __future__ import annotations
 
+import logging
+
 import jax
+from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
@@ -14,7 +17,16 @@ from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
 from jaxpage.layers.product import Grouped, ProductKernels
-from pallas_kernels import QuantizedWeight, numbers, quantized_product, write_and_attend
+from pallas_kernels import (
+    QuantizedWeight,
+    grouped_product,
+    has_grouped_product,
+    numbers,
+    quantized_product,
+    write_and_attend,
+)
+
+logger = logging.getLogger(__name__)
 
 
 def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
@@ -63,14 +75,27 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
 
 
 def make_product_kernels(backend: Backend) -> ProductKernels:
-    """What multiplies by weights of few bits, what looks into a table of them, and what multiplies few rows by weights as they are."""
+    """Returns the kernels for products with weights of few bits, look-ups in a table of them,
+    products of few rows, and products of rows by the weights of their experts."""
 
-    def multiply(x_TI: jax.Array, weight: Grouped) -> jax.Array:
-        return quantized_product(x_TI, QuantizedWeight(*weight), **backend.options)
+    def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
+        return quantized_product(x_TI, QuantizedWeight(*weight), result=result, **backend.options)
 
+    def by_group(
+        x_PI: jax.Array, weight: jax.Array | Grouped, count_E: jax.Array, result: DTypeLike
+    ) -> jax.Array | None:
+        stacked = QuantizedWeight(*weight) if isinstance(weight, Grouped) else weight
+        try:
+            return grouped_product(x_PI, stacked, count_E, result=result, **backend.options)
+        except NotImplementedError as refusal:
+            logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
+            return None
+
+    has_groups = has_grouped_product(jax.default_backend(), backend=backend.name, interpret=backend.interpret)
     return ProductKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
         few_rows_product if backend.few_rows else None,
         few_rounded_product if backend.few_rows else None,
+        by_group if has_groups else None,
     )

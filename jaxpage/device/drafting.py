@@ -150,7 +150,7 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
     inputs, last_B = target.inputs, target.last_B
     draws = jax.tree.map(lambda array: array[last_B], draws_of(inputs))
     token_B = inputs.drawn_token_R[last_B]
-    row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right")
+    row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right", method="compare_all")
     return Ends(
         inputs.block_table_ZBM[:, row_B],
         draws.position_R,

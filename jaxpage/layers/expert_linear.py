@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, concatenate, parameter, stack, tensor
-from jaxpage.layers.product import Grouped, Weight, product
+from jaxpage.layers.product import Grouped, Weight, product, product_by_group
 
 MXFP4_GROUP = 32  # inputs that share a scale
 
@@ -81,12 +82,20 @@ class ExpertLinear(nnx.Module):
         )
         self.bias = spec.declare_bias()
 
-    def weight(self, expert: Int[Array, ""]) -> Weight:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Weight:
+        """Returns the weight of one expert, or with `...` all of them, with one more axis in front."""
         return self.kernel[...][expert]
 
     def __call__(self, expert: Int[Array, ""], x_PI: Float[Array, "P I"]) -> Float[Array, "P O"]:
         y_PO = product(x_PI, self.weight(expert))
         return y_PO if self.bias is None else y_PO + self.bias[...][expert][None, :]
+
+    def of_sorted(
+        self, x_PI: Float[Array, "P I"], expert_P: Int[Array, "P"], count_E: Int[Array, "E"]
+    ) -> Float[Array, "P O"] | None:
+        """Multiplies each row by the weights of its expert; see `product_by_group`."""
+        y_PO = product_by_group(x_PI, self.weight(...), expert_P, count_E)
+        return y_PO if self.bias is None or y_PO is None else y_PO + self.bias[...][expert_P]
 
 
 class MXFP4ExpertLinear(ExpertLinear):
@@ -111,7 +120,7 @@ class MXFP4ExpertLinear(ExpertLinear):
         self.scale = declare("scales", (*leading, num_groups), num_groups, "bfloat16", exponents)
         self.bias = spec.declare_bias()
 
-    def weight(self, expert: Int[Array, ""]) -> Weight:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Weight:
         return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
 
 

@@ -19,11 +19,13 @@ from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
-from jaxpage.layers.product import product
+from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
 
 # Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
+# Up to so many pairs are sorted by comparing all with all, which on a GPU takes two launches.
+PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,30 @@ class Experts(nnx.Module):
 
     def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
         """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
+        found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
+        return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
+
+    def _made_at_once(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"] | None:
+        """Multiplies by all experts' gates and ups at once, and by all their downs.
+
+        Returns None where no kernel takes these products.
+        """
+        per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
+        is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
+        expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
+        order_P, place_P = _sorted(expert_P)
+        sorted_P = expert_P[order_P]
+        count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)
+        both_PF = self.gate_up.of_sorted(x_TD[order_P // per_token], sorted_P, count_E)
+        if both_PF is None:
+            return None
+        made_PD = self.down.of_sorted(self._between(both_PF), sorted_P, count_E)
+        if made_PD is None:
+            return None
+        return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
+
+    def _made_by_tiles(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
+        """Multiplies tiles of rows one after another, each by the weights of one expert."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
         rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
@@ -85,7 +111,7 @@ class Experts(nnx.Module):
         x_TD = jnp.concatenate([x_TD, jnp.zeros_like(x_TD[:1])])  # padding takes the last row
 
         def tile(index: jax.Array, out_PD: jax.Array) -> jax.Array:
-            expert = jnp.searchsorted(end_E, index, side="right")
+            expert = jnp.searchsorted(end_E, index, side="right", method="compare_all")
             place = (index - jnp.where(expert > 0, end_E[expert - 1], 0)) * rows + jnp.arange(rows)
             pair = jnp.where(
                 place < count_E[expert], order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)], num_pairs
@@ -101,6 +127,17 @@ class Experts(nnx.Module):
             return self.swiglu(both_PF)
         gate, up = jnp.split(both_PF, 2, axis=-1)
         return ACTIVATIONS[self.activation](gate) * up
+
+
+def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
+    """Returns the pair at each place when pairs are sorted by expert, and the place of each pair."""
+    pair_P = jnp.arange(len(expert_P))
+    if len(expert_P) > PAIRS_COMPARED:
+        order_P = jnp.argsort(expert_P, stable=True)
+        return order_P, jnp.zeros_like(order_P).at[order_P].set(pair_P, unique_indices=True)
+    key_P = expert_P * len(expert_P) + pair_P
+    place_P = (key_P < key_P[:, None]).sum(axis=1)
+    return jnp.where(place_P == pair_P[:, None], pair_P, 0).sum(axis=1), place_P
 
 
 class MixtureOfExperts(nnx.Module):

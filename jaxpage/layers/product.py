@@ -32,19 +32,23 @@ class Grouped(NamedTuple):
     code: str
     group_size: int
     minimum_OJ: Float[Array, "O J"] | None = None
+    scale_row_O: Int[Array, "O"] | None = None
 
 
 class ProductKernels(NamedTuple):
-    """multiply: `x @ weight.T` in the type of x. numbers: the weight in float32 [O, I].
+    """multiply: `x @ weight.T` in the type that is given. numbers: the weight in float32 [O, I].
 
     few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`. few_rounded: what `rounded_product` gives. Both return
     None for a product that they do not take.
+    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
+    It returns None for a product that it does not take; None: there is no such kernel.
     """
 
-    multiply: Callable[[jax.Array, Grouped], jax.Array]
+    multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
     few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
     few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
+    by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
 
 
 Weight = jax.Array | Scaled | Grouped
@@ -76,7 +80,7 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
     if isinstance(weight, Scaled):
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
-        return _for_grouped().multiply(x_TI.astype(result or x_TI.dtype), weight)
+        return _for_grouped().multiply(x_TI, weight, result or x_TI.dtype)
     kernels = _kernels.get()
     if kernels is not None and kernels.few_rows is not None:
         y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
@@ -151,14 +155,49 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 
+def has_product_by_group() -> bool:
+    """Returns whether there is a kernel that multiplies rows by the weights of their groups."""
+    kernels = _kernels.get()
+    return kernels is not None and kernels.by_group is not None
+
+
+@jax.named_scope("product")
+def product_by_group(
+    x_PI: Float[Array, "P I"], weight: Weight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
+) -> Float[Array, "P O"] | None:
+    """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
+
+    Rows are sorted by group. Those whose group has no weight come last, and their results are
+    undefined.
+
+    weight: its arrays have one more axis in front, of groups.
+    """
+    kernels = _kernels.get()
+    if kernels is None or kernels.by_group is None:
+        return None
+    if not isinstance(weight, Scaled):
+        return kernels.by_group(x_PI, weight, count_E, x_PI.dtype)
+    rounded_PI, scale_P1 = rounded_inputs(x_PI.astype(jnp.float32))
+    sums_PO = kernels.by_group(rounded_PI, weight.values_OI, count_E, jnp.int32)
+    if sums_PO is None:
+        return None
+    return (sums_PO.astype(jnp.float32) * scale_P1 * weight.scale_O[group_P]).astype(x_PI.dtype)
+
+
 def rounded_product(
     x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
-    """Sums of x, rounded to eight bits, and the scale of each token: NaN where an input is, which XLA on CPU leaves out of a maximum.
+    """Returns the sums of x, rounded to eight bits, and the scale of each token."""
+    rounded_TI, scale_T1 = rounded_inputs(x_TI)
+    return jnp.einsum("TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32), scale_T1
+
+
+def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
+    """Returns inputs in eight bits and the scale of each token: NaN where an input is NaN, which
+    XLA on CPU leaves out of a maximum.
 
     Multiplied by the inverse of the scale: XLA makes that of a division, so a kernel has to do the same.
     """
     scale_T1 = jnp.maximum(jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE)
     scale_T1 = jnp.where(jnp.isnan(x_TI).any(axis=1, keepdims=True), jnp.nan, scale_T1)
-    rounded_TI = jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8)
-    return jnp.einsum("TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32), scale_T1
+    return jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8), scale_T1

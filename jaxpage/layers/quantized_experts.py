@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import EllipsisType
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +66,17 @@ class QuantizedExpertLinear(ExpertLinear):
         stored = Stored(array.dtypes, decode)
         return Source(shape, (Piece(spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored),))
 
-    def weight(self, expert: Int[Array, ""]) -> Scaled | Grouped:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped:
         values, scale = self.kernel[...][expert], self.scale[...][expert]
         if self.int8_inputs:
-            return Scaled(values, scale[:, 0])
-        if self.block_rows > 1:
+            return Scaled(values, scale[..., 0])
+        scale_row_O = None
+        if self.block_rows > 1 and expert is ...:
+            scale_row_O = jnp.asarray(self._block_of_output())
+        elif self.block_rows > 1:
             scale = scale[self._block_of_output()]
         zero, minimum = (None if each is None else each[...][expert] for each in (self.zero, self.minimum))
-        return Grouped(values, scale, zero, self.code, self.group_size, minimum)
+        return Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
 
     def _block_of_output(self) -> np.ndarray:
         """Each part begins with a block of its own."""

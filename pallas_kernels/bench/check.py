@@ -42,6 +42,7 @@ class Check:
         made += [self._part("stability", name, needs_s=40, limit_s=200) for name in rest if name != DEFINITION]
         if not self.interpret:
             made.append(self._tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
+        made += [self._part("products", needs_s=60, limit_s=200, alone=True)] if kernels else []
         made.append(self._part("bench", needs_s=90, limit_s=220, seconds=180, alone=True))
         sizes = ["tiny", "--rows", "2", "--contexts", "64", "--round", "0.01"] if self.interpret else ["8b,1b"]
         layers = [] if self.interpret else ["--layers", "4"]  # they compile faster, and every layer is the same

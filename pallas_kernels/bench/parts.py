@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from pallas_kernels import specs
-from pallas_kernels.bench import ceilings, environment, goals, pages, parity, selection, stability
+from pallas_kernels.bench import ceilings, environment, goals, pages, parity, products, selection, stability
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import label, make_case
 from pallas_kernels.bench.children import ENDED_BADLY
@@ -78,6 +78,12 @@ def _pages(options: Options) -> Iterator[Finding]:
 
 def _sampler(options: Options) -> Iterator[Finding]:
     yield from selection.findings(interpret=options.interpret, small=options.interpret)
+
+
+def _products(options: Options) -> Iterator[Finding]:
+    """By the first kernel set that has such a kernel: the others share it."""
+    backend, measured = KERNEL_BACKENDS[0], measured_ceilings(options.interpret)
+    yield from products.findings(backend, measured, interpret=options.interpret, small=options.interpret)
 
 
 def _one_case(options: Options) -> Iterator[Finding]:
@@ -212,6 +218,7 @@ PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {
     "parity": _parity,
     "stability": _stability,
     "pages": _pages,
+    "products": _products,
     "sampler": _sampler,
     "one-case": _one_case,
     "sanitizer": _sanitizer,

@@ -10,8 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import KERNEL_BACKENDS, SETS, copy_blocks, is_quantized, paged_attention, write_kv
-from pallas_kernels.specs import SPECS, Spec
+from pallas_kernels import (
+    KERNEL_BACKENDS,
+    SETS,
+    QuantizedWeight,
+    copy_blocks,
+    grouped_product,
+    is_quantized,
+    paged_attention,
+    write_kv,
+)
+from pallas_kernels.specs import PRODUCTS, SPECS, ProductSpec, Spec
 
 LAYERS = 32  # whose blocks one call of copy_blocks copies
 _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names of their calls begin
@@ -43,6 +52,7 @@ def cases() -> list[Case]:
     chosen = [spec for spec in SPECS if _is_chosen(spec)]
     return [
         *(attention_case(spec, backend) for backend in KERNEL_BACKENDS for spec in chosen),
+        *map(product_case, PRODUCTS),
         *_page_cases(),
         selection_case(64),
     ]
@@ -75,6 +85,28 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
     if spec.sinks:
         shapes["sinks"] = _shape((spec.num_heads,), "float32")
     return Case("paged_attention", backend, _label(spec), *_by_name(function, shapes))
+
+
+def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
+    """The grouped product of this shape."""
+    groups_and_outputs = (spec.num_groups, spec.num_out)
+    shapes: dict[str, Any] = {"x_PI": _shape((spec.num_rows, spec.num_in), spec.dtype)}
+    if spec.num_groups > 1:
+        shapes["count_E"] = _shape((spec.num_groups,), "int32")
+    if spec.code is None:
+        shapes["values"] = _shape((*groups_and_outputs, spec.num_in), spec.dtype)
+    else:
+        columns = spec.num_in // (2 if spec.code in ("int4", "fp4") else 1)
+        shapes["values"] = _shape((*groups_and_outputs, columns), "int8" if spec.code == "int8" else "uint8")
+        shapes["scale"] = _shape((*groups_and_outputs, -(-spec.num_in // spec.group_size)), "float32")
+        shapes["zero"] = shapes["scale"] if spec.zeros else None
+
+    def function(x_PI: Any, values: Any, scale: Any = None, zero: Any = None, count_E: Any = None) -> jax.Array:
+        weight = values if spec.code is None else QuantizedWeight(values, scale, zero, spec.code, spec.group_size)
+        counts = jnp.array([spec.num_rows]) if count_E is None else count_E
+        return grouped_product(x_PI, weight, counts, backend=backend)
+
+    return Case("grouped_product", backend, spec.name, *_by_name(function, shapes))
 
 
 def write_case(

@@ -65,7 +65,7 @@ def write_and_attend(
     return out_TNH, tuple(found)
 
 
-def multiply(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
+def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
     """Multiplies in float32."""
     library.load()
     call = jax.ffi.ffi_call(
@@ -83,7 +83,7 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     )
     options = {"code": np.int64(CODES.index(weight.code)), "group_size": np.int64(weight.group_size)}
     y_TO = call(x_TI.astype(jnp.float32), weight.values, *groups, **options)
-    return y_TO.astype(x_TI.dtype)
+    return y_TO.astype(result)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -26,10 +26,9 @@ from pallas_kernels.kernel_set import Call, KernelSet, capability, described, fi
 from pallas_kernels.query_tiles import QueryCut, mask_words, query_cut
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 from pallas_kernels.triton import backend as tb
-from pallas_kernels.triton import move, select, write
+from pallas_kernels.triton import move, product, select, write
 from pallas_kernels.triton.attention import Config, kernel
 from pallas_kernels.triton.reduce import reduce_splits
-from pallas_kernels.xla.product import multiply_narrow
 
 QUERY_DTYPES = ("bfloat16", "float16", "float32")
 PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
@@ -239,7 +238,8 @@ SET = KernelSet(
     copy_slots=move.copy_slots,
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
-    multiply=multiply_narrow,
+    multiply=product.multiply,
+    multiply_grouped=product.multiply_grouped,
     cutoffs=select.cutoffs,
     likeliest=select.likeliest,
     supports=supports,

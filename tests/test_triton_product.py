@@ -1,0 +1,283 @@
+"""The grouped product of the Triton backend in the interpreter: against float64, with mistakes
+planted, and lowered for CUDA."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import QuantizedWeight, grouped_product, quantized_product
+from pallas_kernels.compat import described_gpu
+from pallas_kernels.quantized_weight import FP4
+from pallas_kernels.triton import product
+
+NUM_ROWS = 40
+# Groups without rows, with one, with exactly a tile of 16 or of 32; and rows of no group at the end.
+COUNTS = ([0, 16, 1, 0, 17, 0], [40, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 40], [32, 0, 0, 1, 0, 7], [0, 0, 0, 0, 0, 0])
+TOLERANCE = {"float32": 3e-7, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # of the sum of the products' sizes
+
+
+def options(**more):
+    return {"backend": "triton", "interpret": True, **more}
+
+
+def make_weight(code, shape, group_size, extra=None, seed=0):
+    """Returns a weight, and the numbers that it stands for in float64.
+
+    extra: "zero", "minimum", or "blocks" of five outputs that share scales.
+    """
+    rng = np.random.default_rng(seed)
+    num_groups, num_out, num_in = shape
+    bits = rng.integers(0, 256, (num_groups, num_out, num_in // (2 if code in product.PACKED else 1))).astype(np.uint8)
+    if code == "fp8":
+        bits[(bits & 127) == 127] = 3
+        codes = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    elif code == "int8":
+        bits = bits.view(np.int8)
+        codes = bits.astype(np.float64)
+    else:
+        codes = np.stack([bits & 15, bits >> 4], axis=-1).reshape(shape)
+        codes = np.array(FP4)[codes] if code == "fp4" else codes - (0.0 if extra in ("zero", "minimum") else 8.0)
+    row = np.arange(num_out) // (5 if extra == "blocks" else 1)
+    of_groups = (num_groups, row[-1] + 1, -(-num_in // group_size))
+    scale = rng.uniform(0.5, 2, of_groups).astype(np.float32)
+    zero = rng.integers(0, 16, of_groups).astype(np.float32) if extra == "zero" else None
+    minimum = rng.standard_normal(of_groups).astype(np.float32) if extra == "minimum" else None
+
+    def by_input(values):
+        return np.repeat(values[:, row], group_size, axis=2)[:, :, :num_in].astype(np.float64)
+
+    exact = (codes - (0 if zero is None else by_input(zero))) * by_input(scale)
+    exact += 0 if minimum is None else by_input(minimum)
+    arrays = (None if each is None else jnp.asarray(each) for each in (bits, scale, zero))
+    rest = (None if minimum is None else jnp.asarray(minimum), row if extra == "blocks" else None)
+    return QuantizedWeight(*arrays, code, group_size, *rest), exact
+
+
+def error_of(got, x, exact, counts):
+    """Returns the largest error, as a share of the sum of the absolute values that are added up."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    x, got = np.asarray(x, np.float64)[: len(group)], np.asarray(got, np.float64)[: len(group)]
+    want = np.einsum("PI,POI->PO", x, exact[group])
+    size = np.einsum("PI,POI->PO", np.abs(x), np.abs(exact[group]))
+    return np.max(np.abs(got - want) / size, initial=0)
+
+
+def rows_of(dtype, num_in, num_rows=NUM_ROWS):
+    return jnp.asarray(np.random.default_rng(1).standard_normal((num_rows, num_in)), dtype)
+
+
+# By name: code, type of x, outputs, inputs, inputs that share a scale, and what else there is.
+# Hardly any width is a whole number of turns or of blocks.
+CODES = {
+    "int8, scales of outputs": ("int8", "bfloat16", 40, 96, 96),
+    "int8 groups": ("int8", "float32", 96, 352, 32),
+    "int8 groups of no power of two": ("int8", "bfloat16", 32, 768, 384),
+    "int8 zeros of outputs": ("int8", "float16", 64, 200, 200, "zero"),
+    "int4 zeros of outputs": ("int4", "bfloat16", 40, 70, 70, "zero"),
+    "int4 groups": ("int4", "bfloat16", 96, 352, 32),
+    "int4 zeros": ("int4", "float32", 72, 192, 64, "zero"),
+    "int4 minima": ("int4", "bfloat16", 72, 192, 32, "minimum"),
+    "fp8 blocks": ("fp8", "bfloat16", 23, 320, 64, "blocks"),
+    "fp4 groups": ("fp4", "float32", 96, 352, 32),
+    "fp4 small groups": ("fp4", "float16", 32, 96, 16),
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_weights_of_few_bits(name):
+    code, dtype, num_out, num_in, *rest = CODES[name]
+    weight, exact = make_weight(code, (6, num_out, num_in), *rest)
+    x_PI = rows_of(dtype, num_in)
+    got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), result="float32", **options())
+    assert error_of(got, x_PI, exact, COUNTS[0]) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("dtype", "num_out", "num_in"), [("float32", 72, 352), ("bfloat16", 130, 96)])
+def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
+    """The inputs are shared by splits, some of which get none, in the first case."""
+    monkeypatch.setattr(product, "LEAST_TURNS", 1)
+    rng = np.random.default_rng(3)
+    weight = jnp.asarray(rng.standard_normal((6, num_out, num_in)), dtype)
+    x_PI = rows_of(dtype, num_in)
+    cut = product.heuristic((NUM_ROWS, num_in), (6, num_out), dtype, None, roomy=True)
+    assert cut.splits == (8 if dtype == "float32" else 1)
+    for counts in COUNTS:
+        got = grouped_product(x_PI, weight, jnp.array(counts), **options())
+        assert got.dtype == dtype
+        exact = np.asarray(weight, np.float64)
+        assert error_of(got, x_PI, exact, counts) < TOLERANCE[dtype], counts
+
+
+def test_integers_are_added_up_exactly():
+    rng = np.random.default_rng(4)
+    x_PI, weight = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((NUM_ROWS, 352), (6, 72, 352)))
+    got = grouped_product(jnp.asarray(x_PI), jnp.asarray(weight), jnp.array(COUNTS[0]), result="int32", **options())
+    group = np.repeat(np.arange(6), COUNTS[0])
+    want = np.einsum("PI,POI->PO", x_PI[: len(group)].astype(np.int64), weight[group].astype(np.int64))
+    np.testing.assert_array_equal(got[: len(group)], want)
+
+
+def test_every_bit_pattern_of_one_byte_and_of_four_bits():
+    """As GPUs below 8.9 decode float8, and all decode fp4."""
+    bits = np.arange(256)
+    want = bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(product._float8(jnp.asarray(bits)), want)
+    np.testing.assert_array_equal(product._float4(jnp.arange(16)), np.array(FP4, np.float32))
+
+
+def test_gpus_that_do_not_convert_float8_decode_it(monkeypatch):
+    weight, exact = make_weight("fp8", (1, 24, 64), 32)
+    x_PI = rows_of("float32", 64, 3)
+    monkeypatch.setattr(product, "capability", lambda _: (8, 0))
+    text = str(jax.make_jaxpr(lambda x: grouped_product(x, weight, jnp.array([3]), **options()))(x_PI))
+    assert "f8_e4m3fn" not in text
+    got = grouped_product(x_PI, weight, jnp.array([3]), **options())
+    assert error_of(got, x_PI, exact, [3]) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize(
+    ("code", "num_rows", "group_size", "extra", "kernel"),
+    [
+        ("int8", 3, 64, None, False),  # one scale of each output: after the product
+        ("fp8", 3, 64, None, False),
+        ("int4", 3, 32, None, True),
+        ("int8", 3, 64, "zero", True),
+        ("int8", 513, 32, None, False),  # many rows: the weight is made once
+        ("int8", 3, 24, None, False),  # no group that the kernel takes
+    ],
+)
+def test_a_product_with_one_weight(code, num_rows, group_size, extra, kernel):
+    stacked, exact = make_weight(code, (1, 40, 64), group_size, extra)
+    weight = jax.tree.map(lambda each: each[0] if hasattr(each, "shape") else each, stacked)
+    if code == "fp8":
+        weight = weight._replace(values=jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn))
+    for dtype in ("float32", "bfloat16"):
+        x_TI = rows_of(dtype, 64, num_rows)
+
+        def multiply(x):
+            return quantized_product(x, weight, result="float32", **options())
+
+        assert ("grouped_product" in str(jax.make_jaxpr(multiply)(x_TI))) == kernel
+        assert error_of(multiply(x_TI), x_TI, exact, [num_rows]) < TOLERANCE[dtype]
+
+
+def test_a_row_has_the_same_bits_in_any_company():
+    """Other rows and other counts of them, in another place, where the shapes are the same."""
+    weight, _ = make_weight("int4", (6, 96, 352), 32)
+    x_PI, seen = np.asarray(rows_of("float32", 352)), set()
+    for place, counts in ((5, [5, 30, 0, 0, 0, 5]), (0, [0, 1, 0, 39, 0, 0]), (39, [0, 40, 0, 0, 0, 0])):
+        moved = np.random.default_rng(place).standard_normal(x_PI.shape).astype(np.float32)
+        moved[place] = x_PI[7]
+        got = grouped_product(jnp.asarray(moved), weight, jnp.array(counts), **options())
+        seen.add(np.asarray(got)[place].tobytes())
+    assert len(seen) == 1
+
+
+def test_groups_of_inputs_that_no_turn_holds_are_refused_with_the_reason():
+    weight, _ = make_weight("int8", (6, 40, 96), 48)
+    with pytest.raises(NotImplementedError, match=r"triton: a scale for each 48 inputs \(powers of two .*128, only"):
+        grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), **options())
+    with pytest.raises(NotImplementedError, match="grouped_product .* reference: it has no such kernel"):
+        grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), backend="reference")
+
+
+@pytest.mark.parametrize("name", CODES)
+@pytest.mark.parametrize("num_rows", [64, 4096])
+def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
+    code, _, _, _, group_size, *rest = CODES[name]
+    shape = (8, 256, 768)
+    weight, _ = make_weight(code, shape, shape[2] if "outputs" in name else group_size, *rest)
+
+    def layers(x, counts):
+        return [grouped_product(x, weight, counts, backend="triton") for _ in range(3)]
+
+    with described_gpu():
+        arguments = jax.ShapeDtypeStruct((num_rows, shape[2]), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+        text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@__gpu$xla.gpu.triton") == 1
+    assert text.count("call @_multiply") == 3
+
+
+def kernel_with(**wrong):
+    """Returns the kernel with some operands exchanged for others, or for None."""
+    names = ("count", "x", "values", "scale", "zero", "minimum", "scale_row")
+    right = product.kernel
+
+    def mistaken(*refs, config):
+        operands = dict(zip(names, refs, strict=False))
+        operands |= {name: other and operands[other] for name, other in wrong.items()}
+        return right(*operands.values(), *refs[len(names) :], config=config)
+
+    return mistaken
+
+
+def configured(**wrong):
+    """Returns the kernel with some fields of its config, or of the config's cut, changed."""
+    right = product.kernel
+
+    def mistaken(*refs, config):
+        cut = {name: value for name, value in wrong.items() if hasattr(config.cut, name)}
+        rest = {name: value(config) for name, value in wrong.items() if name not in cut}
+        return right(*refs, config=dataclasses.replace(config, cut=dataclasses.replace(config.cut, **cut), **rest))
+
+    return mistaken
+
+
+def moved(field, by):
+    right = product._place
+
+    def mistaken(*arguments):
+        place = list(right(*arguments))
+        place[field] += by
+        return place
+
+    return mistaken
+
+
+MISTAKES = {  # name: the call that shows it, where it is, and what makes it
+    "weights of the next expert": ("int8 groups", "_place", lambda: moved(0, 1)),
+    "rows off by one": ("int8 groups", "_place", lambda: moved(1, 1)),
+    "the last row of a tile left out": ("int8 groups", "_place", lambda: moved(2, -1)),
+    "no zeros": ("int4 zeros", "kernel", lambda: kernel_with(zero=None)),
+    "no minima": ("int4 minima", "kernel", lambda: kernel_with(minimum=None)),
+    "scales for zeros": ("int4 zeros", "kernel", lambda: kernel_with(zero="scale")),
+    "no scales": ("int8, scales of outputs", "kernel", lambda: kernel_with(scale=None)),
+    "each output a row of scales of its own": ("fp8 blocks", "kernel", lambda: kernel_with(scale_row=None)),
+    "scales of a wrong group": ("int8 groups", "kernel", lambda: configured(scale_group=lambda c: 64)),
+    "the last inputs left out": ("int8 groups", "kernel", lambda: configured(num_in=lambda c: c.num_in - 2)),
+    "a split left out": ("int8 groups", "kernel", lambda: configured(splits=3)),
+    "halves exchanged": (
+        "int4 groups",
+        "_decoded",
+        lambda right=product._decoded: lambda codes, config, high: right(codes, config, not high),
+    ),
+    "fp4 read as int4": (
+        "fp4 groups",
+        "_decoded",
+        lambda right=product._decoded: (
+            lambda codes, config, high: right(codes, dataclasses.replace(config, code="int4"), high)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
+    name, where, make = MISTAKES[mistake]
+    monkeypatch.setattr(product, where, make())
+    code, _, num_out, num_in, *rest = CODES[name]
+    weight, exact = make_weight(code, (6, num_out, num_in), *rest)
+    x_PI = rows_of("float32", num_in)
+    product._multiply.clear_cache()
+    try:
+        got = grouped_product(x_PI, weight, jnp.array(COUNTS[0]), **options())
+        error = error_of(got, x_PI, exact, COUNTS[0])
+    finally:
+        product._multiply.clear_cache()
+    assert not error < 1e-3, f"{mistake}: {error}"
