@@ -13,7 +13,7 @@ import pytest
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend, attention_set, choose_backend
+from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views

@@ -116,6 +116,8 @@ _ARRAYS = (
 
 
 def supports(device: Any, call: Call) -> str | None:
+    if reason := tb.missing_reason():
+        return reason
     has = None if call.interpret else capability(device)
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:
