@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpage.device.backends import Backend, attention_sets
+from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.kv_pages import LayerPages
 from pallas_kernels import Call, Tiles, candidates, paged_attention, tiles
@@ -174,7 +174,7 @@ def test_what_the_library_does_not_take_is_refused_by_name(reason):
 
 
 def test_it_is_for_hopper_alone_and_takes_only_tiles_that_mean_something():
-    assert fa3.supports(gpu("9.0"), call()) is None
+    assert fa3.supports(gpu("9.0"), call()) is None and choose_backend("fa3", gpu("9.0")) == Backend("fa3")
     for other in ("8.0", "8.9", "10.0", "12.0"):
         assert f"9.0 (Hopper), but NVIDIA H200 has {other}" in fa3.supports(gpu(other), call())
     case = small_case([40], [3])

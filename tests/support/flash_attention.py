@@ -56,7 +56,7 @@ def _attend(q, k_pages, v_pages, lengths, tables, scale):
     for row, length in enumerate(lengths):
         assert 0 <= length <= tables.shape[1] * block_size
         blocks = tables[row, : -(-length // block_size)]
-        assert ((0 <= blocks) & (blocks < num_blocks)).all()
+        assert ((blocks >= 0) & (blocks < num_blocks)).all()
         keys, values = (
             pages[blocks].reshape(-1, kv_heads, width)[:length].astype(np.float32) for pages in (k_pages, v_pages)
         )
