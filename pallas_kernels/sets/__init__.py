@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _TELLING = threading.Lock()
 
-# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the name of its file, so that names can be listed without importing JAX.
+# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the name of its file, so that names can
+# be listed without importing JAX.
 SETS: dict[str, KernelSet] = {
     each.name: each for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)
 }

@@ -28,9 +28,9 @@ plt: Any = _triton
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
-load = getattr(plt, "load", None)
-store = getattr(plt, "store", None)
-dot = getattr(plt, "dot", None)
+load: Any = getattr(plt, "load", None)
+store: Any = getattr(plt, "store", None)
+dot: Any = getattr(plt, "dot", None)
 
 
 def missing_reason() -> str | None:
