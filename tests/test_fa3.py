@@ -38,6 +38,7 @@ INSTALLED = importlib.util.find_spec("flash_attn3_jax") is not None
 def modelled(monkeypatch, request):
     """The library is its model in numpy, but for tests of the library itself."""
     fa3.library.cache_clear()
+    fa3._attend.clear_cache()  # of what another test has planted
     if not request.node.name.startswith("test_installed"):
         monkeypatch.setitem(sys.modules, "flash_attn3_jax", flash_attention)
     yield

@@ -41,7 +41,9 @@ def library() -> tuple[Callable[..., Any] | None, str]:
     """Returns `flash_mha_with_kvcache`, and why there is none."""
     try:
         from flash_attn3_jax import flash_mha_with_kvcache
-    except Exception as failure:  # whatever a JAX that is newer than the package makes of its import: others take the call
+    except (
+        Exception
+    ) as failure:  # whatever a JAX that is newer than the package makes of its import: others take the call
         return None, f"FlashAttention-3 cannot be imported ({type(failure).__name__}: {failure}): {INSTALL}"
     return flash_mha_with_kvcache, ""
 
@@ -64,7 +66,20 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
     shape = shape_of(arguments)
     tiles = tiles or tuned("fa3", shape) or heuristic(shape)
     _refuse_tiles(arguments, tiles)
-    tokens = min(tiles.query_tokens(shape.group), arguments.max_query_len)
+    arrays = {name: getattr(arguments, name) for name in _ARRAYS}
+    return _attend(arrays, kernel=kernel, tiles=tiles, scale=arguments.scale, max_query_len=arguments.max_query_len)
+
+
+_ARRAYS = ("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start")
+_STATIC = ("kernel", "tiles", "scale", "max_query_len")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)  # traced and lowered once for all layers of a model
+def _attend(
+    arrays: dict[str, jax.Array], *, kernel: Callable[..., Any], tiles: Tiles, scale: float, max_query_len: int
+) -> jax.Array:
+    arguments = Arguments(**arrays, scale=scale, max_query_len=max_query_len)  # type: ignore[arg-type]
+    tokens = min(tiles.query_tokens(shape_of(arguments).group), max_query_len)
     cut = query_cut(arguments, tokens)
     missing_R = tokens - cut.count_R
     token_RQ = (cut.token_R - missing_R)[:, None] + jnp.arange(tokens)
@@ -75,7 +90,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
         kernel,
         k_cache=arguments.k_pages,
         v_cache=arguments.v_pages,
-        softmax_scale=arguments.scale,
+        softmax_scale=scale,
         is_causal=True,
         num_splits=1,
     )
