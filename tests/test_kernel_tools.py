@@ -248,16 +248,17 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
     kind = "NVIDIA H100 80GB HBM3"
     path = tiles.write_tuned(kind, {"triton": {str(shape): tuned.best}}, tmp_path)
     assert path.parent == tmp_path and tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
-    assert tiles.read_tuned("another", tmp_path) == {}
+    assert tiles.read_tuned("another", tmp_path) == {} == tiles.read_fastest("another", tmp_path)
+    tiles.write_tuned(kind, {}, tmp_path, fastest={str(shape): "mosaic"})
+    tiles.write_tuned(kind, {"triton": {str(shape): BEST}}, tmp_path, fastest={"another shape": "fa3"})
+    assert tiles.read_fastest(kind, tmp_path) == {str(shape): "mosaic", "another shape": "fa3"}
+    assert tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
     table_of, device = tiles._table, SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(tiles, "_table", lambda kind: table_of(kind, tmp_path))
     monkeypatch.setattr(tiles.jax, "devices", lambda: [device])
     assert tiles.tuned("triton", shape) == BEST
-    assert tiles.tuned("mosaic", shape) is None and tiles.measured_set(shape) is None
-    tiles.write_tuned(kind, {}, tmp_path, fastest={str(shape): "mosaic"})
-    tiles.write_tuned(kind, {"triton": {str(shape): BEST}}, tmp_path, fastest={"another": "fa3"})
-    assert tiles.measured_set(shape) == "mosaic" and tiles.read_fastest(kind, tmp_path)["another"] == "fa3"
-    assert tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
+    assert tiles.tuned("mosaic", shape) is None
+    assert tiles.measured_set(shape) == "mosaic" and tiles.measured_set(shape_of_spec(MIXED)) is None
 
 
 def test_sets_are_compared_over_the_specs_that_all_of_them_take():
