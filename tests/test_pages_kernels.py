@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import (
+    compat,
     copy_blocks,
     copy_slots,
     gather_blocks,
@@ -332,6 +333,16 @@ def test_donated_pages_are_changed_in_place(backend):
         pages_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
         assert analysis.alias_size_in_bytes == pages_bytes, name
         assert analysis.temp_size_in_bytes < pages_bytes / 8, name
+
+
+@pytest.mark.skipif(not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
+def test_mosaic_leaves_pages_to_plain_xla_which_takes_no_interpreter():
+    for name, function, arguments, _ in operations(("bfloat16", "uint8"), layers=1):
+        programs = (
+            jax.make_jaxpr(functools.partial(function, **options))(*arguments)
+            for options in ({"backend": "mosaic", "interpret": True}, BACKENDS["reference"])
+        )
+        assert len(set(map(str, programs))) == 1, name
 
 
 @pytest.mark.parametrize("width", [80, 128])
