@@ -37,9 +37,8 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "split_context": (64, 128, 256, 512, 1024, 2048),
 }
 RULES: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
-STARTS: dict[
-    str, tuple[dict[str, int], ...]
-] = {  # for a kind of step, what else may be a better start than the set's rule
+# For each kind of step, what a walk also begins from: these changes of the set's rule.
+STARTS: dict[str, tuple[dict[str, int], ...]] = {
     # Two programs of four warps fit on a multiprocessor, and one computes its softmax while the other multiplies.
     "chunk": ({"query_rows": 64, "num_warps": 4},),
     # With few rows of a few thousand positions, shorter splits are needed to give every multiprocessor a program.
