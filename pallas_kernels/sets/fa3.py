@@ -41,9 +41,8 @@ def library() -> tuple[Callable[..., Any] | None, str]:
     """Returns `flash_mha_with_kvcache`, and why there is none."""
     try:
         from flash_attn3_jax import flash_mha_with_kvcache
-    except (
-        Exception
-    ) as failure:  # whatever a JAX that is newer than the package makes of its import: others take the call
+    except Exception as failure:
+        # A JAX that is newer than the package may fail its import in any way, and other sets can take the call.
         return None, f"FlashAttention-3 cannot be imported ({type(failure).__name__}: {failure}): {INSTALL}"
     return flash_mha_with_kvcache, ""
 
