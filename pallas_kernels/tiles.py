@@ -100,7 +100,7 @@ def tuned(backend: str, shape: Shape) -> Tiles | None:
 
 
 def measured_set(shape: Shape) -> str | None:
-    """The name of the kernel set that was measured to be fastest on this process's kind of GPU, if anybody measured."""
+    """Returns the name of the kernel set that was measured to be fastest on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
     return _table(device.device_kind).get(_FASTEST, {}).get(str(shape)) if device.platform == "gpu" else None
 
@@ -133,7 +133,7 @@ def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str,
 
 
 def read_fastest(device_kind: str, directory: Path = TUNED) -> dict[str, str]:
-    """The kernel set that was fastest for each `str(shape)`, empty where nothing was compared."""
+    """Returns the kernel set that was fastest for each `str(shape)`, empty where nothing was compared."""
     return dict(_table(device_kind, directory).get(_FASTEST, {}))
 
 

@@ -49,7 +49,7 @@ class Bucket:
 
     @property
     def kind(self) -> str:
-        """What people call a step of this shape."""
+        """Returns the name of this kind of step: decode, tree, verify or chunk."""
         if self.num_steps > 1 or self.max_query_len == 1:
             return "decode"
         return "tree" if self.trees else "verify" if self.verifies else "chunk"

@@ -48,7 +48,7 @@ def library() -> tuple[Callable[..., Any] | None, str]:
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Tiles for a shape that was not measured. Only `query_rows` and the splits are ours to choose."""
+    """Returns tiles for a shape that was not measured. Only `query_rows` and the splits are ours to choose."""
     return Tiles(
         query_rows=ROWS,
         max_splits=16 if shape.kind == "decode" else 1,
@@ -127,7 +127,7 @@ def _attend_in_splits(
 
 
 def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -> jax.Array:
-    """Splits to one result, in float32. They are added one after the other, so that splits without positions change no bit."""
+    """Adds up the splits in float32, one after the other, so that splits without positions change no bit."""
     lse_RZN = jnp.where(live_RZ[:, :, None], lse_RZN, -jnp.inf)
     top_RN = lse_RZN.max(axis=1)
     weight_RZN = jnp.exp(lse_RZN - jnp.where(jnp.isfinite(top_RN), top_RN, 0.0)[:, None])

@@ -255,7 +255,7 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
 
 
 def _as_it_is(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """An operation of plain XLA where kernels are interpreted: it runs on a CPU as it is."""
+    """Returns an operation of plain XLA that can be asked to interpret: it runs on a CPU as it is."""
 
     @functools.wraps(operation)
     def run(*arguments: Any, interpret: bool = False) -> Any:
