@@ -55,6 +55,7 @@ class KernelSet:
     interpretable: whether its kernels run on CPU with interpret=True.
     unaddressable: (type of pages) -> numbers of elements that one array of pages must not have.
     prefers_mixed_steps: whether rows that decode and prompt chunks are best computed in one step.
+    comes_first: kinds of step (`Shape.kind`) whose attention "auto" gives to this set before the others, where nothing was measured.
     """
 
     name: str
@@ -75,6 +76,7 @@ class KernelSet:
     platforms: tuple[str, ...] = ()
     interpretable: bool = False
     prefers_mixed_steps: bool = False
+    comes_first: tuple[str, ...] = ()
 
     def runs_on(self, platform: str) -> bool:
         return not self.platforms or platform in self.platforms

@@ -1,4 +1,5 @@
-"""How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU.
+"""How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU: tiles of each kernel
+set, and which set is fastest.
 
 A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
 in every bucket of one kind of step, whoever its neighbours are. The exception: where a row of several query tokens has more context than
@@ -11,12 +12,14 @@ import functools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from pallas_kernels.arguments import Arguments
 
 TUNED = Path(__file__).parent / "tuned"  # a file per kind of GPU, written by tools/bench_kernels.py --tune
+_FASTEST = "fastest set"  # its entry in such a file, next to those of the sets' tiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,11 +99,27 @@ def tuned(backend: str, shape: Shape) -> Tiles | None:
     return None if found is None else Tiles(**found)
 
 
-def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory: Path = TUNED) -> Path:
-    """Writes `table[backend][str(shape)]` to the file of a kind of GPU."""
+def measured_set(shape: Shape) -> str | None:
+    """Returns the name of the kernel set that was measured to be fastest on this process's kind of GPU, if anybody measured."""
+    device = jax.devices()[0]
+    return _table(device.device_kind).get(_FASTEST, {}).get(str(shape)) if device.platform == "gpu" else None
+
+
+def write_tuned(
+    device_kind: str,
+    table: dict[str, dict[str, Tiles]],
+    directory: Path = TUNED,
+    *,
+    fastest: dict[str, str] | None = None,
+) -> Path:
+    """Writes `table[backend][str(shape)]` to the file of a kind of GPU, and adds `fastest[str(shape)]`, the name of a kernel set."""
     directory.mkdir(exist_ok=True)
     path = _path(device_kind, directory)
-    plain = {backend: {key: asdict(tiles) for key, tiles in each.items()} for backend, each in table.items()}
+    plain: dict[str, dict[str, Any]] = {
+        backend: {key: asdict(tiles) for key, tiles in each.items()} for backend, each in table.items()
+    }
+    if sets := read_fastest(device_kind, directory) | (fastest or {}):
+        plain[_FASTEST] = sets
     path.write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     _table.cache_clear()
     return path
@@ -109,11 +128,17 @@ def write_tuned(device_kind: str, table: dict[str, dict[str, Tiles]], directory:
 def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
     """What `write_tuned` wrote, empty where nothing was."""
     table = _table(device_kind, directory)
-    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in table.items()}
+    sets = {backend: each for backend, each in table.items() if backend != _FASTEST}
+    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in sets.items()}
+
+
+def read_fastest(device_kind: str, directory: Path = TUNED) -> dict[str, str]:
+    """Returns the kernel set that was fastest for each `str(shape)`, empty where nothing was compared."""
+    return dict(_table(device_kind, directory).get(_FASTEST, {}))
 
 
 @functools.cache
-def _table(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, dict[str, int]]]:
+def _table(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Any]]:
     path = _path(device_kind, directory)
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 

@@ -23,6 +23,7 @@ OPTIONAL = {  # import name -> the one file that may import it
     "msgpack": "jaxpage/serving/kv_publisher.py",
     "zmq": "jaxpage/serving/kv_publisher.py",
     "tunix": "jaxpage/tunix_rollout.py",
+    "flash_attn3_jax": "pallas_kernels/sets/fa3.py",
 }
 
 

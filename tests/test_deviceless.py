@@ -28,7 +28,7 @@ from pallas_kernels.inspection.cases import (
     selection_case,
     write_case,
 )
-from pallas_kernels.sets import triton
+from pallas_kernels.sets import fa3, triton
 from pallas_kernels.specs import PRODUCTS, find
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
@@ -155,15 +155,24 @@ def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
         assert sass.count(instructions, "HGMMA" if "2048" in name or "512 tokens" in name else "HMMA") > 0
 
 
-@pytest.mark.parametrize("page_dtype", ["bfloat16", "int8", "uint8"])
-def test_new_keys_and_values_are_written_in_place(page_dtype: str) -> None:
-    case = write_case(64, page_dtype=page_dtype)
-    assert_in_place(compiled_case(case), case.arguments[0])
+@pytest.mark.parametrize("page_dtype", ["int8", "bfloat16"])
+def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
+    """An H200 reads 4.8 TB/s, which takes about 33 KiB in flight on each multiprocessor: those of the next turn of its programs."""
+    spec = dataclasses.replace(find("llama-3-8b decode 64x2048"), page_dtype=page_dtype)
+    tiles = triton.heuristic(shape_of_spec(spec))
+    (main,) = (k for k in compiled_case(attention_case(spec, "triton")).kernels if "reduce" not in k.name)
+    registers = -(-main.machine.registers // 8) * 8 * (main.threads or 0)
+    programs = min(65536 // registers, 233472 // ((main.shared_bytes or 0) + 1024))
+    turn = 2 * tiles.context * spec.head_width * jnp.dtype(page_dtype).itemsize
+    assert programs * turn >= 33 * 1024
 
 
-def test_blocks_are_copied_in_place() -> None:
-    case = copy_case(16)
-    assert_in_place(compiled_case(case), case.arguments[0])
+@pytest.mark.parametrize(
+    ("page_dtype", "backend"), [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")]
+)
+def test_new_keys_and_values_are_written_in_place(page_dtype: str, backend: str) -> None:
+    case = write_case(64, page_dtype=page_dtype, backend=backend)
+    assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
 
 
 def test_selection_keeps_its_sums_in_registers() -> None:
@@ -171,10 +180,17 @@ def test_selection_keeps_its_sums_in_registers() -> None:
     assert found.calls == {"cutoffs": 1, "likeliest": 1} and found.spilled_bytes == 0
 
 
-def assert_in_place(found: Findings, pages: Any) -> None:
+@pytest.mark.parametrize("backend", ["triton", "mosaic"])
+def test_blocks_are_copied_in_place(backend: str) -> None:
+    case = copy_case(16, backend=backend)
+    assert_in_place(compiled_case(case), case.arguments[0], own=backend == "triton")
+
+
+def assert_in_place(found: Findings, pages: Any, *, own: bool) -> None:
+    """own: by kernels of ours, and not by XLA's."""
     sizes = array_bytes(pages)
     assert found.problems(pages_bytes=sum(sizes), array_bytes=max(sizes)) == []
-    assert sum(found.calls.values()) > 0
+    assert (sum(found.calls.values()) > 0) == own
 
 
 @pytest.mark.parametrize(
@@ -190,7 +206,8 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
     assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == 1
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
-    expected = {"paged_attention": LAYERS, "write_kv": LAYERS, "paged_attention_reduce": reduced * LAYERS}
+    written = LAYERS if backend == "triton" else 0  # Mosaic leaves it to XLA
+    expected = {"paged_attention": LAYERS, "write_kv": written, "paged_attention_reduce": reduced * LAYERS}
     selecting = {"cutoffs", "likeliest"}
     calls = {name: number for name, number in found.calls.items() if name not in selecting}
     assert calls == {name: number for name, number in expected.items() if number}
@@ -252,7 +269,7 @@ def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
         *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
     ):
         if "uint8" not in case.name or gpu not in WITHOUT_FP8:
-            assert_in_place(inspect(compile_for(case.function, *case.arguments, gpu=gpu)), case.arguments[0])
+            assert_in_place(inspect(compile_for(case.function, *case.arguments, gpu=gpu)), case.arguments[0], own=True)
 
 
 @pytest.mark.sweep
@@ -286,6 +303,18 @@ def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() 
     compiled, text = compile_with_thunks(shapes.step, *shapes.arguments, gpu="t4", options=compiler_options("gpu"))
     assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2048 * 128256
+
+
+@pytest.mark.skipif(fa3.library()[0] is None, reason=fa3.library()[1])
+@pytest.mark.parametrize("kind", ["decode", "chunk"])
+def test_a_step_with_a_library_is_a_cuda_graph_between_its_calls(kind: str) -> None:
+    """Its memory for scheduling lives during the call alone, so that it must not be recorded."""
+    shapes = step_shapes(BUCKETS[kind], backend="fa3", num_layers=LAYERS)
+    compiled, thunks_text = compile_with_thunks(shapes.step, *shapes.arguments, options=compiler_options("gpu"))
+    assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == LAYERS + 1
+    found = inspect(compiled)
+    assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
+    assert compiled.as_text().count('custom_call_target="flash_mha_fwd"') == LAYERS
 
 
 def test_a_norm_is_one_kernel() -> None:

@@ -248,12 +248,42 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
     kind = "NVIDIA H100 80GB HBM3"
     path = tiles.write_tuned(kind, {"triton": {str(shape): tuned.best}}, tmp_path)
     assert path.parent == tmp_path and tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
-    assert tiles.read_tuned("another", tmp_path) == {}
+    assert tiles.read_tuned("another", tmp_path) == {} == tiles.read_fastest("another", tmp_path)
+    tiles.write_tuned(kind, {}, tmp_path, fastest={str(shape): "mosaic"})
+    tiles.write_tuned(kind, {"triton": {str(shape): BEST}}, tmp_path, fastest={"another shape": "fa3"})
+    assert tiles.read_fastest(kind, tmp_path) == {str(shape): "mosaic", "another shape": "fa3"}
+    assert tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
     table_of, device = tiles._table, SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(tiles, "_table", lambda kind: table_of(kind, tmp_path))
     monkeypatch.setattr(tiles.jax, "devices", lambda: [device])
     assert tiles.tuned("triton", shape) == BEST
     assert tiles.tuned("mosaic", shape) is None
+    assert tiles.measured_set(shape) == "mosaic" and tiles.measured_set(shape_of_spec(MIXED)) is None
+
+
+def test_sets_are_compared_over_the_specs_that_all_of_them_take():
+    """One takes two specs, and its sum is larger; over the one that both take it is faster."""
+    shape, other = shape_of_spec(SMALL), dataclasses.replace(SMALL, name="b")
+
+    def tuned(**seconds):
+        found = tuner.Tuned(shape, {BEST: sum(seconds.values())})
+        found.of_spec[BEST] = {{"small": SMALL, "b": other}[name]: taken for name, taken in seconds.items()}
+        return found
+
+    both, one, nothing = tuned(small=1.0, b=9.0), tuned(small=2.0), tuner.Tuned(shape)
+    assert tuner.fastest({"fa3": one, "triton": both}) == "triton"
+    assert tuner.fastest({"fa3": tuned(small=0.5), "triton": both, "mosaic": nothing}) == "fa3"
+    assert tuner.fastest({"triton": both}) is None is tuner.fastest({"triton": both, "mosaic": nothing})
+    assert tuner.fastest({"triton": tuned(small=1.0), "fa3": tuned(b=1.0)}) is None, "nothing in common"
+
+
+def test_a_walk_begins_at_the_rule_and_at_what_may_be_better():
+    chunk, decode = (shape_of_spec(specs.find(f"llama-3-8b {name}")) for name in ("chunk 2048+0", "decode 64x2048"))
+    rule, *others = tuner.starts("triton", chunk)
+    assert rule == tuner.RULES["triton"](chunk) and [(t.query_rows, t.num_warps) for t in others] == [(64, 4)]
+    assert [t.split_context for t in tuner.starts("triton", decode)] == [256, 128, 64]
+    wide = dataclasses.replace(SMALL, dtype="float32", page_dtype="float32")
+    assert "mosaic: queries of float32" in tuner.refusal("mosaic", wide) and tuner.refusal("triton", wide) is None
 
 
 def test_the_tuner_stops_in_time_and_may_find_nothing():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -13,7 +15,7 @@ import pytest
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
 from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
-from jaxpage.device.backends import Backend, attention_set, choose_backend
+from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
@@ -122,7 +124,7 @@ def test_kernels_are_interpreted_on_cpu_only():
     for name in set(KERNEL_BACKENDS) - {*INTERPRETABLE_BACKENDS}:
         with pytest.raises(UnsupportedError, match=f"'{name}' needs a GPU: jax .* does not interpret it"):
             choose_backend(name, CPU)
-    for name in set(BACKENDS) - {"cpu"}:
+    for name in set(BACKENDS) - {"cpu", "fa3"}:  # which is of a package: tests/test_fa3.py
         assert choose_backend(name, gpu("9.0")) == Backend(name)
     with pytest.raises(UnsupportedError, match="'cpu' needs a CPU"):
         choose_backend("cpu", gpu("9.0"))
@@ -255,11 +257,48 @@ def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
         make_llm(wide, attention_backend="triton")
 
 
+WITHOUT_TRITON = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+from jaxpage import LLM, SamplingParams
+from jaxpage.errors import UnsupportedError
+from pallas_kernels.compat import described_gpu
+from pallas_kernels.inspection.cases import attention_case, copy_case, write_case
+from pallas_kernels.specs import find
+settings = {"use_tqdm": False, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 16}
+with LLM("demo", **settings) as llm:
+    print(len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))
+try:
+    LLM("demo", attention_backend="triton", **settings)
+except UnsupportedError as refusal:
+    print(refusal)
+spec = find("llama-3-8b decode 64x2048")
+for case in (attention_case(spec, "mosaic"), write_case(64, backend="mosaic"), copy_case(16, backend="mosaic")):
+    with described_gpu():
+        text = case.function.trace(*case.arguments).lower(lowering_platforms=("cuda",)).as_text()
+    print(text.count("mosaic_gpu"), text.count('"stablehlo.scatter"'))
+"""
+
+
+def test_without_pallas_triton_backend_everything_else_works():
+    """JAX has deprecated it, and may remove it."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens, refusal, attention, written, copied = done.stdout.splitlines()
+    assert tokens == "3" and not attention.startswith("0 ")
+    assert (written, copied) == ("0 2", "0 64"), "plain XLA"
+    assert refusal == (
+        "attention_backend 'triton' with kv_cache_dtype 'auto': needs jax.experimental.pallas.triton, "
+        f"which jax {jax.__version__} does not have; use scan or reference"
+    )
+
+
 def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_on_a_gpu():
     def chosen(name, device, heads=1, dtype="bfloat16"):
         spec = KVSpec(num_layers=2, num_kv_heads=heads, head_width=256, sliding_windows=(None, None))
         pages = page_shapes(spec, 2**17 + 1, 16, page_dtype(dtype, "bfloat16"))
-        return attention_set(Backend(name), device, pages, num_heads=4, dtype="bfloat16")
+        layers, buckets = zip(pages, spec.sliding_windows, strict=True), [Bucket(2, 2, 1), Bucket(256, 2, 256)]
+        return attention_sets(Backend(name), device, layers, buckets, num_heads=4, dtype="bfloat16")
 
     assert chosen("auto", gpu("9.0")) == "triton" == chosen("auto", gpu("9.0"), dtype="fp8")
     assert chosen("auto", CPU) in ("cpu", "scan") and chosen("scan", gpu("7.5")) == "scan"

@@ -20,7 +20,7 @@ from pallas_kernels.mosaic import compat as mosaic_compat
 from pallas_kernels.mosaic import kernel as mosaic_kernel
 from pallas_kernels.sets import mosaic
 from pallas_kernels.specs import SPECS, Spec
-from tests.support.attention import make_case, oracle
+from tests.support.attention import hidden, make_case, oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
 
@@ -35,18 +35,6 @@ def looks_for_races(monkeypatch):
     """Interprets with a look for data races, which fail."""
     parameters = mosaic_compat.mosaic_interpreter()
     monkeypatch.setattr(mosaic_compat, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
-
-
-def hidden(case, queries, window=None):
-    """The case with NaN in every slot that no query token sees, and the null block wherever a table needs no block."""
-    poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
-    table, block_size = np.zeros_like(case.block_table_BM), case.k_pages.shape[1]
-    for row, (length, num_new) in enumerate(zip(case.context_len_B, queries, strict=True)):
-        for position in range(0 if window is None else max(0, length - num_new - window + 1), length):
-            block = table[row, position // block_size] = case.block_table_BM[row, position // block_size]
-            for pages, seen in zip(poisoned, (case.k_pages, case.v_pages), strict=True):
-                pages[block, position % block_size] = seen[block, position % block_size]
-    return dataclasses.replace(case, k_pages=poisoned[0], v_pages=poisoned[1], block_table_BM=table)
 
 
 def attend(case, tiles, **options):

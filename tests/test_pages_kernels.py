@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import (
+    compat,
     copy_blocks,
     copy_slots,
     gather_blocks,
@@ -334,6 +335,16 @@ def test_donated_pages_are_changed_in_place(backend):
         assert analysis.temp_size_in_bytes < pages_bytes / 8, name
 
 
+@pytest.mark.skipif(not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
+def test_mosaic_leaves_pages_to_plain_xla_which_takes_no_interpreter():
+    for name, function, arguments, _ in operations(("bfloat16", "uint8"), layers=1):
+        programs = (
+            jax.make_jaxpr(functools.partial(function, **options))(*arguments)
+            for options in ({"backend": "mosaic", "interpret": True}, BACKENDS["reference"])
+        )
+        assert len(set(map(str, programs))) == 1, name
+
+
 @pytest.mark.parametrize("width", [80, 128])
 def test_kernels_lower_for_cuda_in_few_launches(width):
     with described_gpu():
@@ -345,7 +356,9 @@ def test_kernels_lower_for_cuda_in_few_launches(width):
             assert text.count("output_operand_alias<") == aliased, name
 
 
-def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla():
+def test_auto_is_the_kernel_on_a_gpu():
+    """What Triton cannot address is copied by a set for GPUs that leaves copies to XLA."""
+
     def kernels(pages, **options):
         index = jax.ShapeDtypeStruct((1,), jnp.int32)
         operation = functools.partial(copy_blocks, **options)
@@ -356,10 +369,7 @@ def test_auto_is_the_kernel_on_a_gpu_and_never_plain_xla():
     assert kernels(small) == 0
     with described_gpu():
         assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
-        with pytest.raises(
-            NotImplementedError, match=r"copy_blocks takes this call: triton: .*; mosaic: .* by name: scan"
-        ):
-            kernels(large)
+        assert kernels(large) == 0 == kernels(large, backend="mosaic")
         with pytest.raises(
             NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
         ):
@@ -378,7 +388,7 @@ def test_refusals_name_the_argument():
     for error, message, arguments, options in (
         (
             ValueError,
-            "backend must be 'auto' or one of triton, mosaic, cpu, scan, reference, not 'xla'",
+            "backend must be 'auto' or one of triton, fa3, mosaic, cpu, scan, reference, not 'xla'",
             (new, new, *pages, index),
             {"backend": "xla"},
         ),

@@ -300,7 +300,7 @@ def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
     random_checkpoint(tmp_path, QWEN3_5)
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": asked}))
     make_llm(tmp_path).shutdown()
-    assert "a KV cache in fp8, which a model with recurrent layers cannot have: it is kept in float32" in caplog.text
+    assert "a KV cache in fp8, which a model with recurrent layers cannot have: it stays in float32" in caplog.text
 
 
 def test_a_draft_model_with_states_is_refused(model: Path) -> None:

@@ -34,10 +34,10 @@ from pallas_kernels.bench.compare import ceilings_table, compare, table
 from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
-from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
+from pallas_kernels.bench.tuner import RULES, OnDevice, Tuned, by_shape, fastest, refusal, starts, tune
 from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
 from pallas_kernels.specs import Spec
-from pallas_kernels.tiles import TUNED, Tiles, read_tuned, write_tuned
+from pallas_kernels.tiles import TUNED, Shape, Tiles, read_tuned, write_tuned
 from tools.progress import Bar
 
 ROOT = Path(__file__).parents[1]
@@ -144,27 +144,38 @@ def timing(
 def tuning(
     specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
 ) -> Finding:
-    """The time left is shared evenly among the shapes that still wait. Writes after each, so that nothing found is lost."""
+    """The time left is shared evenly among the shapes that still wait. Writes after each, so that nothing found is lost; where several
+    kernel sets were tuned for a shape, also which is fastest."""
     kind = jax.devices()[0].device_kind
-    jobs = [(name, *job) for name in arguments.backends if name in STARTS for job in by_shape(specs).items()]
+    jobs = [(name, *job) for name in arguments.backends if name in RULES for job in by_shape(specs).items()]
     made = Table("Tiles", ["backend and shape", "tiles", "x ceiling", "of the start", "tried", "failed", "finished"])
     data: list[dict[str, Any]] = []
     path = ""
+    compared: dict[Shape, dict[str, Tuned]] = {}
     bar = Bar(len(jobs), "shape")
     for index, (backend, shape, group) in enumerate(jobs):
         until = time.monotonic() + (deadline - time.monotonic()) / (len(jobs) - index)
         start = read_tuned(kind, arguments.tuned_directory).get(backend, {}).get(str(shape))
-        starts = [STARTS[backend](shape), *([start] if start else [])]
+        begin = [*starts(backend, shape), *([start] if start else [])]
+        refusals = {spec: reason for spec in group if (reason := refusal(backend, spec))}
+        group = [spec for spec in group if spec not in refusals]
+        if not group:
+            made.rows.append([f"{backend} {shape}", f"none: {next(iter(refusals.values()))}", *["-"] * 5])
+            bar.step()
+            continue
         device = OnDevice(
             backend, group, measured, interpret=arguments.interpret, layers=2 if arguments.small else None
         )
-        tuned = tune(shape, group, device.measure, starts, prefetch=device.prefetch, deadline=until, progress=bar.show)
+        tuned = tune(shape, group, device.measure, begin, prefetch=device.prefetch, deadline=until, progress=bar.show)
         device.close()
         if tuned.best:
             found = read_tuned(kind, arguments.tuned_directory)
             found.setdefault(backend, {})[str(shape)] = tuned.best
-            path = str(write_tuned(kind, found, arguments.tuned_directory))
-        made.rows.append(_tuned_row(backend, tuned, len(group), starts[0]))
+            compared.setdefault(shape, {})[backend] = tuned
+            first = fastest(compared[shape])
+            sets = {str(shape): first} if first else {}
+            path = str(write_tuned(kind, found, arguments.tuned_directory, fastest=sets))
+        made.rows.append(_tuned_row(backend, tuned, len(group), begin[0]))
         data.append(_tuned_data(backend, tuned))
         bar.step()
     bar.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxpage.device.kv_pages import QUANTIZED, KVPages, LayerPages
+from jaxpage.device.buckets import Bucket
+from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
@@ -53,16 +55,51 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
     return Backend(name, interpret, few_rows=name == "cpu")
 
 
-def attention_set(backend: Backend, device: Any, pages: KVPages, num_heads: int, dtype: DTypeLike) -> str:
-    """The kernel set that computes attention over these layers' pages, before anything is loaded or compiled.
+def attention_sets(
+    backend: Backend,
+    device: Any,
+    layers: Iterable[tuple[Any, int | None]],
+    buckets: Iterable[Bucket],
+    num_heads: int,
+    dtype: DTypeLike,
+) -> str:
+    """Returns which kernel sets compute attention in which kinds of step, before anything is loaded or compiled.
 
-    pages: shapes. num_heads, dtype: of the queries.
+    layers: shapes of each layer's pages, and its sliding window; recurrent layers attend to nothing. num_heads, dtype: of the queries.
 
-    Raises UnsupportedError with each set's reason where none takes them.
+    Raises UnsupportedError with each set's reason where none takes a call.
     """
-    chosen = ""
+    chosen: dict[str, set[str]] = {}  # kind of step -> sets
+    attending = {(pages, window) for pages, window in layers if isinstance(pages, LayerPages)}
+    for bucket in buckets:
+        for pages, window in attending:
+            name = _attention_set(backend, device, pages, window, bucket, num_heads, dtype)
+            chosen.setdefault(bucket.kind, set()).add(name)
+    names = [name for name in SETS if any(name in sets for sets in chosen.values())]
+    if len(names) <= 1:
+        return "".join(names)
+    kinds = {
+        name: ", ".join(kind if len(sets) == 1 else f"some of {kind}" for kind, sets in chosen.items() if name in sets)
+        for name in names
+    }
+    return "; ".join(f"{name}: {kinds[name]}" for name in names)
 
-    def ask(q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, layer: LayerPages) -> None:
+
+def _attention_set(
+    backend: Backend,
+    device: Any,
+    pages: LayerPages,
+    window: int | None,
+    bucket: Bucket,
+    num_heads: int,
+    dtype: DTypeLike,
+) -> str:
+    chosen = ""
+    num_tokens, num_rows = (bucket.num_rows,) * 2 if bucket.num_steps > 1 else (bucket.num_tokens, bucket.num_rows)
+
+    def ask(
+        q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, tree: Any, layer: LayerPages
+    ) -> None:
         nonlocal chosen
         arguments = Arguments(
             q_TNH=q_TNH,
@@ -70,20 +107,22 @@ def attention_set(backend: Backend, device: Any, pages: KVPages, num_heads: int,
             context_len_B=length_B,
             query_start=start,
             scale=1.0,
-            max_query_len=1,
+            sliding_window=window,
+            tree_mask_TQ=tree,
+            max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
             value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
             **layer._asdict(),
         )
         call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
         chosen = set_for(call, backend=backend.name, device=device).name
 
-    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 1), (1,), (2,))]
-    for layer in {layer for layer in pages if isinstance(layer, LayerPages)}:
-        query = jax.ShapeDtypeStruct((1, num_heads, layer.k_pages.shape[3]), dtype)
-        try:
-            jax.eval_shape(ask, query, *index, layer)
-        except NotImplementedError as refusal:
-            raise UnsupportedError(f"attention_backend {backend.name!r}: {refusal}") from refusal
+    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, 1), (num_rows,), (num_rows + 1,))]
+    query = jax.ShapeDtypeStruct((num_tokens, num_heads, pages.k_pages.shape[3]), dtype)
+    tree = jax.ShapeDtypeStruct((num_tokens, bucket.max_query_len), jnp.bool_) if bucket.trees else None
+    try:
+        jax.eval_shape(ask, query, *index, tree, pages)
+    except NotImplementedError as refusal:
+        raise UnsupportedError(f"attention_backend {backend.name!r}: {refusal}") from refusal
     return chosen
 
 

@@ -47,11 +47,17 @@ class Bucket:
         """Draws whose logits can be processed: of several steps in one, those of one."""
         return self.num_rows if self.num_steps > 1 else self.num_draws
 
+    @property
+    def kind(self) -> str:
+        """Returns the name of this kind of step: decode, tree, verify or chunk."""
+        if self.num_steps > 1 or self.max_query_len == 1:
+            return "decode"
+        return "tree" if self.trees else "verify" if self.verifies else "chunk"
+
     def __str__(self) -> str:
         if self.num_steps > 1:
             return f"decode {self.num_rows} tokens x {self.num_steps} steps"
-        kind = "tree" if self.trees else "verify" if self.verifies else "decode" if self.max_query_len == 1 else "chunk"
-        return f"{kind} {self.num_tokens} tokens x {self.num_rows} rows"
+        return f"{self.kind} {self.num_tokens} tokens x {self.num_rows} rows"
 
 
 @dataclass(frozen=True)

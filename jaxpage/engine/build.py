@@ -17,7 +17,7 @@ from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import listed
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import Backend, attention_set, choose_backend
+from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.executables import Executables, check_graphs, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
@@ -184,15 +184,14 @@ def _describe(
     if sizes := planned(spec):
         spec = describe(config.replace(**sizes))
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
-    attention = attention_set(kernels, mesh.first, _pages_of_shard(spec, files), num_heads, layout.dtype)
+    layers = zip(_pages_of_shard(spec, files), files.spec.kv.sliding_windows, strict=True)
+    attention = attention_sets(kernels, mesh.first, layers, spec.menu.buckets, num_heads, layout.dtype)
     described = files.quantization.described if files.quantization else ""
     spec = replace(spec, attention=attention, quantization=described, dtype_reason=dtype_reason(config, device, stored))
     if not_loaded := getattr(files.spec, "not_loaded", ""):
         logger.warning("%s are not supported, and not loaded: this is the text model alone", not_loaded)
     if files.quantization and cache_dtype == "auto" != files.quantization.kv_cache_dtype:
-        text = (
-            "config.json asks for a KV cache in %s, which a model with recurrent layers cannot have: it is kept in %s"
-        )
+        text = "config.json asks for a KV cache in %s, which a model with recurrent layers cannot have: it stays in %s"
         logger.warning(text, files.quantization.kv_cache_dtype, layout.dtype)
     for notice in notices(config, device, files.spec, spec.memory):
         logger.warning(notice)

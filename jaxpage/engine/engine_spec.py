@@ -50,7 +50,7 @@ class EngineSpec:
     limits: StepLimits
     memory: MemoryPlan
     vocab_size: int
-    attention: str = ""  # the kernel set that computes it; "": not known without the device
+    attention: str = ""  # the kernel sets that compute it, by kind of step; "": not known without the device
     quantization: str = ""  # of the weights, described; "": none
     dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,10 @@ from pallas_kernels.bench.timing import median_of_rounds
 from pallas_kernels.sets import DEFINITION, KERNEL_BACKENDS, SETS
 from pallas_kernels.specs import Spec
 
-# Kernel sets that write and move pages in a way of their own: of several that share one, the first.
-KERNELS = tuple({each.write: name for name, each in reversed(SETS.items()) if name in KERNEL_BACKENDS}.values())
+# Kernel sets that write and move pages by kernels of their own: the others do it as the definition does, or as one of these.
+_DEFINED = SETS[DEFINITION].write
+_OWN = {each.write: name for name, each in reversed(SETS.items()) if inspect.unwrap(each.write) is not _DEFINED}
+KERNELS = tuple(name for name in _OWN.values() if name in KERNEL_BACKENDS)
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
 NUM_CALLS = 50  # of a timed program
 

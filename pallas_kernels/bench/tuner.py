@@ -12,13 +12,16 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+
+import jax
 
 from pallas_kernels.bench.bounds import Ceilings, work
 from pallas_kernels.bench.cases import Case, label, make_case, shape_of_spec
 from pallas_kernels.bench.timing import Program, compiled, num_layers, time_program
+from pallas_kernels.inspection.cases import attention_case
 from pallas_kernels.sets import SETS
 from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Shape, Tiles
@@ -33,16 +36,25 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "max_splits": (1, 4, 8, 16, 32, 64),
     "split_context": (64, 128, 256, 512, 1024, 2048),
 }
-STARTS: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
+RULES: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
+# For each kind of step, what a walk also begins from: these changes of the set's rule.
+STARTS: dict[str, tuple[dict[str, int], ...]] = {
+    # Two programs of four warps fit on a multiprocessor, and one computes its softmax while the other multiplies.
+    "chunk": ({"query_rows": 64, "num_warps": 4},),
+    # With few rows of a few thousand positions, shorter splits are needed to give every multiprocessor a program.
+    "decode": ({"split_context": 128}, {"split_context": 64, "max_splits": 32}),
+    "verify": ({"split_context": 128}, {"split_context": 64, "max_splits": 32}),
+}
 
 
 @dataclass
 class Tuned:
-    """What was found for one Shape: `seconds[tiles]` summed over its specs as the measure gives it (infinite: it failed), `failures` with
-    the reasons."""
+    """What was found for one Shape: `seconds[tiles]` summed over its specs as the measure gives it (infinite: it failed), `of_spec` with
+    the parts of the sums, `failures` with the reasons."""
 
     shape: Shape
     seconds: dict[Tiles, float] = field(default_factory=dict)
+    of_spec: dict[Tiles, dict[Spec, float]] = field(default_factory=dict)
     failures: dict[Tiles, str] = field(default_factory=dict)
     finished: bool = False  # False: time was up
 
@@ -51,6 +63,34 @@ class Tuned:
         """The fastest, None where nothing ran."""
         tiles = min(self.seconds, key=self.seconds.__getitem__, default=None)
         return None if tiles is None or math.isinf(self.seconds[tiles]) else tiles
+
+
+def fastest(tuned: Mapping[str, Tuned]) -> str | None:
+    """Returns which of the kernel sets that were tuned for one Shape, by name, is fastest with its best tiles, over the specs that all of
+    them take; None where fewer than two ran."""
+    ran = {name: each.of_spec[each.best] for name, each in tuned.items() if each.best is not None}
+    common = set.intersection(*map(set, ran.values())) if len(ran) > 1 else set()
+    return min(ran, key=lambda name: sum(ran[name][spec] for spec in common)) if common else None
+
+
+def starts(backend: str, shape: Shape) -> list[Tiles]:
+    """Returns the tiles that the walk of a kernel set begins from, the set's rule first."""
+    rule = RULES[backend](shape)
+    found = [rule]
+    for changes in STARTS[shape.kind]:
+        with contextlib.suppress(ValueError):  # no kernel could take them
+            found.append(dataclasses.replace(rule, **changes))
+    return found
+
+
+def refusal(backend: str, spec: Spec) -> str | None:
+    """Returns why a kernel set does not take a spec, or None. Nothing is compiled."""
+    case = attention_case(spec, backend)
+    try:
+        jax.eval_shape(case.function, *case.arguments)
+    except NotImplementedError as refused:
+        return str(refused)
+    return None
 
 
 def by_shape(specs: Iterable[Spec]) -> dict[Shape, list[Spec]]:
@@ -122,15 +162,15 @@ def tune(
 
 def _sum(tuned: Tuned, specs: Sequence[Spec], measure: Measure, tiles: Tiles) -> float:
     """Whatever measuring raises is a reason not to take these tiles; the other candidates go on."""
-    total = 0.0
+    parts = tuned.of_spec.setdefault(tiles, {})
     for spec in specs:
         try:
-            total += measure(spec, tiles)
+            parts[spec] = measure(spec, tiles)
         except Exception as failure:
             lines = str(failure).strip().splitlines()
             tuned.failures[tiles] = f"{label(spec)}: {type(failure).__name__}: {lines[0][:300] if lines else ''}"
             return math.inf
-    return total
+    return sum(parts.values())
 
 
 class OnDevice:

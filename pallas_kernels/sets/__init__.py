@@ -10,14 +10,18 @@ from typing import Any, TypeVar
 
 from pallas_kernels.compat import target_device
 from pallas_kernels.kernel_set import Call, KernelSet
-from pallas_kernels.sets import cpu, mosaic, reference, scan, triton
+from pallas_kernels.sets import cpu, fa3, mosaic, reference, scan, triton
+from pallas_kernels.tiles import Shape, measured_set, shape_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _TELLING = threading.Lock()
 
-# In the order in which "auto" tries them. Each has the name of its file, so that names can be listed without importing JAX.
-SETS: dict[str, KernelSet] = {each.name: each for each in (triton.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)}
+# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the name of its file, so that names can
+# be listed without importing JAX.
+SETS: dict[str, KernelSet] = {
+    each.name: each for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)
+}
 
 BACKENDS = tuple(SETS)
 DEFINITION = reference.SET.name  # of what the others must give
@@ -29,15 +33,24 @@ GPU_BACKENDS = tuple(
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
 
 
-def candidates(backend: str, platform: str, *, interpret: bool = False) -> tuple[KernelSet, ...]:
+def candidates(
+    backend: str, platform: str, *, interpret: bool = False, shape: Shape | None = None
+) -> tuple[KernelSet, ...]:
     """The sets to try, in order: that of this name, or for "auto" those that run on the platform; on a GPU and to interpret, kernels for
     GPUs alone.
+
+    shape: of a call of attention, for which "auto" first tries the set that was measured to be fastest on this kind of GPU, then the
+        sets whose `comes_first` names the kind of step. It never depends on how many rows a call has.
 
     Raises ValueError where no set has this name.
     """
     if backend == "auto":
         gpu = interpret or platform == "gpu"
-        return tuple(each for each in SETS.values() if ("gpu" in each.platforms if gpu else each.runs_on(platform)))
+        sets = [each for each in SETS.values() if ("gpu" in each.platforms if gpu else each.runs_on(platform))]
+        if shape is not None:
+            fastest = measured_set(shape)
+            sets.sort(key=lambda each: (each.name != fastest, shape.kind not in each.comes_first))
+        return tuple(sets)
     if backend not in SETS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(SETS)}, not {backend!r}")
     return (SETS[backend],)
@@ -54,7 +67,7 @@ def first_that_takes(
     """
     device, refusals, refused = target_device(), list[str](), list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
-    for each in candidates(backend, device.platform, interpret=call.interpret):
+    for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         try:
             if (reason := each.supports(device, call)) is None:
                 result = pick(each)(*arguments, **options)
@@ -71,12 +84,16 @@ def first_that_takes(
 def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
     """The first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
     refusals: list[str] = []
-    for each in candidates(backend, device.platform, interpret=call.interpret):
+    for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         if (reason := each.supports(device, call)) is None:
             _tell_of_plain_xla(each, refusals)
             return each
         refusals.append(f"{each.name}: {reason}")
     raise _no_set_takes("paged_attention", refusals, backend, device.platform)
+
+
+def _shape(call: Call) -> Shape | None:
+    return None if call.attention is None else shape_of(call.attention)
 
 
 def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: str) -> NotImplementedError:

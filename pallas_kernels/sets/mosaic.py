@@ -1,5 +1,5 @@
 """The kernel set of Pallas' Mosaic GPU backend, for Hopper (sm_90a): attention of prompt chunks and wide verification first, decode as
-well. What writes and moves pages is Triton's.
+well. What writes and moves pages is plain XLA, so that the set does not need Pallas' Triton backend.
 
 The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
 and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is described.
@@ -8,7 +8,9 @@ and its results are gathered back. `mosaic.kernel` has the kernel, where the int
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
 from pallas_kernels.kernel_set import Call, capability, described, first_reason
 from pallas_kernels.mosaic.plan import NO_TOP, ROWS, TREE_WORDS, Operands, Plan, turns_per_split
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
-from pallas_kernels.sets import triton
+from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+from pallas_kernels.xla import move, product, write
 
 SHARED_BYTES = 227 * 1024  # that a program may have on sm_90
 _RESERVED_BYTES = 3072  # of it for barriers, and for what Mosaic reduces in
@@ -251,11 +254,29 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
     return out_TNH.astype(arguments.q_TNH.dtype)
 
 
+def _as_it_is(operation: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an operation of plain XLA that can be asked to interpret: it runs on a CPU as it is."""
+
+    @functools.wraps(operation)
+    def run(*arguments: Any, interpret: bool = False) -> Any:
+        return operation(*arguments)
+
+    return run
+
+
 SET = dataclasses.replace(
-    triton.SET,
+    reference.SET,
     name="mosaic",
     attend=attend,
+    write=_as_it_is(write.write),
+    copy_blocks=_as_it_is(move.copy_blocks),
+    copy_slots=_as_it_is(move.copy_slots),
+    gather_blocks=_as_it_is(move.gather_blocks),
+    scatter_blocks=_as_it_is(move.scatter_blocks),
+    multiply=_as_it_is(product.multiply_on_gpu),
     supports=supports,
     tiles=heuristic,
+    platforms=("gpu",),
     interpretable=MOSAIC_INTERPRETABLE,
+    prefers_mixed_steps=True,
 )

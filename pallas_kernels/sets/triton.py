@@ -64,7 +64,10 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     elif shape.head_width > MAX_WIDTH:  # latents
         rows, warps, context = 16 if shape.kind == "decode" else 32, 8, 16 if eight_bits else context
     elif shape.kind == "decode":
-        rows, warps = 16, 8 if eight_bits else 4
+        rows, warps = 16, 8 if eight_bits and wide else 4
+        if eight_bits and not wide:
+            # Half the bytes a position, so twice the positions. With a third turn on its way the compiler needs fewer registers.
+            context, stages = 64, stages if few else 7
     elif shape.kind == "verify":
         rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
     elif in_registers and eight_bits and not wide:
@@ -121,6 +124,8 @@ _ARRAYS = (
 
 
 def supports(device: Any, call: Call) -> str | None:
+    if reason := tb.missing_reason():
+        return reason
     has = None if call.interpret else capability(device)
     needed = FLOAT8_CAPABILITY if call.page_dtype in FLOAT8 else CAPABILITY
     if has is not None and has < needed:

@@ -1,6 +1,7 @@
 """Pallas' Triton backend, which JAX has deprecated since 0.11 and may remove: everything of it that kernels here use comes from this file.
 
-The names below are the same from jax 0.10 to 0.12. When the backend goes, this folder and `sets/triton.py` go, and nothing else.
+The names below are the same from jax 0.10 to 0.12. Where JAX has no such backend the set
+`triton` refuses every call; this folder and `sets/triton.py` can then go, and nothing else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from jax.experimental import pallas as pl
 
 # The interpreter of other backends is imported lazily by `pallas_call(interpret=True)`, which makes JAX trace the caller once more.
 from jax.experimental.pallas import tpu as _tpu  # noqa: F401
-from jax.experimental.pallas import triton as plt
+
+try:
+    from jax.experimental.pallas import triton as _triton
+except ImportError:  # JAX has removed it: everything else must still be importable
+    _triton = None  # type: ignore[assignment]
+plt: Any = _triton
 
 # Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
@@ -27,9 +33,14 @@ warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarni
 _LISTED = [version.value for version in getattr(plt, "GpuVersion", ())]
 ASKS = jax.__version_info__ < (0, 11, 0) or jax.__version_info__ >= (0, 11, 2)
 
-load = plt.load
-store = plt.store
-dot = plt.dot
+load: Any = getattr(plt, "load", None)
+store: Any = getattr(plt, "store", None)
+dot: Any = getattr(plt, "dot", None)
+
+
+def missing_reason() -> str | None:
+    """Returns why no Triton kernel can be made, or None."""
+    return None if plt else f"needs jax.experimental.pallas.triton, which jax {jax.__version__} does not have"
 
 
 def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -> jax.Array:

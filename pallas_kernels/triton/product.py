@@ -30,7 +30,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.kernel_set import capability
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.triton import backend as tb
-from pallas_kernels.xla.product import has_scales_of_outputs, multiply_before_scales, multiply_narrow
+from pallas_kernels.xla.product import has_scales_of_outputs, multiply_on_gpu
 
 PACKED = ("int4", "fp4")  # two in a byte
 ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
@@ -333,11 +333,9 @@ def stacked(weight: QuantizedWeight) -> QuantizedWeight:
 
 def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False) -> jax.Array:
     """Multiplies as `pallas_kernels.quantized_product` says."""
-    if has_scales_of_outputs(weight):
-        return multiply_before_scales(x_TI, weight).astype(result)
-    if x_TI.shape[0] <= MOST_ROWS:
+    if x_TI.shape[0] <= MOST_ROWS and not has_scales_of_outputs(weight):
         try:
             return multiply_grouped(x_TI, stacked(weight), None, result, interpret=interpret)
         except NotImplementedError:
             pass  # its groups of inputs are of no size that the kernel takes
-    return multiply_narrow(x_TI, weight).astype(result)
+    return multiply_on_gpu(x_TI, weight, result)

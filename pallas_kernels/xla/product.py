@@ -40,3 +40,10 @@ def multiply_before_scales(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Arra
         "TI,OI->TO", x_TI, codes.astype(x_TI.dtype), precision=precision, preferred_element_type=jnp.float32
     )
     return sums_TO * weight.scale_OJ[:, 0].astype(jnp.float32)
+
+
+def multiply_on_gpu(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
+    """Multiplies in what XLA compiles best for GPUs: without a temporary array of the weight where it can."""
+    if has_scales_of_outputs(weight):
+        return multiply_before_scales(x_TI, weight).astype(result)
+    return multiply_narrow(x_TI, weight).astype(result)

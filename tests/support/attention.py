@@ -135,6 +135,18 @@ def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_m
     return out
 
 
+def hidden(case, queries, window=None):
+    """The case with NaN in every slot that no query token sees, and the null block wherever a table needs no block."""
+    poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
+    table, block_size = np.zeros_like(case.block_table_BM), case.k_pages.shape[1]
+    for row, (length, num_new) in enumerate(zip(case.context_len_B, queries, strict=True)):
+        for position in range(0 if window is None else max(0, length - num_new - window + 1), length):
+            block = table[row, position // block_size] = case.block_table_BM[row, position // block_size]
+            for pages, seen in zip(poisoned, (case.k_pages, case.v_pages), strict=True):
+                pages[block, position % block_size] = seen[block, position % block_size]
+    return dataclasses.replace(case, k_pages=poisoned[0], v_pages=poisoned[1], block_table_BM=table)
+
+
 STATIC = ("value_width", "scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
 
 

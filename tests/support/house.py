@@ -42,7 +42,7 @@ ROOMS |= {
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_rollout"}
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
-KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels"}
+KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels", "flash_attn3_jax"}
 SERIALISERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {
@@ -85,6 +85,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "pallas_kernels/sets/mosaic.py",
         "*",
     ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
+    ("pallas_kernels/sets/fa3.py", "flash_attn3_jax"): "the library comes with an extra, and is for one kind of GPU",
     ("jaxpage/bench/serve.py", "jaxpage.bench.serve_plot"): "the picture needs matplotlib, the rest does not",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
     (

@@ -1,0 +1,202 @@
+"""The kernel set of FlashAttention-3 on Hopper, by its JAX binding (the package flash-attn3-jax): attention alone, for decode, chains of
+drafts and prompt chunks, mixed as they come. What writes and moves pages is taken from the set `mosaic`.
+
+The binding takes rows of equally many query tokens, so the ragged stream is cut into tiles, and each tile is a row of the call:
+
+    stream   a0 | b0 b1 b2 b3 b4          block tables   a: [7]   b: [3 9]        tiles of 4 tokens
+    call     [ .  .  .  a0]   page table [7]      cache_seqlens: the context up to a0
+             [b0 b1 b2 b3]    page table [3 9]    ... up to b3
+             [ .  .  .  b4]   page table [3 9]    ... up to b4
+
+The kernel's causal order ends at the end of the context, so tokens stand at the end of their tile. In decode a tile is a token, and each
+split of its context is a row of the call too; the results are put together by the logarithms of their sums. The kernel's own splits
+(`num_splits`) are never asked for: how many a row gets would depend on the length of all other rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import Arguments
+from pallas_kernels.compat import x64_reason
+from pallas_kernels.kernel_set import Call, capability, described, first_reason
+from pallas_kernels.query_tiles import query_cut
+from pallas_kernels.sets import mosaic
+from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
+
+HEAD_WIDTH = 128  # of the binaries that are published
+ROWS, CONTEXT = 128, 128  # query rows and positions that a program of the library multiplies at once
+_OF_THE_LIBRARY = {"context": CONTEXT, "num_warps": 8, "num_stages": 2}
+INSTALL = "pip install flash-attn3-jax (Linux on x86-64; it is also the extra jaxpage[fa3])"
+
+
+@functools.cache
+def library() -> tuple[Callable[..., Any] | None, str]:
+    """Returns `flash_mha_with_kvcache`, and why there is none."""
+    try:
+        from flash_attn3_jax import flash_mha_with_kvcache
+    except Exception as failure:
+        # A JAX that is newer than the package may fail its import in any way, and other sets can take the call.
+        return None, f"FlashAttention-3 cannot be imported ({type(failure).__name__}: {failure}): {INSTALL}"
+    return flash_mha_with_kvcache, ""
+
+
+def heuristic(shape: Shape) -> Tiles:
+    """Returns tiles for a shape that was not measured. Only `query_rows` and the splits are ours to choose."""
+    return Tiles(
+        query_rows=ROWS,
+        max_splits=16 if shape.kind == "decode" else 1,
+        split_context=512,
+        **_OF_THE_LIBRARY,
+    )
+
+
+def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
+    """Returns out_TNH in the queries' type."""
+    kernel, reason = library()
+    if kernel is None:
+        raise NotImplementedError(reason)
+    shape = shape_of(arguments)
+    tiles = tiles or tuned("fa3", shape) or heuristic(shape)
+    _refuse_tiles(arguments, tiles)
+    arrays = {name: getattr(arguments, name) for name in _ARRAYS}
+    return _attend(arrays, kernel=kernel, tiles=tiles, scale=arguments.scale, max_query_len=arguments.max_query_len)
+
+
+_ARRAYS = ("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start")
+_STATIC = ("kernel", "tiles", "scale", "max_query_len")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)  # traced and lowered once for all layers of a model
+def _attend(
+    arrays: dict[str, jax.Array], *, kernel: Callable[..., Any], tiles: Tiles, scale: float, max_query_len: int
+) -> jax.Array:
+    arguments = Arguments(**arrays, scale=scale, max_query_len=max_query_len)  # type: ignore[arg-type]
+    tokens = min(tiles.query_tokens(shape_of(arguments).group), max_query_len)
+    cut = query_cut(arguments, tokens)
+    missing_R = tokens - cut.count_R
+    token_RQ = (cut.token_R - missing_R)[:, None] + jnp.arange(tokens)
+    q_RQNH = arguments.q_TNH[jnp.clip(token_RQ, 0, arguments.q_TNH.shape[0] - 1)]
+    end_R = jnp.where(cut.count_R > 0, jnp.maximum(cut.position_R + cut.count_R, 0), 0)
+    table_RM = arguments.block_table_BM[cut.row_R]
+    call = functools.partial(
+        kernel,
+        k_cache=arguments.k_pages,
+        v_cache=arguments.v_pages,
+        softmax_scale=scale,
+        is_causal=True,
+        num_splits=1,
+    )
+    out_RQNH = _attend_in_splits(call, q_RQNH, end_R, table_RM, arguments.k_pages.shape[1], tiles)
+    seen_T = cut.valid_T & (cut.position_R[cut.tile_T] + cut.offset_T >= 0)
+    out_TNH = out_RQNH[cut.tile_T, jnp.clip(missing_R[cut.tile_T] + cut.offset_T, 0, tokens - 1)]
+    return jnp.where(seen_T[:, None, None], out_TNH, 0).astype(arguments.q_TNH.dtype)
+
+
+def _attend_in_splits(
+    call: Callable[..., Any], q_RQNH: jax.Array, end_R: jax.Array, table_RM: jax.Array, block_size: int, tiles: Tiles
+) -> jax.Array:
+    """Returns out_RQNH. Where splits end depends on the row's own context alone."""
+    (num_rows, table_width), unit = table_RM.shape, block_size * -(-CONTEXT // block_size)
+    least = _rounded_up(tiles.split_context, unit)
+    num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
+    if num_splits == 1:
+        out: jax.Array = call(q_RQNH, cache_seqlens=end_R, page_table=table_RM)
+        return out
+    share_R = jnp.maximum(_rounded_up(-(-end_R // tiles.max_splits), unit), least)
+    longest = max(_rounded_up(-(-table_width * block_size // tiles.max_splits), unit), least)
+    start_RZ = share_R[:, None] * jnp.arange(num_splits)
+    length_RZ = jnp.clip(end_R[:, None] - start_RZ, 0, share_R[:, None])
+    place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(min(longest // block_size, table_width))
+    place_RW = jnp.minimum(place_RZW, table_width - 1).reshape(num_rows, -1)
+    table_XW = jnp.take_along_axis(table_RM, place_RW, axis=1).reshape(num_rows * num_splits, -1)
+    out_XQNH, lse_XNQ = call(
+        jnp.repeat(q_RQNH, num_splits, axis=0),
+        cache_seqlens=length_RZ.reshape(-1),
+        page_table=table_XW,
+        return_softmax_lse=True,
+    )
+    out_RZNH = out_XQNH.reshape(num_rows, num_splits, *q_RQNH.shape[2:])
+    return _put_together(out_RZNH, lse_XNQ.reshape(num_rows, num_splits, -1), length_RZ > 0)[:, None]
+
+
+def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -> jax.Array:
+    """Adds up the splits in float32, one after the other, so that splits without positions change no bit."""
+    lse_RZN = jnp.where(live_RZ[:, :, None], lse_RZN, -jnp.inf)
+    top_RN = lse_RZN.max(axis=1)
+    weight_RZN = jnp.exp(lse_RZN - jnp.where(jnp.isfinite(top_RN), top_RN, 0.0)[:, None])
+    total_RN = jnp.zeros_like(top_RN)
+    sum_RNH = jnp.zeros(out_RZNH[:, 0].shape, jnp.float32)
+    for split in range(out_RZNH.shape[1]):
+        total_RN += weight_RZN[:, split]
+        sum_RNH += weight_RZN[:, split, :, None] * jnp.where(live_RZ[:, split, None, None], out_RZNH[:, split], 0)
+    return sum_RNH / jnp.where(total_RN == 0.0, 1.0, total_RN)[..., None]
+
+
+def _rounded_up(length: Any, unit: int) -> Any:
+    return -(-length // unit) * unit
+
+
+def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
+    fixed = ((name, getattr(tiles, name), value) for name, value in _OF_THE_LIBRARY.items())
+    reason = first_reason(
+        *(
+            (given != value, f"tiles.{name}={given}: the library is compiled for {value}")
+            for name, given, value in fixed
+        ),
+        (
+            tiles.query_rows > ROWS,
+            f"tiles.query_rows={tiles.query_rows}: a program of the library takes {ROWS} query rows",
+        ),
+        (
+            tiles.max_splits > 1 and arguments.max_query_len > 1,
+            f"tiles.max_splits={tiles.max_splits}: contexts are split where rows have one query token",
+        ),
+    )
+    if reason:
+        raise NotImplementedError(reason)
+
+
+def supports(device: Any, call: Call) -> str | None:
+    if call.interpret:
+        return "interpret=True: it is a library for GPUs, and nothing interprets it"
+    if capability(device) not in (None, (9, 0)):
+        return f"needs a GPU of compute capability 9.0 (Hopper), but {described(device)}"
+    return library()[1] or x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
+
+
+def _attention_reason(arguments: Arguments) -> str | None:
+    dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
+    width, group = arguments.q_TNH.shape[2], arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    return first_reason(
+        (arguments.value_width is not None, "value_width (values within the keys)"),
+        (arguments.tree_mask_TQ is not None, "tree_mask_TQ: its masks are causal"),
+        (arguments.sinks is not None, "sinks"),
+        (arguments.logit_softcap is not None, "logit_softcap: the library is compiled without it"),
+        (
+            # It multiplies the values that a mask hides by zero, and zero times NaN is NaN.
+            arguments.sliding_window is not None,
+            "sliding_window: what lies before a window would have to be finite, and the null block may hold anything",
+        ),
+        (dtype not in ("bfloat16", "float16"), f"q_TNH of {dtype} (only bfloat16, float16)"),
+        (page_dtype != dtype, f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)"),
+        (width != HEAD_WIDTH, f"heads {width} wide: the library is compiled for {HEAD_WIDTH}"),
+        (group > ROWS, f"q_TNH with {group} heads for one of k_pages (up to {ROWS} only)"),
+    )
+
+
+SET = dataclasses.replace(
+    mosaic.SET,
+    name="fa3",
+    attend=attend,
+    supports=supports,
+    tiles=heuristic,
+    comes_first=("chunk",),
+    interpretable=False,
+)
