@@ -390,7 +390,7 @@ def test_contiguous_attention_in_miniature(tmp_path):
     to = tmp_path / "contiguous.jsonl"
     time_contiguous_attention.main(["--small", "--to", str(to), "--specs", "short"])
     *_, found = read(to)
-    timed = parts.contiguous_seconds(tmp_path)["contiguous"]
+    timed = parts.contiguous_seconds(read(to))["contiguous"]
     assert found.status == PASSED and set(timed) == {
         "llama-3-8b decode 1x2048",
         "llama-3-8b decode 16x2048",
@@ -463,8 +463,8 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
 
 def test_pages_are_not_timed_when_time_is_short(monkeypatch):
     monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
-    monkeypatch.setattr(parts, "compare", lambda specs, backends, *_, **__: [])
-    *_, last = parts.PARTS["bench"](parts.Options(seconds=30))
+    monkeypatch.setattr(parts, "compare", lambda specs, *_, **__: [Row(specs[0], "triton", None)])
+    *_, last = parts.PARTS["bench"](parts.Options(backend="triton", seconds=30))
     assert (last.status, last.check) == (LEFT_OUT, "pages: timings") and "it may need 40" in last.summary
 
 
@@ -623,7 +623,7 @@ def test_wrong_flags(capsys):
         bench_kernels.main(["--specs", "nonsense"])
     with pytest.raises(SystemExit, match="nonsense not among"):
         gpu_check.main(["--backends", "nonsense"])
-    assert bench_kernels.main(["--list", "--specs", "2048 int8"]) == 0
+    assert bench_kernels.main(["--list", "--specs", "64x2048 int8"]) == 0
     assert capsys.readouterr().out.strip() == "llama-3-8b decode 64x2048 int8"
     assert len({label(spec) for spec in specs.SPECS}) == len(specs.SPECS)
     with pytest.raises(LeftOut, match="not on PATH"):

@@ -7,7 +7,8 @@
 A time is that of a call on the device among many in one program, which read other keys and values each time (see
 pallas_kernels/bench/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
 tiles; what was tuned before and is not now stays in it. A backend that refuses a call, and tiles that do not compile, are reported with
-the reason. The last line of standard output is JSON.
+the reason. An error of CUDA spoils the process, so nothing is timed after it: then time the other backends in a run of their own, as
+tools/gpu_check.py does. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -128,14 +129,15 @@ def timing(
         layers=2 if arguments.small else None,
     )
     bar.close()
-    others = contiguous_seconds(directory)
+    contiguous = read(directory / "contiguous.jsonl")
+    others = contiguous_seconds(contiguous)
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     data: dict[str, Any] = {"rows": [row.as_data(measured) for row in rows]}
     data["contiguous"] = others.get("contiguous", {})
     if set(pages.KERNELS) & set(arguments.backends) and time.monotonic() < deadline - 20:
         copied = pages.timings(measured, interpret=arguments.interpret, small=arguments.small)
         tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
-    tables += [one for finding in read(directory / "contiguous.jsonl") for one in finding.tables]
+    tables += [one for finding in contiguous for one in finding.tables]
     timed = sum(row.seconds is not None for row in rows)
     status = FAILED if any(row.failed for row in rows) else PASSED
     return Finding("bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data)

@@ -17,6 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+
 from jaxpage.bench.step_shapes import BUCKETS, step_shapes
 from jaxpage.bench.step_times import GPU_OPTIONS
 from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
