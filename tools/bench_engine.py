@@ -10,9 +10,11 @@ tools/gpu_slot.py runs it.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, app
 
 try:
     from jaxpage import LLM, SamplingParams
+    from jaxpage.bench.measure import parameters
     from jaxpage.bench.step_times import BLOCK_SIZE, MODELS, random_model
     from jaxpage.bench.workloads import make_workload
 
@@ -36,6 +39,7 @@ except ImportError as absent:
 
 FEW = 2  # new tokens of the shorter of two runs
 ROUNDS = 5  # of a prompt
+SAMPLED_ROWS = 64  # at most, of the decode with top-p
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -53,13 +57,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def peak_bytes() -> int | None:
+    """Returns the most memory of the device that was in use, where the device says so."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
 @dataclass
 class Bench:
     """An engine, and what is timed with it."""
 
     arguments: argparse.Namespace
-    llm: Any
-    end: float
+    llm: LLM
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     @property
@@ -93,33 +101,51 @@ class Bench:
         return Finding("", PASSED, text, data={"tokens": length, "seconds": taken})
 
     def trace(self) -> Finding:
-        longest = min(1024, self.arguments.context)
-        limits = {"max_input": longest, "max_output": min(512, longest)}
-        work = make_workload("sharegpt", self.arguments.trace, seed=0, vocab_size=self.vocab_size, **limits)
-        params = [
-            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=item.num_output_tokens) for item in work
-        ]
+        longest, count = min(512, self.arguments.context), self.arguments.trace
+        limits = {"vocab_size": self.vocab_size, "max_input": longest, "max_output": longest}
+        work = make_workload("sharegpt", count, seed=0, **limits)
+        params = [parameters(item.num_output_tokens) for item in work]
         began = time.perf_counter()
         self.llm.generate([list(item.prompt_token_ids) for item in work], params, use_tqdm=False)
         taken = time.perf_counter() - began
-        read, made = (
-            sum(len(item.prompt_token_ids) for item in work),
-            sum(item.num_output_tokens for item in work),
-        )
+        read = sum(len(item.prompt_token_ids) for item in work)
+        made = sum(item.num_output_tokens for item in work)
         text = f"{taken:.1f} s, {made / taken:.0f} new tokens/s ({read} tokens of prompts, {made} new)"
-        data = {"requests": len(work), "seconds": taken, "input_tokens": read, "output_tokens": made}
+        data = {"requests": count, "seconds": taken, "input_tokens": read, "output_tokens": made}
+        data |= {"preemptions": sum(self.llm.stats()["num_preemptions_total"].values()), "memory": peak_bytes()}
         return Finding("", PASSED, text, data=data)
 
 
-def opened(arguments: argparse.Namespace, rows: list[int]) -> Any:
+@dataclass
+class Results:
+    """Appends what is found, and begins nothing that may not fit into the time that is left."""
+
+    to: Path
+    end: float
+    failed: bool = False
+
+    def add(self, check: str, run: Callable[[], Finding], *, needs_s: float = 0.0) -> float:
+        """Appends the finding of a run, and returns how long it took."""
+        left = self.end - time.monotonic()
+        if left < needs_s:
+            finding = Finding("", LEFT_OUT, f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}")
+        else:
+            finding = judged("", run)
+        finding.check = f"engine {check}"
+        self.failed |= finding.status == FAILED
+        append(self.to, finding)
+        print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
+        return finding.seconds
+
+
+def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
     config = dict(MODELS[arguments.model])
-    longest = max(arguments.context + arguments.new, arguments.chunk + 8, 1024)
     return LLM.from_parameters(
         config,
         random_model(config, arguments.dtype),
         max_num_seqs=max(rows),
         max_num_batched_tokens=min(arguments.chunk, 2048),
-        max_model_len=longest,
+        max_model_len=max(arguments.context + arguments.new, arguments.chunk + 8, 1024),
         block_size=BLOCK_SIZE,
         num_blocks=65 + max(rows) * -(-(arguments.context + arguments.new) // BLOCK_SIZE),
         dtype=arguments.dtype,
@@ -129,58 +155,43 @@ def opened(arguments: argparse.Namespace, rows: list[int]) -> Any:
     )
 
 
-def started(arguments: argparse.Namespace, rows: list[int], end: float) -> tuple[Bench, Finding]:
+def started(bench: Bench) -> Finding:
     began = time.monotonic()
-    bench = Bench(arguments, opened(arguments, rows), end)
-    taken, stats = time.monotonic() - began, bench.llm.stats()
     bench.seconds(bench.prompts(1, 32), 4)
-    compiled = stats["compile_seconds_total"]
-    data = {"seconds": taken, "compile_seconds": compiled}
-    return bench, Finding("", PASSED, f"{taken:.0f} s, of it {compiled:.0f} s compiling; it generates", data=data)
+    first, compiling = time.monotonic() - began, bench.llm.stats()["compile_seconds_total"]
+    text = f"{compiling:.0f} s of compiling; the first tokens took {first:.1f} s"
+    return Finding("", PASSED, text, data={"compile_seconds": compiling, "first": first})
+
+
+def measure(arguments: argparse.Namespace, results: Results) -> None:
+    """Starts an engine and times what fits."""
+    rows = [int(number) for number in arguments.rows.split(",")]
+    with opened(arguments, rows) as llm:
+        bench = Bench(arguments, llm)
+        results.add(f"start {arguments.model}", lambda: started(bench))
+        taken = 5.0
+        for count in rows:
+            decode = functools.partial(bench.decode, count)
+            taken = results.add(f"decode {count} rows", decode, needs_s=2 * taken)
+        results.add(f"prompt of {arguments.chunk} tokens", bench.prompt, needs_s=10)
+        count = max([count for count in rows if count <= SAMPLED_ROWS], default=min(rows))
+        sampled = functools.partial(bench.decode, count, temperature=1.0, top_p=0.95)
+        results.add(f"decode {count} rows, top-p", sampled, needs_s=15)
+        results.add(f"trace of {arguments.trace} requests", bench.trace, needs_s=40)
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parse(argv)
-    rows = [int(number) for number in arguments.rows.split(",")]
-    end, status = time.monotonic() + arguments.seconds, PASSED
-
-    def tell(check: str, run: Callable[[], Finding], needs_s: float = 0.0) -> float:
-        """Appends what a run finds, and returns how long it took."""
-        nonlocal status
-        if (left := end - time.monotonic()) < needs_s:
-            text = f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}"
-            append(arguments.to, Finding(f"engine {check}", LEFT_OUT, text))
-            return needs_s
-        finding = judged("", run)
-        finding.check = f"engine {check}"
-        status = FAILED if finding.status == FAILED else status
-        append(arguments.to, finding)
-        print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
-        return finding.seconds
-
     if MISSING:
         append(arguments.to, Finding("engine", LEFT_OUT, f"no {MISSING} here"))
         return 0
-    made: list[Bench] = []
-
-    def start() -> Finding:
-        bench, finding = started(arguments, rows, end)
-        made.append(bench)
-        return finding
-
-    tell(f"start {arguments.model}", start)
-    if not made:
+    results = Results(arguments.to, time.monotonic() + arguments.seconds)
+    try:
+        measure(arguments, results)
+    except Exception as error:  # the engine does not start
+        append(arguments.to, Finding("engine", FAILED, first_line(error), data={"traceback": traceback.format_exc()}))
         return 1
-    [bench] = made
-    taken = 5.0
-    for count in rows:
-        taken = tell(f"decode {count} rows", lambda count=count: bench.decode(count), needs_s=2 * taken)  # type: ignore[misc]
-    tell(f"prompt of {arguments.chunk} tokens", bench.prompt, needs_s=10)
-    sampled = max([count for count in rows if count <= 64], default=min(rows))
-    tell(f"decode {sampled} rows, top-p", lambda: bench.decode(sampled, temperature=1.0, top_p=0.95), needs_s=15)
-    tell(f"trace of {arguments.trace} requests", bench.trace, needs_s=40)
-    bench.llm.shutdown()
-    return int(status == FAILED)
+    return int(results.failed)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pallas_kernels.bench import ceilings, environment, goals, pages
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import label
 from pallas_kernels.bench.compare import ceilings_table, compare, table
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
+from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, append, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
 from pallas_kernels.bench.tuner import STARTS, OnDevice, Tuned, by_shape, tune
@@ -58,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--tuned-directory", type=Path, default=TUNED, help="where --tune writes; default: the package's"
     )
     parser.add_argument("--out", type=Path, help="Markdown file that gets a section with the tables")
+    parser.add_argument("--to", type=Path, help="file to which the finding is appended as a line of JSON")
     parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
     parser.add_argument("--no-contiguous", action="store_true", help="without torch's contiguous attention")
     parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted; needs --small")
@@ -204,6 +205,8 @@ def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) 
         print(f"\n{one.plain()}")
     print(f"\n{finding.check}: {finding.summary}")
     where = environment.describe()
+    if arguments.to:
+        append(arguments.to, finding)
     if arguments.out:
         date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         append_section(arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py"))

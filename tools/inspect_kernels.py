@@ -56,7 +56,7 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
     return found, refusals
 
 
-def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tuple[str, ...]]:
+def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, ...]]:
     """A row of cells for each of `STEPS`."""
     for kind, backend in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers)
@@ -106,7 +106,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
     parser.add_argument("--only", default="", help="kernels of cases with this in their name; goes with --print")
-    parser.add_argument("--layers", type=int, help="of the steps' model, which the table names; default: all it has")
+    parser.add_argument("--layers", type=int, default=4, help="of the steps' model, which the table names; default: 4")
     parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/internals/kernels.md")
@@ -117,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--only and --no-steps make a part of the tables, which --print shows")
     if sass.disassembler() is None and not arguments.print:
         parser.error("instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH")
-    if arguments.layers is not None and arguments.layers < 1:
+    if arguments.layers < 1:
         parser.error(f"--layers must be at least 1, not {arguments.layers}")
     if arguments.print:
         print(section(arguments))

@@ -46,9 +46,7 @@ class Check:
             made.append(self.tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
         timed = [name for name in (*KERNEL_BACKENDS, XLA_BACKENDS[0]) if name in self.backends]
         specs = ["--specs", BENCH_SMALL] if self.interpret else []
-        made += [
-            self.part("bench", name, *specs, needs_s=45, limit_s=110, seconds=80, alone=True) for name in timed
-        ]
+        made += [self.part("bench", name, *specs, needs_s=45, limit_s=110, seconds=80, alone=True) for name in timed]
         sizes = ["tiny", "--rows", "2", "--contexts", "64", "--round", "0.01"] if self.interpret else ["8b,1b"]
         layers = [] if self.interpret else ["--layers", "4"]  # they compile faster, and every layer is the same
         steps = ["--models", *sizes, *layers, "--seconds", "100"]

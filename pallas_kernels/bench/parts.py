@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -182,12 +183,14 @@ def _bench(options: Options) -> Iterator[Finding]:
         return
     end = time.monotonic() + options.seconds - 10
     measured = measured_ceilings(small)
-    yield Finding(CEILINGS, PASSED, _reached(measured), tables=[ceilings_table(measured)], data=ceilings.as_data(measured))
+    yield Finding(
+        CEILINGS, PASSED, _reached(measured), tables=[ceilings_table(measured)], data=ceilings.as_data(measured)
+    )
     interpret = [name] if _kernel(options) else []
     for spec in chosen(options.specs):
         spec = spec.cut() if small else spec
         for tiles in _sweep(options, spec):
-            settings = {"interpret": interpret, "layers": 2 if small else None, "tiles": tiles}
+            settings: dict[str, Any] = {"interpret": interpret, "layers": 2 if small else None, "tiles": tiles}
             [row] = compare([spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings)
             splits = ", ".join([*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])])
             yield _timed(dataclasses.replace(row, note=splits), measured)  # at once: what comes later may hang
@@ -196,8 +199,8 @@ def _bench(options: Options) -> Iterator[Finding]:
 
 
 def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
-    """Returns the tiles to time: the kernel set's own choice, or its start with each number of splits that was asked for."""
-    if not options.splits or options.backend not in STARTS:
+    """Returns the tiles to time: the kernel set's own choice, or in decode its start with each number of splits asked for."""
+    if not options.splits or options.backend not in STARTS or spec.max_query_len > 1:
         return [{}]
     start = STARTS[options.backend](shape_of_spec(spec))
     return [{options.backend: dataclasses.replace(start, max_splits=splits)} for splits in options.splits]
