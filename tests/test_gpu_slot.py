@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import runpy
 import sys
@@ -10,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from pallas_kernels import specs
+from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.check import Check
 from pallas_kernels.bench.children import Child
+from pallas_kernels.bench.compare import Row
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read
+from pallas_kernels.bench.timing import Timing
 from tools import gpu_slot, slot_parts, slot_results
 from tools.slot_parts import Part
 from tools.slot_results import Results, Screen
@@ -122,6 +127,19 @@ def test_results_are_in_the_files_while_a_part_goes_on_and_not_taken_for_its_end
         assert [one.summary for one in read(path / "results.jsonl")] == ["5 ms"]
     again = Results(tmp_path / "state", tmp_path / "other", small=True)  # the run was cut off
     assert again.verdict("steps") == "" and [one.summary for one in again.findings] == ["5 ms"]
+
+
+def test_the_report_has_one_table_of_all_kernel_sets_and_is_no_reason_to_stop(tmp_path, monkeypatch):
+    results, ceilings = Results(tmp_path, tmp_path, small=False), Ceilings(copied=2e12, read=3e12, matmul=6e14)
+    row = Row(specs.find("llama-3-8b decode 16x2048"), "triton", 1e-4, timing=Timing(1e-4, 0.0, 1, 7))
+    measured = Finding("ceilings", PASSED, "", data=dataclasses.asdict(ceilings))
+    timed = Finding("bench triton 16x2048", PASSED, "", data={"rows": [row.as_data(ceilings)]})
+    results.end("bench triton", [measured, timed], 1.0)
+    assert "| llama-3-8b decode 16x2048 | triton | 100.0 |" in (tmp_path / "report.md").read_text()
+    monkeypatch.setattr(slot_results, "bench_tables", lambda *_, **__: 1 / 0)
+    results.end("steps", [Finding("step 8b", PASSED, "5 ms")], 1.0)
+    assert "could not be made" in (tmp_path / "report.md").read_text() and results.verdict("steps") == PASSED
+    assert len(read(tmp_path / "results.jsonl")) == 5
 
 
 def test_the_screen_is_short_and_keeps_room_for_the_end(capsys):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pallas_kernels.bench.environment import commit
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read, worst
+from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, read, worst
 from pallas_kernels.bench.parts import bench_tables
 from pallas_kernels.bench.record import append_section, counted, section
 
@@ -96,11 +96,17 @@ class Results:
                 append(new, finding)
             os.replace(new, path)
         if self.parts:
-            text = report(self.findings, small=self._small)
-            (self.out / REPORT).write_text(text, encoding="utf-8")
+            (self.out / REPORT).write_text(self._report(), encoding="utf-8")
         (self.out / LOGS).write_text(_logs(self.findings), encoding="utf-8")
         for tuned in sorted((self.state / "tuned").glob("*.json")):
             shutil.copy(tuned, self.out / tuned.name)
+
+    def _report(self) -> str:
+        """Returns the report; where it cannot be made, why not: the parts go on."""
+        try:
+            return report(self.findings, small=self._small)
+        except Exception as error:
+            return f"This report could not be made, {RESULTS} has everything: {first_line(error)}\n"
 
 
 def _of(part: str, finding: Finding) -> Finding:

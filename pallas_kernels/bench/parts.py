@@ -214,7 +214,7 @@ def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Ta
     """Returns what the parts "bench" of all kernel sets, and "contiguous", found, as one table and the goals."""
     timed = [finding for finding in findings if finding.check.startswith("bench ")]
     rows = [Row.of(row, small=small) for finding in timed for row in finding.data.get("rows", [])]
-    measured = [Ceilings(**finding.data) for finding in findings if finding.check == CEILINGS]
+    measured = [ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS]
     if not rows or not measured:
         return []
     order = [label(spec) for spec in specs.SPECS]
