@@ -13,12 +13,14 @@ import pytest
 
 from pallas_kernels import specs
 from pallas_kernels.bench.bounds import Ceilings
+from pallas_kernels.bench.cases import label
 from pallas_kernels.bench.check import Check
 from pallas_kernels.bench.children import Child
 from pallas_kernels.bench.compare import Row
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read
+from pallas_kernels.bench.parts import chosen
 from pallas_kernels.bench.timing import Timing
-from tools import gpu_slot, slot_parts, slot_results
+from tools import bench_engine, bench_kernels, bench_step, gpu_slot, slot_parts, slot_results
 from tools.slot_parts import Part
 from tools.slot_results import Results, Screen
 
@@ -63,8 +65,32 @@ def test_the_order_is_that_of_what_matters_most(monkeypatch, tmp_path):
     assert children["steps without graphs"].environment["XLA_FLAGS"].endswith("command_buffer=")
     assert "SKIP_PROFILED" in children["steps skip-profiled"].environment["XLA_FLAGS"]
     assert "XLA_FLAGS" not in children["steps"].environment
-    rows = children["steps"].command[children["steps"].command.index("--rows") + 1]
-    assert rows == "2,64,8,256" and "--layers" not in children["steps"].command
+    steps = bench_step.cases(bench_step.parse(children["steps"].command[2:]))
+    assert [(case.rows, case.chunk, case.num_layers) for case in steps] == [
+        *((rows, 0, None) for rows in (2, 64, 8, 256)),
+        (1, 2048, None),
+    ]
+    engine = bench_engine.parse(children["engine"].command[2:])
+    assert (engine.model, engine.rows, engine.chunk, engine.trace) == ("8b", "1,8,64,256", 2048, 256)
+    assert engine.seconds < children["engine"].limit_s and bench_kernels.parse(children["tune"].command[2:]).tune
+    labels = {label(spec) for spec in chosen(slot_parts.REAL.specs)}
+    pages = ("", " int8", " uint8")
+    assert labels == {
+        *(f"llama-3-8b decode {rows}x2048{each}" for rows in (16, 64) for each in pages),
+        "llama-3-8b chunk 2048+0",
+    }
+
+
+def test_a_rehearsal_fails_where_a_package_lacks(tmp_path, monkeypatch, capsys):
+    lacks = f"open({str(tmp_path / 'engine.jsonl')!r}, 'w').write({PASSES.replace(PASSED, LEFT_OUT)!r} + chr(10))"
+    engine = part(tmp_path, "engine", lacks)
+    monkeypatch.setattr(Check, "environment", lambda self: part(tmp_path, "environment").child)
+    for may_lack, status in ((True, 0), (False, 1)):
+        monkeypatch.setattr(
+            gpu_slot, "groups", lambda *_, lack=may_lack: iter([[dataclasses.replace(engine, may_lack=lack)]])
+        )
+        assert gpu_slot.main(["--rehearse", "--state", str(tmp_path / "state")]) == status
+        assert "open: engine" in capsys.readouterr().out
 
 
 ENDINGS = {
@@ -173,6 +199,9 @@ def test_another_gpu_does_not_mix_with_what_is_there(tmp_path, monkeypatch, caps
     where.update(device="cpu", platform="cpu")
     assert gpu_slot.main(["--state", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
     assert "--rehearse" in capsys.readouterr().out
+    assert gpu_slot.main(command) == 2 and "GPU X" in (tmp_path / "state" / "results.jsonl").read_text()
+    where.update(device="GPU X", platform="gpu")
+    assert gpu_slot.main(["--state", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 0
 
 
 def test_a_record_is_of_a_gpu(tmp_path, capsys):

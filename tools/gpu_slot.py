@@ -9,7 +9,8 @@ faster tiles. Each part is a process of its own with a time limit: one that cras
 is not run again by a later call. What was compiled is shared by all parts and calls.
 
 results.jsonl has everything, report.md the same for people, logs.txt what failures printed; at most eight files in all, in $OUT or --out.
-Exit status: 0 nothing failed, 1 something failed, 2 there is no GPU.
+Exit status: 0 nothing failed, 1 something failed (in a rehearsal also what was left out and needs no more than this repository's list of
+packages), 2 there is no GPU.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ class Slot:
     def look(self, deadline: float) -> str:
         """Asks for the machine. Returns why nothing can be done here, "" if something can."""
         old, before = self.results.parts.get(ENVIRONMENT), machine(self.results.findings).get("device")
+        others = set(self.results.parts) - {ENVIRONMENT}
         self._run([self.check.environment()], deadline)
-        here = machine(self.results.findings).get("device")
+        here, reason = machine(self.results.findings).get("device"), ""
         if not self.check.interpret and not has_gpu(self.results.findings):
-            return NO_GPU
-        if old and before != here:
+            reason = NO_GPU
+        elif others and before != here:
+            reason = f"{self.results.state} has results of {before}, and this is {here}: name another --state."
+        if reason and others and old:
             self.results.put(ENVIRONMENT, old)
-            return f"{self.results.state} has results of {before}, and this is {here}: name another --state."
-        return ""
+        return reason
 
     def run(self, groups: list[list[Part]], deadline: float) -> int:
         """Runs the parts. Returns the exit status."""
@@ -157,7 +160,10 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.end(reason)
         return 2
     status = slot.run(wanted, deadline)
-    still = [part.name for group in slot.open_parts(only, False) for part in group if not part.if_failed]
+    left = [part for group in slot.open_parts(only, False) for part in group if not part.if_failed]
+    still = [part.name for part in left]
+    if arguments.rehearse and not all(part.may_lack for part in left):
+        status = 1
     verdicts = [one for one in results.findings if one.check.startswith("part ")]
     screen.end(f"{counted(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}")
     return status
