@@ -231,14 +231,19 @@ def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypa
 
     def compare_one(specs, backends, *_, tiles, **__):
         asked.append((backends, {name: each.max_splits for name, each in tiles.items()}))
-        return [Row(specs[0], backends[0], None, "refused")]
+        refused = specs[0].page_dtype == "int8"
+        return [Row(specs[0], backends[0], None if refused else 1e-4, "refused" if refused else "")]
 
     monkeypatch.setattr(parts, "compare", compare_one)
-    options = parts.Options(backend="mosaic", specs="llama-3-8b decode 4x2048,llama-3-8b chunk 128", splits=(1, 8))
+    names = "llama-3-8b decode 4x2048,llama-3-8b decode 16x2048 int8,llama-3-8b chunk 128"
+    options = parts.Options(backend="mosaic", specs=names, splits=(1, 8))
     first, *found = parts.PARTS["bench"](options)
     assert first.check == "ceilings" and "3000 GB/s" in first.summary
-    assert asked == [(["mosaic"], {"mosaic": 1}), (["mosaic"], {"mosaic": 8}), (["mosaic"], {})]
-    assert [one.summary for one in found] == ["1 splits, refused", "8 splits, refused", "refused"]
+    swept = [{"mosaic": 1}, {"mosaic": 8}, {"mosaic": 1}, {}]
+    assert asked == [(["mosaic"], splits) for splits in swept]
+    one, eight, refused, chunk = (finding.summary for finding in found)
+    assert one.endswith("of memory, 1 splits") and eight.endswith("of memory, 8 splits") and "100.0 us" in chunk
+    assert refused == "1 splits, refused" and found[2].status == LEFT_OUT
     [unknown] = parts.PARTS["bench"](parts.Options(backend="fa4"))
     assert unknown.status == LEFT_OUT and unknown.summary.startswith("there is no kernel set of this name among triton")
 

@@ -95,7 +95,7 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
     specs = ["--specs", sizes.specs]
     for name in KERNEL_BACKENDS:
         if name != SWEPT:
-            timed = check.part("bench", name, *specs, needs_s=40, limit_s=90, seconds=75, alone=True)
+            timed = check.part("bench", name, *specs, needs_s=40, limit_s=110, seconds=95, alone=True)
             yield [Part(timed, "attention alone, beside measured ceilings")]
     yield from _engine(check, sizes)
     swept = ["--splits", "1,2,4,8,16", *specs]

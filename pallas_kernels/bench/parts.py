@@ -23,8 +23,7 @@ from pallas_kernels.bench.cases import label, make_case, shape_of_spec
 from pallas_kernels.bench.children import ENDED_BADLY
 from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, judged, read
-from pallas_kernels.bench.tuner import STARTS
-from pallas_kernels.sets import BACKENDS, XLA_BACKENDS
+from pallas_kernels.sets import BACKENDS, SETS, XLA_BACKENDS
 from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Tiles
 
@@ -194,15 +193,18 @@ def _bench(options: Options) -> Iterator[Finding]:
             [row] = compare([spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings)
             splits = ", ".join([*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])])
             yield _timed(dataclasses.replace(row, note=splits), measured)  # at once: what comes later may hang
+            if row.seconds is None:
+                break  # the other numbers of splits get the same answer
     if name in pages.KERNELS:
         yield judged("pages: timings", lambda: _page_timings(measured, small, end))
 
 
 def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
-    """Returns the tiles to time: the kernel set's own choice, or in decode its start with each number of splits asked for."""
-    if not options.splits or options.backend not in STARTS or spec.max_query_len > 1:
+    """Returns the tiles to time: the kernel set's own choice, or in decode its rule's with each number of splits asked for."""
+    rule = SETS[options.backend].tiles
+    if not options.splits or rule is None or spec.max_query_len > 1:
         return [{}]
-    start = STARTS[options.backend](shape_of_spec(spec))
+    start = rule(shape_of_spec(spec))
     return [{options.backend: dataclasses.replace(start, max_splits=splits)} for splits in options.splits]
 
 
@@ -233,7 +235,9 @@ def _timed(row: Row, measured: Ceilings) -> Finding:
     text = row.note
     if row.seconds is not None:
         bound = measured.bound(work(row.spec))
-        text = f"{row.seconds * 1e6:.1f} us, {row.fraction(measured):.3f} of {bound} {row.note}".strip()
+        text = (
+            f"{row.seconds * 1e6:.1f} us, {row.fraction(measured):.3f} of {bound}{', ' if row.note else ''}{row.note}"
+        )
     status = FAILED if row.failed else LEFT_OUT if row.seconds is None else PASSED
     return Finding(f"bench {row.backend} {label(row.spec)}", status, text, data={"rows": [row.as_data(measured)]})
 
