@@ -160,12 +160,14 @@ def test_the_report_has_one_table_of_all_kernel_sets_and_is_no_reason_to_stop(tm
     row = Row(specs.find("llama-3-8b decode 16x2048"), "triton", 1e-4, timing=Timing(1e-4, 0.0, 1, 7))
     measured = Finding("ceilings", PASSED, "", data=dataclasses.asdict(ceilings))
     timed = Finding("bench triton 16x2048", PASSED, "", data={"rows": [row.as_data(ceilings)]})
+    results.end("engine", [Finding("engine trace", PASSED, "", data={"seconds": 1.5, "rows": 2})], 1.0)
     results.end("bench triton", [measured, timed], 1.0)
+    assert not results.problem
     assert "| llama-3-8b decode 16x2048 | triton | 100.0 |" in (tmp_path / "report.md").read_text()
     monkeypatch.setattr(slot_results, "bench_tables", lambda *_, **__: 1 / 0)
     results.end("steps", [Finding("step 8b", PASSED, "5 ms")], 1.0)
     assert "could not be made" in (tmp_path / "report.md").read_text() and results.verdict("steps") == PASSED
-    assert len(read(tmp_path / "results.jsonl")) == 5
+    assert "ZeroDivisionError" in results.problem and len(read(tmp_path / "results.jsonl")) == 7
 
 
 def test_the_screen_is_short_and_keeps_room_for_the_end(capsys):

@@ -162,7 +162,8 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
     status = slot.run(wanted, deadline)
     left = [part for group in slot.open_parts(only, False) for part in group if not part.if_failed]
     still = [part.name for part in left]
-    if arguments.rehearse and not all(part.may_lack for part in left):
+    if results.problem or (arguments.rehearse and not all(part.may_lack for part in left)):
+        screen.say(results.problem)
         status = 1
     verdicts = [one for one in results.findings if one.check.startswith("part ")]
     screen.end(f"{counted(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}")

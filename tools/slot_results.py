@@ -53,6 +53,7 @@ class Results:
 
     def __init__(self, state: Path, out: Path, *, small: bool) -> None:
         self.state, self.out, self._small = state, out, small
+        self.problem = ""  # of the report
         for directory in (state, out):
             directory.mkdir(parents=True, exist_ok=True)
         self.parts = by_part(read(state / RESULTS))
@@ -103,10 +104,12 @@ class Results:
 
     def _report(self) -> str:
         """Returns the report; where it cannot be made, why not: the parts go on."""
+        self.problem = ""
         try:
             return report(self.findings, small=self._small)
         except Exception as error:
-            return f"This report could not be made, {RESULTS} has everything: {first_line(error)}\n"
+            self.problem = f"the report could not be made, {RESULTS} has everything: {first_line(error)}"
+            return self.problem + "\n"
 
 
 def _of(part: str, finding: Finding) -> Finding:
@@ -147,7 +150,15 @@ def report(findings: Sequence[Finding], *, small: bool) -> str:
     tables = bench_tables(findings, small=small)
     joined = [Finding("kernels", PASSED, "all kernel sets", tables=tables)] if tables else []
     date = where.get("date", "unknown date")
-    return section([*findings, *joined], where, date=date, command="python tools/gpu_slot.py")
+    titled = [_titled(finding) for finding in findings]
+    return section([*titled, *joined], where, date=date, command="python tools/gpu_slot.py")
+
+
+def _titled(finding: Finding) -> Finding:
+    """Returns the finding with tables that say which part they are of: two parts may time the same."""
+    part = finding.data.get("part", "")
+    tables = [dataclasses.replace(table, title=f"{part}: {table.title}") for table in finding.tables]
+    return dataclasses.replace(finding, tables=tables)
 
 
 def record(results: Path, document: Path) -> str:

@@ -41,6 +41,7 @@ SHORT = (
 )
 
 
+CONTIGUOUS = "contiguous"  # the check whose data has times of attention without pages
 CEILINGS = "ceilings"  # the check whose data is `Ceilings`
 PAGES_S = 40  # that timing what writes and moves pages may take, most of it compilation
 
@@ -148,7 +149,7 @@ def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float
     """Returns what the part "contiguous" measured: {library: {spec: seconds}}."""
     found: dict[str, dict[str, float]] = {}
     for finding in findings:
-        found |= finding.data.get("seconds", {})
+        found |= finding.data["seconds"] if finding.check == CONTIGUOUS and finding.data.get("seconds") else {}
     return found
 
 
