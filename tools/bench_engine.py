@@ -39,7 +39,8 @@ except ImportError as absent:
 
 FEW = 2  # new tokens of the shorter of two runs
 ROUNDS = 5  # of a prompt
-SAMPLED_ROWS = 64  # at most, of the decode with top-p
+FEW_ROWS = 64  # more are timed last
+ROW_S = 0.15  # that a row may need, most of it for three times its prompt
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -124,8 +125,8 @@ class Results:
     end: float
     failed: bool = False
 
-    def add(self, check: str, run: Callable[[], Finding], *, needs_s: float = 0.0) -> float:
-        """Appends the finding of a run, and returns how long it took."""
+    def add(self, check: str, run: Callable[[], Finding], *, needs_s: float = 0.0) -> None:
+        """Appends the finding of a run, or why it was left out."""
         left = self.end - time.monotonic()
         if left < needs_s:
             finding = Finding("", LEFT_OUT, f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}")
@@ -135,7 +136,6 @@ class Results:
         self.failed |= finding.status == FAILED
         append(self.to, finding)
         print(f"{finding.check}: {finding.status}: {finding.summary}", flush=True)
-        return finding.seconds
 
 
 def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
@@ -169,15 +169,20 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
     with opened(arguments, rows) as llm:
         bench = Bench(arguments, llm)
         results.add(f"start {arguments.model}", lambda: started(bench))
-        taken = 5.0
-        for count in rows:
-            decode = functools.partial(bench.decode, count)
-            taken = results.add(f"decode {count} rows", decode, needs_s=2 * taken)
+        few = [count for count in rows if count <= FEW_ROWS]
+        decode(bench, results, few)
         results.add(f"prompt of {arguments.chunk} tokens", bench.prompt, needs_s=10)
-        count = max([count for count in rows if count <= SAMPLED_ROWS], default=min(rows))
+        count = max(few, default=min(rows))
         sampled = functools.partial(bench.decode, count, temperature=1.0, top_p=0.95)
         results.add(f"decode {count} rows, top-p", sampled, needs_s=15)
         results.add(f"trace of {arguments.trace} requests", bench.trace, needs_s=40)
+        decode(bench, results, [count for count in rows if count not in few])  # their prompts take long
+
+
+def decode(bench: Bench, results: Results, rows: list[int]) -> None:
+    for count in rows:
+        run = functools.partial(bench.decode, count)
+        results.add(f"decode {count} rows", run, needs_s=ROW_S * count)
 
 
 def main(argv: list[str] | None = None) -> int:
