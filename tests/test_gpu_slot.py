@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import runpy
@@ -223,6 +224,41 @@ def test_a_record_is_of_a_gpu(tmp_path, capsys):
     text = document.read_text()
     assert text.startswith("# Results\n\n## How\n\nSo.\n\n## 2026-01-02 03:04 UTC: GPU X, commit ")
     assert "no git here" not in text and "| step 8b | passed | 5 ms | 0.0 |" in text
+
+
+class Slow(contextlib.AbstractContextManager):
+    """An LLM whose every new token takes two milliseconds."""
+
+    def __exit__(self, *_):
+        pass
+
+    def generate(self, prompts, params, use_tqdm=False):
+        params = params if isinstance(params, list) else [params]
+        time.sleep(0.002 * max(one.max_tokens for one in params))
+
+    def stats(self):
+        return {"compile_seconds_total": 1.0, "num_preemptions_total": {"swap": 2}}
+
+
+def test_the_engine_is_timed_with_what_takes_longest_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_engine, "opened", lambda *_: Slow())
+    to, command = tmp_path / "engine.jsonl", ["--model", "tiny", "--rows", "1,100,2", "--context", "8", "--trace", "3"]
+    assert bench_engine.main([*command, "--new", "12", "--to", str(to)]) == 0
+    found = {one.check.removeprefix("engine "): one for one in read(to)}
+    assert list(found) == [
+        *("start tiny", "decode 1 rows", "decode 2 rows", "prompt of 2048 tokens", "decode 2 rows, top-p"),
+        *("trace of 3 requests", "decode 100 rows"),
+    ]
+    assert {one.status for one in found.values()} == {PASSED}
+    assert 0.0015 < found["decode 2 rows"].data["step"] < 0.01
+    assert found["trace of 3 requests"].data["preemptions"] == 2
+    to.unlink()
+    assert bench_engine.main([*command, "--seconds", "12", "--to", str(to)]) == 0
+    left_out = [one.check for one in read(to) if one.status == LEFT_OUT]
+    assert left_out == ["engine decode 2 rows, top-p", "engine trace of 3 requests", "engine decode 100 rows"]
+    monkeypatch.setattr(bench_engine, "opened", lambda *_: 1 / 0)
+    assert bench_engine.main([*command, "--to", str(to)]) == 1
+    assert "ZeroDivisionError" in read(to)[-1].summary
 
 
 def test_packages_that_lack_are_one_line_with_the_command(monkeypatch, capsys):
