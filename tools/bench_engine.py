@@ -1,10 +1,10 @@
-"""Times the whole engine on random weights of a known shape: prompts, decode at several batch sizes, and a trace like ShareGPT's.
+"""Times the whole engine on random weights: prompts, decode at several sizes, and a trace.
 
     python tools/bench_engine.py --model 8b --rows 1,8,64,256 --to engine.jsonl
 
-The time of a decode step is what `LLM.generate` takes for more new tokens, prompts and all else being equal, so that prompts and start-up
-are not in it. Weights are drawn on the device; no file is read. Each result is appended to --to at once, as a line of JSON.
-tools/gpu_slot.py runs it.
+The time of a decode step is what `LLM.generate` takes for more new tokens, prompts and all else
+being equal, so that prompts and start-up are not in it. Weights are drawn on the device; no file is
+read. Each result is appended to --to at once, as a line of JSON. tools/gpu_slot.py runs it.
 """
 
 from __future__ import annotations

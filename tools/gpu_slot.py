@@ -1,16 +1,18 @@
-"""Uses a GPU that is there for a few minutes: what matters most first, every result written at once, and nothing done twice.
+"""Uses a GPU that is there for a few minutes: what matters most first, and nothing done twice.
 
     python tools/gpu_slot.py                      # on the GPU's machine; again until nothing is open
     python tools/gpu_slot.py record --results results.jsonl
     python tools/gpu_slot.py --rehearse           # a miniature of all of it on a CPU
 
-Whether the kernels are right; whole steps of an 8B shape; attention alone beside torch's, FlashAttention-3's and the ceilings; the engine;
-faster tiles. Each part is a process of its own with a time limit: one that crashes or hangs is a line of the report. A part that has ended
-is not run again by a later call. What was compiled is shared by all parts and calls.
+Whether the kernels are right; whole steps of an 8B shape; attention alone beside torch's,
+FlashAttention-3's and the ceilings; the engine; faster tiles. Each part is a process of its own
+with a time limit: one that crashes or hangs is a line of the report. A part that has ended is not
+run again by a later call. What was compiled is shared by all parts and calls.
 
-results.jsonl has everything, report.md the same for people, logs.txt what failures printed; at most eight files in all, in $OUT or --out.
-Exit status: 0 nothing failed, 1 something failed (in a rehearsal also what was left out and needs no more than this repository's list of
-packages), 2 there is no GPU.
+results.jsonl has everything, report.md the same for people, logs.txt what failures printed; at most
+eight files in all, in $OUT or --out. Exit status: 0 nothing failed, 1 something failed (in a
+rehearsal also what was left out and needs no more than this repository's list of packages), 2 there
+is no GPU.
 """
 
 from __future__ import annotations

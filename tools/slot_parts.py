@@ -1,4 +1,4 @@
-"""The parts of tools/gpu_slot.py in their order: a process for each, what it needs, and when it is stopped."""
+"""The parts of tools/gpu_slot.py in their order: a process for each, its needs and its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tools/gpu_slot.py leaves behind: few files that are complete at any moment, and a short text on the screen."""
+"""Keeps what tools/gpu_slot.py finds: few files, complete at any moment, and a short text."""
 
 from __future__ import annotations
 
