@@ -39,7 +39,7 @@ class Spec:
         return max(self.queries)
 
     def cut(self, *, heads: int = 2, rows: int = 3, context: int = 96, queries: int = 40) -> Spec:
-        """The same call in small, for an interpreter: fewer heads in the same groups, fewer and shorter rows; in float32."""
+        """The same call in small, for an interpreter: fewer heads in the same groups, fewer and shorter rows."""
         num_kv_heads = min(heads, self.num_kv_heads)
         return dataclasses.replace(
             self,
@@ -48,8 +48,6 @@ class Spec:
             contexts=tuple(max(min(length, context), min(new, queries)) for length, new in self._rows(rows)),
             queries=tuple(min(new, queries) for _, new in self._rows(rows)),
             sliding_window=None if self.sliding_window is None else min(self.sliding_window, context // 3),
-            dtype="float32",
-            page_dtype="float32" if self.page_dtype == self.dtype else self.page_dtype,
         )
 
     def _rows(self, rows: int) -> list[tuple[int, int]]:
@@ -99,8 +97,7 @@ SPECS: tuple[Spec, ...] = (
     _decode("opt-13b", 64, 1024),
     _decode("gpt2", 64, 512),
     _decode("gpt-oss-20b", 64, 2048, sinks=True),
-    _decode("llama-3-8b", 64, 2048, page_dtype="int8"),
-    _decode("llama-3-8b", 64, 2048, page_dtype="uint8"),
+    *(_decode("llama-3-8b", batch, 2048, page_dtype=dtype) for dtype in ("int8", "uint8") for batch in (64, 16)),
     *(_chunk("llama-3-8b", tokens) for tokens in (128, 512, 2048)),
     _chunk("llama-3-8b", 512, before=3584),
     _chunk("llama-3-70b", 2048),

@@ -184,6 +184,10 @@ def test_the_layers_of_real_shapes_outgrow_the_cache_or_are_said_not_to():
 # Tables of times
 
 
+def illegal_address(*_, **__):
+    raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+
+
 def test_comparison_reports_refusals_failures_and_ratios():
     def fake(case, *, backend, **_):
         if backend == "mosaic":
@@ -200,8 +204,48 @@ def test_comparison_reports_refusals_failures_and_ratios():
     assert float(cells["fraction"]) == pytest.approx(work(SMALL).num_bytes / 3.0e12 / 1e-6, abs=1e-3)
     assert lines[1][2] == "-" and "mosaic: no float32" in lines[1][-1]
     assert "RuntimeError: illegal address" in lines[2][-1]
+    spoiled = compare([SMALL], ["triton", "scan"], CEILINGS, time_one=illegal_address)
+    assert spoiled[0].failed and not spoiled[1].failed and "an error of CUDA, with triton on small" in spoiled[1].note
     late = compare([SMALL], ["scan"], CEILINGS, time_one=fake, time_left=lambda: False)
     assert late[0].seconds is None and "no time" in late[0].note
+
+
+def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
+    def timed(backend, name, seconds):
+        row = Row(specs.find(name), backend, seconds, "2 splits", timing.Timing(seconds, 0.0, 1, 7))
+        return Finding(f"bench {backend} {name}", PASSED, "", data={"rows": [row.as_data(CEILINGS)]})
+
+    decode, chunk = "llama-3-8b decode 16x2048", "llama-3-8b chunk 2048+0"
+    measured = Finding("ceilings", PASSED, "", data=dataclasses.asdict(CEILINGS))
+    contiguous = Finding("contiguous", PASSED, "", data={"seconds": {"contiguous": {decode: 2e-4}}})
+    found = [contiguous, timed("triton", chunk, 3e-3), timed("triton", decode, 1e-4), timed("scan", decode, 4e-4)]
+    assert parts.bench_tables(found) == []  # nothing to judge them by
+    rows = parts.bench_tables([measured, *found])[0].rows
+    assert [row[:2] for row in rows] == [[decode, "triton"], [decode, "scan"], [chunk, "triton"]]
+    assert rows[0][-3:] == ["0.250", "0.500", "2 splits"]
+
+
+def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypatch):
+    monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
+    asked = []
+
+    def compare_one(specs, backends, *_, tiles, **__):
+        asked.append((backends, {name: each.max_splits for name, each in tiles.items()}))
+        refused = specs[0].page_dtype == "int8"
+        return [Row(specs[0], backends[0], None if refused else 1e-4, "refused" if refused else "")]
+
+    monkeypatch.setattr(parts, "compare", compare_one)
+    names = "llama-3-8b decode 4x2048,llama-3-8b decode 16x2048 int8,llama-3-8b chunk 128"
+    options = parts.Options(backend="mosaic", specs=names, splits=(1, 8))
+    first, *found = parts.PARTS["bench"](options)
+    assert first.check == "ceilings" and "3000 GB/s" in first.summary
+    swept = [{"mosaic": 1}, {"mosaic": 8}, {"mosaic": 1}, {}]
+    assert asked == [(["mosaic"], splits) for splits in swept]
+    one, eight, refused, chunk = (finding.summary for finding in found)
+    assert one.endswith("of memory, 1 splits") and eight.endswith("of memory, 8 splits") and "100.0 us" in chunk
+    assert refused == "1 splits, refused" and found[2].status == LEFT_OUT
+    [unknown] = parts.PARTS["bench"](parts.Options(backend="fa4"))
+    assert unknown.status == LEFT_OUT and unknown.summary.startswith("there is no kernel set of this name among triton")
 
 
 def test_goals():
@@ -420,7 +464,7 @@ def test_contiguous_attention_in_miniature(tmp_path):
     to = tmp_path / "contiguous.jsonl"
     time_contiguous_attention.main(["--small", "--to", str(to), "--specs", "short"])
     *_, found = read(to)
-    timed = parts.contiguous_seconds(tmp_path)["contiguous"]
+    timed = parts.contiguous_seconds(read(to))["contiguous"]
     assert found.status == PASSED and set(timed) == {
         "llama-3-8b decode 1x2048",
         "llama-3-8b decode 16x2048",
@@ -454,13 +498,32 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
         child(tmp_path, "big", "", needs_s=1000),
         child(tmp_path, "late", "import time; time.sleep(60)", needs_s=0, alone=True),
     ]
-    ended = {}
-    run_all(children, deadline=time.monotonic() + 3, jobs=2, done=lambda one, found: ended.update({one.name: found}))
+    ended, told = {}, []
+    run_all(
+        children,
+        deadline=time.monotonic() + 3,
+        jobs=2,
+        done=lambda one, found: ended.update({one.name: found}),
+        found=lambda one, finding: told.append((one.name, finding)),
+    )
+    assert sorted(map(str, told)) == sorted(str((name, one)) for name, found in ended.items() for one in found)
     assert [finding.status for finding in ended["good"]] == [PASSED]
     assert [finding.status for finding in ended["crash"]] == [PASSED, FAILED] and "SIGABRT" in ended["crash"][1].summary
     assert ended["hang"][0].status == FAILED and "hangs" in ended["hang"][0].summary
     assert ended["big"][0].status == LEFT_OUT and "it may need 1000" in ended["big"][0].summary
     assert ended["late"][0].status == LEFT_OUT and "time is up" in ended["late"][0].summary
+
+
+def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
+    line = json.dumps(dataclasses.asdict(Finding("good", PASSED, "fine"))) + "\n"
+    seen = tmp_path / "seen"
+    program = f"import os, time; open({str(tmp_path / 'slow.jsonl')!r}, 'a').write({line!r}); until = time.time() + 20"
+    program += f"\nwhile not os.path.exists({str(seen)!r}) and time.time() < until: time.sleep(0.01)"
+    program += f"\nassert os.path.exists({str(seen)!r})"
+    one, ended = child(tmp_path, "slow", program, needs_s=0), []
+    tell = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
+    run_all([one], deadline=time.monotonic() + 30, jobs=1, **tell)
+    assert [finding.status for finding in ended] == [PASSED]
 
 
 def test_what_a_part_leaves_behind_is_stopped(tmp_path):
@@ -493,8 +556,8 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
 
 def test_pages_are_not_timed_when_time_is_short(monkeypatch):
     monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
-    monkeypatch.setattr(parts, "compare", lambda specs, backends, *_, **__: [])
-    *_, last = parts.PARTS["bench"](parts.Options(seconds=30))
+    monkeypatch.setattr(parts, "compare", lambda specs, *_, **__: [Row(specs[0], "triton", None)])
+    *_, last = parts.PARTS["bench"](parts.Options(backend="triton", seconds=30))
     assert (last.status, last.check) == (LEFT_OUT, "pages: timings") and "it may need 40" in last.summary
 
 
@@ -607,7 +670,7 @@ def test_the_check_times_whole_steps_in_the_time_that_it_has():
 
 
 def test_timing_in_miniature(tmp_path, capsys):
-    out, name = tmp_path / "bench.md", "llama-3-8b decode 16x2048"
+    out, name = tmp_path / "bench.md", "llama-3-8b decode 4x2048"
     command = ["--small", "--interpret", "--specs", name, "--backends", "scan,reference", "--out", str(out)]
     assert bench_kernels.main(command) == 0
     data = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -669,7 +732,7 @@ def test_wrong_flags(capsys):
         bench_kernels.main(["--specs", "nonsense"])
     with pytest.raises(SystemExit, match="nonsense not among"):
         gpu_check.main(["--backends", "nonsense"])
-    assert bench_kernels.main(["--list", "--specs", "2048 int8"]) == 0
+    assert bench_kernels.main(["--list", "--specs", "64x2048 int8"]) == 0
     assert capsys.readouterr().out.strip() == "llama-3-8b decode 64x2048 int8"
     assert len({label(spec) for spec in specs.SPECS}) == len(specs.SPECS)
     with pytest.raises(LeftOut, match="not on PATH"):

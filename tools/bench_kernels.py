@@ -7,7 +7,8 @@
 A time is that of a call on the device among many in one program, which read other keys and values each time (see
 pallas_kernels/bench/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
 tiles; what was tuned before and is not now stays in it. A backend that refuses a call, and tiles that do not compile, are reported with
-the reason. The last line of standard output is JSON.
+the reason. An error of CUDA spoils the process, so nothing is timed after it: then time the other backends in a run of their own, as
+tools/gpu_check.py does. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from pallas_kernels.bench import ceilings, environment, goals, pages
 from pallas_kernels.bench.bounds import Ceilings
 from pallas_kernels.bench.cases import label
 from pallas_kernels.bench.compare import ceilings_table, compare, table
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, read
+from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, append, read
 from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
 from pallas_kernels.bench.record import append_section, section
 from pallas_kernels.bench.tuner import RULES, OnDevice, Tuned, by_shape, fastest, refusal, starts, tune
@@ -57,6 +58,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--tuned-directory", type=Path, default=TUNED, help="where --tune writes; default: the package's"
     )
     parser.add_argument("--out", type=Path, help="Markdown file that gets a section with the tables")
+    parser.add_argument("--to", type=Path, help="file to which the finding is appended as a line of JSON")
     parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
     parser.add_argument("--no-contiguous", action="store_true", help="without torch's contiguous attention")
     parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted; needs --small")
@@ -128,14 +130,15 @@ def timing(
         layers=2 if arguments.small else None,
     )
     bar.close()
-    others = contiguous_seconds(directory)
+    contiguous = read(directory / "contiguous.jsonl")
+    others = contiguous_seconds(contiguous)
     tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
     data: dict[str, Any] = {"rows": [row.as_data(measured) for row in rows]}
     data["contiguous"] = others.get("contiguous", {})
     if set(pages.KERNELS) & set(arguments.backends) and time.monotonic() < deadline - 20:
         copied = pages.timings(measured, interpret=arguments.interpret, small=arguments.small)
         tables, data["pages"] = [*tables, *copied.tables], copied.data["rows"]
-    tables += [one for finding in read(directory / "contiguous.jsonl") for one in finding.tables]
+    tables += [one for finding in contiguous for one in finding.tables]
     timed = sum(row.seconds is not None for row in rows)
     status = FAILED if any(row.failed for row in rows) else PASSED
     return Finding("bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data)
@@ -213,6 +216,8 @@ def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) 
         print(f"\n{one.plain()}")
     print(f"\n{finding.check}: {finding.summary}")
     where = environment.describe()
+    if arguments.to:
+        append(arguments.to, finding)
     if arguments.out:
         date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         append_section(arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py"))

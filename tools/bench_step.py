@@ -1,6 +1,6 @@
 """Times whole decode and prompt-chunk steps on this machine's device, and their parts apart: products, attention, sampler, host.
 
-    PYTHONPATH=. python tools/bench_step.py --models 8b --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
+    python tools/bench_step.py --models 8b --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
 
 The shapes are those of Llama-3-8B ("8b"), Llama-3.2-1B ("1b", with a head of its own) or a tiny model; weights are random numbers that are
 made on the device. Without --rows and --chunks the usual cases are timed. "ms" is a step on the device, steps queued behind each other;
@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
 

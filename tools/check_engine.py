@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
 from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged
 

@@ -18,6 +18,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+
 from jaxpage.bench.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
 from jaxpage.bench.step_times import GPU_OPTIONS
 from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
@@ -59,7 +61,7 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
     return found, refusals
 
 
-def step_rows(gpu: str, num_layers: int | None, progress: bool) -> Iterator[tuple[str, ...]]:
+def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, ...]]:
     """A row of cells for each of `STEPS`."""
     for kind, backend, label, model in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers, **model)
@@ -115,7 +117,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
     parser.add_argument("--only", default="", help="kernels of cases with this in their name; goes with --print")
-    parser.add_argument("--layers", type=int, help="of the steps' model, which the table names; default: all it has")
+    parser.add_argument("--layers", type=int, default=4, help="of the steps' model, which the table names; default: 4")
     parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/internals/kernels.md")
@@ -126,7 +128,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("--only and --no-steps make a part of the tables, which --print shows")
     if sass.disassembler() is None and not arguments.print:
         parser.error("instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH")
-    if arguments.layers is not None and arguments.layers < 1:
+    if arguments.layers < 1:
         parser.error(f"--layers must be at least 1, not {arguments.layers}")
     if arguments.print:
         print(section(arguments))

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
 from pallas_kernels.bench.cases import label
 from pallas_kernels.bench.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line

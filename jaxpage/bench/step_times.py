@@ -122,7 +122,7 @@ def time_step(case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16",
         dtype=dtype,
     )
     parts = _Parts(case, shapes, backend, dtype)
-    parameters, packed = _drawn(shapes.arguments[0]), parts.packed
+    parameters, packed = drawn(shapes.arguments[0]), parts.packed
     neutral = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[3])
     state = [jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes.arguments[1])]
     step = compiled(shapes.step, *shapes.arguments)
@@ -225,8 +225,16 @@ class _Parts:
         return weights + rows * self.case.blocks_per_row * per_block
 
 
-def _drawn(shapes: Any) -> Any:
-    """Weights that let values neither vanish nor grow without bound."""
+def random_model(config: Mapping[str, Any], dtype: str) -> nnx.Module:
+    """Returns the model that a config.json describes, with random weights that were made on the device."""
+    family = load_family(config)
+    graph, shapes = abstract_model(family, family.Spec.from_config(config), jnp.dtype(dtype))
+    module: nnx.Module = nnx.merge(graph, drawn(shapes))
+    return module
+
+
+def drawn(shapes: Any) -> Any:
+    """Returns weights that let values neither vanish nor grow without bound."""
     normal = jax.jit(
         lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
         static_argnums=(1, 2),

@@ -14,7 +14,9 @@ from pallas_kernels.bench.parts import PARTS, Options
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--backend", default="", help="of parity, stability, sanitizer and one-case")
+    parser.add_argument("--backend", default="", help="of parity, stability, sanitizer, one-case and bench")
+    parser.add_argument("--specs", default="short", help="of bench: texts of names, comma-separated; default: short")
+    parser.add_argument("--splits", default="", help="of bench: numbers of splits to try, comma-separated")
     parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted, everything is small")
     parser.add_argument("--seconds", type=float, default=120.0, help="for parts that can be cut short; default: 120")
     parser.add_argument("--directory", type=Path, help="where other parts left their findings")
@@ -23,7 +25,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     parsed = parser.parse_args(argv)
     options = Options(
-        backend=parsed.backend, interpret=parsed.interpret, seconds=parsed.seconds, directory=parsed.directory
+        backend=parsed.backend,
+        specs=parsed.specs,
+        splits=tuple(int(splits) for splits in parsed.splits.split(",") if splits),
+        interpret=parsed.interpret,
+        seconds=parsed.seconds,
+        directory=parsed.directory,
     )
     for finding in PARTS[parsed.part](options):
         if parsed.to:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +63,8 @@ def measure(*, copy_bytes: int = COPY_BYTES, matmul_size: int = MATMUL_SIZE, rou
 
 def as_data(ceilings: Ceilings) -> dict[str, float]:
     return dataclasses.asdict(ceilings)
+
+
+def of_data(data: Mapping[str, Any]) -> Ceilings:
+    """Returns the ceilings that `as_data` wrote, whatever else is there."""
+    return Ceilings(**{field.name: data[field.name] for field in dataclasses.fields(Ceilings)})

@@ -40,6 +40,8 @@ class _Running:
     child: Child
     process: subprocess.Popen[bytes]
     began: float
+    num_bytes: int = 0  # of the findings that were read
+    num_found: int = 0
 
 
 def run_all(
@@ -48,25 +50,35 @@ def run_all(
     deadline: float,
     jobs: int,
     done: Callable[[Child, list[Finding]], None],
+    found: Callable[[Child, Finding], None] = lambda *_: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """In their order, up to `jobs` at once. `done` gets each child's findings, with one more if it did not end well."""
+    """Runs children in their order, up to `jobs` at once.
+
+    found: gets each finding as soon as its child has written it. done: gets all findings of a child when it has ended. Both get one more
+    of a child that did not end well.
+    """
     waiting = list(children)
     running: list[_Running] = []
     try:
         while waiting or running:
             for one in list(running):
-                if (ending := _ending(one, deadline, clock())) is not None:
+                ending = _ending(one, deadline, clock())
+                for finding in ending or []:
+                    append(one.child.to, finding)
+                for finding in _news(one):
+                    found(one.child, finding)
+                if ending is not None:
                     running.remove(one)
-                    for finding in ending:
-                        append(one.child.to, finding)
                     done(one.child, read(one.child.to))
             while waiting and _may_start(waiting[0], running, jobs):
                 child = waiting.pop(0)
                 left = deadline - clock()
                 if left < child.needs_s:
                     text = f"{max(0, left):.0f} s were left, and it may need {child.needs_s:.0f}"
-                    done(child, [Finding(child.name, LEFT_OUT, text)])
+                    finding = Finding(child.name, LEFT_OUT, text)
+                    found(child, finding)
+                    done(child, [finding])
                 else:
                     running.append(_Running(child, _start(child), clock()))
             time.sleep(POLL_S)
@@ -111,6 +123,17 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
         return []
     how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
     return [Finding(name, FAILED, f"its process ended with {how}", data=_tail(one.child))]
+
+
+def _news(one: _Running) -> list[Finding]:
+    """Returns the findings that the child has written since it was asked last."""
+    num_bytes = one.child.to.stat().st_size if one.child.to.exists() else 0
+    if num_bytes == one.num_bytes:
+        return []
+    written = read(one.child.to)
+    news = written[one.num_found :]
+    one.num_bytes, one.num_found = num_bytes, len(written)
+    return news
 
 
 def _tail(child: Child) -> dict[str, str]:

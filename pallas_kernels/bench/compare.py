@@ -12,10 +12,11 @@ from pallas_kernels.bench.cases import Case, label, make_case
 from pallas_kernels.bench.findings import Table, first_line
 from pallas_kernels.bench.timing import Timing, num_layers, stays_in_cache, time_case
 from pallas_kernels.sets import XLA_BACKENDS
-from pallas_kernels.specs import Spec
+from pallas_kernels.specs import SPECS, Spec
 from pallas_kernels.tiles import Tiles
 
 TimeCase = Callable[..., Timing]
+SPOILED = "CUDA_ERROR"  # what an error says when no later call of its process can succeed
 
 
 @dataclass
@@ -32,6 +33,14 @@ class Row:
     def fraction(self, ceilings: Ceilings) -> float | None:
         """Of the measured ceiling that binds this call."""
         return None if self.seconds is None else ceilings.least_seconds(work(self.spec)) / self.seconds
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any], *, small: bool = False) -> Row:
+        """Returns the row that `as_data` wrote. small: its spec is that of the name, cut."""
+        spec = next(spec for spec in SPECS if label(spec) == data["spec"])
+        timed = Timing(**data["timing"]) if "timing" in data else None
+        kept = {name: data[name] for name in ("backend", "seconds", "note", "failed")}
+        return cls(spec.cut() if small else spec, timing=timed, **kept)
 
     def as_data(self, ceilings: Ceilings) -> dict[str, Any]:
         needed = work(self.spec)
@@ -65,12 +74,20 @@ def compare(
     tiles: Mapping[str, Tiles] | None = None,
     layers: int | None = None,
 ) -> list[Row]:
-    """interpret: the backends to interpret. time_left: asked before each row; what it refuses is a row that says so."""
-    rows = []
+    """Times every backend on every spec.
+
+    An error of CUDA spoils its process, so the rows that follow it are not tried and say so: where each kernel set must get its
+    chance, each gets a process of its own, as in tools/gpu_check.py.
+
+    interpret: the backends to interpret. time_left: asked before each row; what it refuses is a row that says so.
+    """
+    rows, spoiled = [], ""
     for spec in specs:
         case: Case | None = None
         for backend in backends:
-            if not time_left():
+            if spoiled:
+                row = Row(spec, backend, None, f"not tried: this process had an error of CUDA, with {spoiled}")
+            elif not time_left():
                 row = Row(spec, backend, None, "left out: no time")
             else:
                 try:
@@ -81,6 +98,7 @@ def compare(
                 except Exception as error:  # reported in its row, and the others go on
                     refused = isinstance(error, NotImplementedError) or "RESOURCE_EXHAUSTED" in str(error)
                     row = Row(spec, backend, None, first_line(error), failed=not refused)
+                    spoiled = f"{backend} on {label(spec)}" if row.failed and SPOILED in str(error) else ""
             rows.append(row)
             done(row)
     return rows

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def describe() -> dict[str, str]:
         "python": platform.python_version(),
         "runtime": " ".join(str(getattr(device.client, "platform_version", "")).split()),
         "commit": commit(),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
     for name in ("torch", "triton", "flashinfer-python", "vllm", "jax-cuda13-plugin", "jax-cuda12-plugin"):
         try:

@@ -30,7 +30,7 @@ NUM_CALLS = 50  # of a timed program
 
 def _pool(page_dtype: str, small: bool) -> Spec:
     spec = dataclasses.replace(specs.find("llama-3-8b decode 64 ragged"), page_dtype=page_dtype)
-    return dataclasses.replace(spec.cut(), page_dtype=page_dtype) if small else spec
+    return spec.cut() if small else spec
 
 
 def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:

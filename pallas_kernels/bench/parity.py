@@ -37,7 +37,7 @@ class Trial:
     interpreted: bool = False
 
     def cut(self) -> Trial:
-        """The same in small, in float32, for the interpreter."""
+        """The same in small, for the interpreter."""
         return dataclasses.replace(self, spec=self.spec.cut(rows=6, context=70, queries=20))
 
 

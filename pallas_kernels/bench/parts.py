@@ -9,21 +9,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from pallas_kernels import specs
 from pallas_kernels.bench import ceilings, environment, goals, pages, parity, products, selection, stability
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.cases import label, make_case
+from pallas_kernels.bench.bounds import Ceilings, work
+from pallas_kernels.bench.cases import label, make_case, shape_of_spec
 from pallas_kernels.bench.children import ENDED_BADLY
 from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged, read
-from pallas_kernels.sets import BACKENDS, DEFINITION, KERNEL_BACKENDS, XLA_BACKENDS
+from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, judged, read
+from pallas_kernels.sets import BACKENDS, KERNEL_BACKENDS, SETS, XLA_BACKENDS
 from pallas_kernels.specs import Spec
+from pallas_kernels.tiles import Tiles
 
 SHORT = (
     "llama-3-8b decode 1x2048",
@@ -39,14 +41,19 @@ SHORT = (
 )
 
 
+CONTIGUOUS = "contiguous"  # the check whose data has times of attention without pages
+CEILINGS = "ceilings"  # the check whose data is `Ceilings`
 PAGES_S = 40  # that timing what writes and moves pages may take, most of it compilation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """interpret: kernels run on CPU, and everything is cut small. seconds: of the part. directory: where other parts left findings."""
+    """interpret: kernels run on CPU, and everything is cut small. seconds: of the part. directory: where other parts left findings.
+    specs, splits: of "bench", as `chosen` takes them, and the numbers of splits to try."""
 
     backend: str = ""
+    specs: str = "short"
+    splits: tuple[int, ...] = ()
     interpret: bool = False
     seconds: float = 120.0
     directory: Path | None = None
@@ -89,7 +96,7 @@ def _products(options: Options) -> Iterator[Finding]:
 def _one_case(options: Options) -> Iterator[Finding]:
     """A small call with every kind of row, a decode, and what writes and moves pages: what compute-sanitizer watches."""
     mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
-    spec = dataclasses.replace(mixed.cut().spec, dtype="bfloat16", page_dtype="bfloat16")
+    spec = mixed.cut().spec
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
     for one in (spec, decode):
         out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
@@ -148,12 +155,11 @@ def measured_ceilings(small: bool) -> Ceilings:
     return ceilings.measure()
 
 
-def contiguous_seconds(directory: Path | None) -> dict[str, dict[str, float]]:
-    """What the part "contiguous" measured: {library: {spec: seconds}}."""
+def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float]]:
+    """Returns what the part "contiguous" measured: {library: {spec: seconds}}."""
     found: dict[str, dict[str, float]] = {}
-    for finding in read(directory / "contiguous.jsonl") if directory else []:
-        for name, seconds in finding.data.get("seconds", {}).items():
-            found[name] = seconds
+    for finding in findings:
+        found |= finding.data["seconds"] if finding.check == CONTIGUOUS and finding.data.get("seconds") else {}
     return found
 
 
@@ -176,25 +182,58 @@ def broken(directory: Path | None) -> list[str]:
 
 
 def _bench(options: Options) -> Iterator[Finding]:
-    small = options.interpret
+    """Times one kernel set. Each has a process of its own, since an error of CUDA spoils the process that it happens in."""
+    name, small = options.backend, options.interpret
+    if name not in BACKENDS:
+        reason = f"there is no kernel set of this name among {', '.join(BACKENDS)}"
+    else:
+        reason = "its parity crashed or hung" if name in broken(options.directory) else ""
+    if reason:
+        yield Finding(f"bench {name}", LEFT_OUT, reason)
+        return
     end = time.monotonic() + options.seconds - 10
     measured = measured_ceilings(small)
-    yield Finding("ceilings", PASSED, "measured", tables=[ceilings_table(measured)], data=ceilings.as_data(measured))
-    others, left_out = contiguous_seconds(options.directory), broken(options.directory)
-    rows: list[Row] = []
-    for spec in [spec.cut() for spec in chosen("16x2048")[:1]] if small else chosen("short"):
-        plain = DEFINITION if spec.tree else XLA_BACKENDS[0]
-        wanted = [DEFINITION] if small else [KERNEL_BACKENDS[0], plain, *KERNEL_BACKENDS[1:]]
-        backends = [name for name in wanted if name not in left_out]
-        layers = 2 if small else None
-        found = compare([spec], backends, measured, time_left=lambda: time.monotonic() < end, layers=layers)
-        found += [Row(spec, name, None, "left out: its parity crashed or hung") for name in wanted if name in left_out]
-        rows += found
-        yield _timed(spec, found, measured)  # at once: what comes later may hang
-    tables = [table(rows, measured, others), goals.table(rows, measured, best_of(others))]
-    timed = sum(row.seconds is not None for row in rows)
-    yield Finding("bench", PASSED, f"{timed} of {len(rows)} timed", tables=tables)
-    yield judged("pages: timings", lambda: _page_timings(measured, small, end))
+    yield Finding(
+        CEILINGS, PASSED, _reached(measured), tables=[ceilings_table(measured)], data=ceilings.as_data(measured)
+    )
+    interpret = [name] if _kernel(options) else []
+    for spec in chosen(options.specs):
+        spec = spec.cut() if small else spec
+        for tiles in _sweep(options, spec):
+            settings: dict[str, Any] = {"interpret": interpret, "layers": 2 if small else None, "tiles": tiles}
+            [row] = compare([spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings)
+            splits = ", ".join([*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])])
+            yield _timed(dataclasses.replace(row, note=splits), measured)  # at once: what comes later may hang
+            if row.seconds is None:
+                break  # the other numbers of splits get the same answer
+    if name in pages.KERNELS:
+        yield judged("pages: timings", lambda: _page_timings(measured, small, end))
+
+
+def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
+    """Returns the tiles to time: the kernel set's own choice, or in decode its rule's with each number of splits asked for."""
+    rule = SETS[options.backend].tiles
+    if not options.splits or rule is None or spec.max_query_len > 1:
+        return [{}]
+    start = rule(shape_of_spec(spec))
+    return [{options.backend: dataclasses.replace(start, max_splits=splits)} for splits in options.splits]
+
+
+def _reached(measured: Ceilings) -> str:
+    return ", ".join(f"{what}: {value}" for what, value in ceilings_table(measured).rows)
+
+
+def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Table]:
+    """Returns what the parts "bench" of all kernel sets, and "contiguous", found, as one table and the goals."""
+    timed = [finding for finding in findings if finding.check.startswith("bench ")]
+    rows = [Row.of(row, small=small) for finding in timed for row in finding.data.get("rows", [])]
+    measured = [ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS]
+    if not rows or not measured:
+        return []
+    order = [label(spec) for spec in specs.SPECS]
+    rows.sort(key=lambda row: order.index(label(row.spec)))
+    others = contiguous_seconds(findings)
+    return [table(rows, measured[0], others), goals.table(rows, measured[0], best_of(others))]
 
 
 def _page_timings(measured: Ceilings, small: bool, end: float) -> Finding:
@@ -203,14 +242,15 @@ def _page_timings(measured: Ceilings, small: bool, end: float) -> Finding:
     return pages.timings(measured, interpret=small, small=small)
 
 
-def _timed(spec: Spec, rows: list[Row], measured: Ceilings) -> Finding:
-    told = [
-        f"{row.backend} {row.note}" if row.seconds is None else f"{row.backend} {row.seconds * 1e6:.1f} us"
-        for row in rows
-    ]
-    data = {"rows": [row.as_data(measured) for row in rows]}
-    status = FAILED if any(row.failed for row in rows) else PASSED
-    return Finding(f"bench {label(spec)}", status, "; ".join(told), data=data)
+def _timed(row: Row, measured: Ceilings) -> Finding:
+    text = row.note
+    if row.seconds is not None:
+        bound = measured.bound(work(row.spec))
+        text = (
+            f"{row.seconds * 1e6:.1f} us, {row.fraction(measured):.3f} of {bound}{', ' if row.note else ''}{row.note}"
+        )
+    status = FAILED if row.failed else LEFT_OUT if row.seconds is None else PASSED
+    return Finding(f"bench {row.backend} {label(row.spec)}", status, text, data={"rows": [row.as_data(measured)]})
 
 
 PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {
