@@ -588,7 +588,7 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
     with logged(llm, path, tokenizer=Letters()) as engine:
         outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
         waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
-        del waiting
+        waiting.close()
         assert not engine._groups
     assert [len(output.outputs) for output in outputs] == [n] * 4
     records = records_of(path)

@@ -171,6 +171,6 @@ def _num_maps() -> int:
         return 0  # other systems have no such limit
 
 
-def _as_for_users(function: Any, *shapes: Any) -> Any:
+def _as_for_users(function: Any, *shapes: Any, **_: Any) -> Any:
     """Whatever XLA_FLAGS says."""
     return function.lower(*shapes).compile(_AS_FOR_USERS)
