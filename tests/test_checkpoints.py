@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+import codecs
 import json
 import os
 import shutil
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import jax
 import numpy as np
 import orbax.checkpoint
@@ -21,21 +22,33 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from jaxpage.checkpoints import (
     check_weights,
     convert,
+    describe_model,
     eos_token_ids,
     load_sharded,
     load_weights,
     open_model,
     read_config,
     resolve_model,
+    resolve_tokenizer,
     weights_bytes,
 )
+from jaxpage.checkpoints.resolve import DEMO
+from jaxpage.checkpoints.safetensors_files import SINGLE
+from jaxpage.engine import build
+from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
+from jaxpage.settings.engine_config import EngineConfig
+from tests.support.model_configs import config_json
+from tests.support.published_configs import PUBLISHED
 from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
 
 LLAMA: dict[str, Any] = {
@@ -192,6 +205,25 @@ def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
     tensors = {**random_tensors(GPT2), "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8)}
     write_tensors(random_checkpoint(tmp_path, GPT2), tensors)
     assert_same_bits(load(tmp_path), expected(GPT2))
+
+
+@pytest.mark.parametrize(("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)])
+def test_layers_that_draft_are_those_that_the_config_counts(tmp_path: Path, name: str, headless_names: bool) -> None:
+    """Layers 3 and 4 of three layers and two more; a further one, or one that nobody counted, is of another model."""
+    config = config_json(name)
+    random_checkpoint(tmp_path, {**config, "num_nextn_predict_layers": 2}, headless_names=headless_names)
+    tensors, without = dict(load_file(tmp_path / "model.safetensors")), load(tmp_path)
+    first = "layers.3" if headless_names else "model.layers.3"
+    more = {f"{first}.enorm.weight": np.ones(3, np.float32)}
+    more |= {name.replace("layers.2", "layers.4"): array for name, array in tensors.items() if "layers.2." in name}
+    write_tensors(tmp_path, tensors | more)
+    assert_same_bits(load(tmp_path), without)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert "layers.4.input_layernorm.weight' of shape" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert "the number of layers is 3 in config.json and 5 in the tensors" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 10**9}))
+    assert "num_nextn_predict_layers = 1000000000 is above 64" in refusal(tmp_path)
 
 
 def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
@@ -355,11 +387,16 @@ def test_corrupt_files(tmp_path: Path, name: str) -> None:
 
 def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA, shards=3)
-    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, auto_map={"AutoModel": "evil.Model"}))
+    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, architectures=["Evil"]))
     (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     text = refusal(tmp_path)
-    for part in ("vocab_size is 2147483648", "has auto_map", "00001-of-00003.safetensors': 0 bytes", "00002-of-00003"):
+    for part in (
+        "vocab_size is 2147483648",
+        "'Evil' is not one of",
+        "00001-of-00003.safetensors': 0 bytes",
+        "00002-of-00003",
+    ):
         assert part in text
 
 
@@ -460,7 +497,10 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
     "zero heads": (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads is 0"),
     "text": (json.dumps({**LLAMA, "hidden_size": "32"}), "hidden_size is '32'"),
     "truth": (json.dumps({**LLAMA, "hidden_size": True}), "hidden_size is True"),
-    "remote code": (json.dumps({**LLAMA, "auto_map": {"AutoModel": "evil.Model"}}), "remote code is never run"),
+    "remote code": (
+        json.dumps({**LLAMA, "architectures": ["Evil"], "auto_map": {"AutoModel": "evil.Model"}}),
+        "its auto_map names remote code, and remote code is never run",
+    ),
 }
 
 
@@ -474,15 +514,105 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     assert text in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json", "generation_config.json"])
-def test_code_of_a_model_is_never_run(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"])
+def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
+    """Whoever opened it would wait for good."""
+    if name != "tokenizer.json":
+        shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"'{name}' can be no file of a tokenizer: it is not a regular file"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
+    monkeypatch.setattr("jaxpage.engine.text.find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    for template in (
+        "{% for m in messages %}{% generation %}x{% endgeneration %}{% break %}{% endfor %}",
+        "{% if %}" + "x" * 10_000,
+    ):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        caplog.clear()
+        load_tokenizer(tmp_path)
+        found = [text for text in caplog.messages if "the chat template 'default' does not parse" in text]
+        assert len(found) == template.startswith("{% if") and all(len(text) < 1000 for text in found)
+
+
+def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tensors, added tokens and ends of texts that nobody expects: the first ones, and how many there are."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [*range(1, 20_000)]})
+    tensors = random_tensors(LLAMA) | {f"model.more.{index}": np.ones(1, np.float32) for index in range(20_000)}
+    write_tensors(tmp_path, tensors)
+    text = refusal(tmp_path)
+    assert "(20000 problems)" in text and "and 19900 more" in text and len(text) < 50_000
+    write_tensors(tmp_path, random_tensors(LLAMA))
+    backend = Tokenizer(WordLevel({f"t{index}": index for index in range(64)}, unk_token="t0"))
+    backend.add_tokens([f"<{index}>" for index in range(20_000)])
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    files = open_model(tmp_path)
+    tokenizer = build._tokenizer(EngineConfig(model=str(tmp_path)), files)
+    assert len(ends_of_text(files, tokenizer)) == 63
+    assert all(len(message) < 1000 for message in caplog.messages)
+    assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", ["../../x", "floaty", 16, ["float32"]])
+def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
     random_checkpoint(tmp_path, LLAMA)
+    for name in ("dtype", "torch_dtype"):
+        edit_json(tmp_path / "config.json", lambda config: config.update({"torch_dtype": None, name: dtype}))  # noqa: B023
+        assert f"config.json: {name} {dtype!a} is not one of float32" in refusal(tmp_path)
+        edit_json(tmp_path / "config.json", lambda config: config.pop(name))  # noqa: B023
+    edit_json(tmp_path / "config.json", lambda config: config.update(torch_dtype="torch.float8_e4m3fn"))
+    open_model(tmp_path)
+
+
+def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
+    file = random_checkpoint(tmp_path, LLAMA) / "config.json"
+    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
+    assert_same_bits(load(tmp_path), expected(LLAMA))
+    file.write_bytes(codecs.BOM_UTF8)
+    assert "'config.json' is empty" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    spec = describe_model(tmp_path).spec
+    assert (spec.kv.num_layers, spec.vocab_size) == (
+        PUBLISHED[name]["num_hidden_layers"],
+        PUBLISHED[name]["vocab_size"],
+    )
+
+
+def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     canary = tmp_path / "canary"
+    random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
-    (tmp_path / name).write_text(json.dumps({**LLAMA, "auto_map": {"AutoConfig": "evil.C", "AutoTokenizer": "evil.T"}}))
-    assert f"{name} has auto_map" in refusal(tmp_path)
-    with pytest.raises(CheckpointError, match="remote code"):
-        read_config(tmp_path)
+    code = {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}}
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    edit_json(tmp_path / "config.json", lambda config: config.update(code))
+    for name in ("tokenizer_config.json", "generation_config.json"):
+        (tmp_path / name).write_text(json.dumps(code))
+    assert_same_bits(load(tmp_path), expected(LLAMA))
+    load(tmp_path)
+    (warning,) = caplog.messages
+    names = "config.json and tokenizer_config.json and generation_config.json"
+    assert f"auto_map in {names} names remote code, and remote code is never run" in warning
+    assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(DEMO).get_vocab()
     assert not canary.exists()
 
 
@@ -539,11 +669,25 @@ def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path
     assert "(2 problems)" in text and "'spiral'" in text and "config.json: eos_token_id '2' is not a token id" in text
 
 
-@pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, {"a": 1}])
-def test_eos_token_ids_that_are_none(tmp_path: Path, wrong: Any) -> None:
-    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": wrong})
-    with pytest.raises(CheckpointError, match="generation_config.json.* is not a token id"):
-        eos_token_ids(tmp_path, LLAMA)
+@pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, 2**70, {"a": 1}])
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_eos_token_ids_that_are_none(tmp_path: Path, place: str, wrong: Any) -> None:
+    """Also in config.json where generation_config.json, which is the one that counts, is right."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": 1})
+    edit_json(tmp_path / place, lambda fields: fields.update(eos_token_id=wrong))
+    assert f"{place}: eos_token_id " in refusal(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{place}: .* is not a token id"):
+        eos_token_ids(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+
+
+def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path: Path) -> None:
+    """As in vLLM: a chat model whose generation_config.json lacks the token that its template writes would never stop."""
+    random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [7, 8]})
+    vocabulary = {f"t{index}": index for index in range(64)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
+    for ends, wanted in (({}, {7, 8}), ({"eos_token": "t5"}, {5, 7, 8}), ({"eos_token": "<beyond>"}, {7, 8})):
+        PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(tmp_path)
+        assert ends_of_text(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
 
 
 # ---- Orbax and conversion ----
@@ -752,17 +896,22 @@ def test_nothing_slow_is_imported_before_it_is_needed() -> None:
 
 
 class Hub:
-    """Stands for huggingface_hub: one snapshot, or an error."""
+    """Stands for huggingface_hub: the files of a repository, at one commit, or an error."""
 
     def __init__(self, answer: Path | Exception) -> None:
         self.answer = answer
         self.calls: list[dict[str, Any]] = []
 
-    def snapshot_download(self, **arguments: Any) -> str:
-        self.calls.append(arguments)
+    def snapshot_download(self, *, repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+        self.calls.append({"repo_id": repo_id, "revision": revision})
         if isinstance(self.answer, Exception):
             raise self.answer
-        return str(self.answer)
+        snapshot = self.answer.parent / "snapshots" / "c0ffee"
+        names = [str(path.relative_to(self.answer)) for path in self.answer.rglob("*") if path.is_file()]
+        for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self.answer / name, snapshot / name)
+        return str(snapshot)
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Path | Exception) -> Hub:
@@ -811,37 +960,40 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
         resolve_model(tmp_path / "model.safetensors")
 
 
+WANTED = [
+    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer.model"),
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+]
+UNWANTED = [
+    *("pytorch_model.bin", "modeling_evil.py", "consolidated.safetensors", "x.pt", "model.onnx", "tf_model.h5"),
+    *("README.md", "original/model-00001.safetensors", "model.fp16.safetensors"),
+]
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        [SINGLE],
+        [INDEX, "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+        [INDEX, "model.safetensors-00001-of-00001.safetensors"],  # Qwen3.5's
+        [INDEX, "weights/first[1].safetensors", "last.safetensors"],
+        ["orbax/manifest.ocdbt", "orbax/d/1234"],
+    ],
+)
 def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[str]
 ) -> None:
-    hub = use_hub(monkeypatch, random_checkpoint(tmp_path, LLAMA))
-    assert resolve_model("org/name", "abc123") == tmp_path
-    (call,) = hub.calls
-    assert call["repo_id"] == "org/name" and call["revision"] == "abc123"
-    patterns = call["allow_patterns"]
-
-    def asked(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-    wanted = [
-        "config.json",
-        "tokenizer.json",
-        "tokenizer.model",
-        "model.safetensors",
-        SHARD,
-        INDEX,
-        "chat_template.jinja",
-    ]
-    assert [name for name in wanted if not asked(name)] == []
-    unwanted = [
-        "pytorch_model.bin",
-        "modeling_evil.py",
-        "consolidated.safetensors",
-        "x.pt",
-        "model.onnx",
-        "tf_model.h5",
-    ]
-    assert [name for name in unwanted if asked(name)] == []
+    shards = [name for name in weights if name.endswith(".safetensors")]
+    for name in (*WANTED, *UNWANTED, *weights):
+        (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "repository" / name).write_text(json.dumps({"weight_map": dict(enumerate([*shards, "x.pt"]))}))
+    hub = use_hub(monkeypatch, tmp_path / "repository")
+    snapshot = resolve_model("org/name", "main")
+    assert [(call["repo_id"], call["revision"]) for call in hub.calls] == [("org/name", "main"), ("org/name", "c0ffee")]
+    assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == {*WANTED, *weights}
+    shutil.rmtree(snapshot)
+    found = {str(path.relative_to(snapshot)) for path in resolve_tokenizer("org/name").rglob("*") if path.is_file()}
+    assert found == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
 def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ import pytest
 
 import jaxpage.llm
 from jaxpage import __version__, cli
+from jaxpage.cli.flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS
+from jaxpage.cli.from_vllm import ANSWERS
+from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
@@ -119,8 +123,10 @@ def test_the_model_by_position_or_as_a_flag(
 
 
 def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake: type[FakeLLM]) -> None:
-    assert run("generate", "demo") == run("generate", "demo", "Once") == run("generate", "--model", "demo", "Two") == 0
-    assert [prompt for prompt, _ in fake.calls] == ["demo", "Once", "Two"]
+    assert (
+        run("generate", "demon") == run("generate", "demo", "Once") == run("generate", "--model", "demo", "demo") == 0
+    )
+    assert [prompt for prompt, _ in fake.calls] == ["demon", "Once", "demo"]
     assert fake.settings["model"] == "demo"
 
 
@@ -133,7 +139,7 @@ def test_quiet_and_verbose(fake: type[FakeLLM], capsys: pytest.CaptureFixture[st
     assert err == ""
     assert run("compile") == 0 and fake.settings["verbose"]
     assert run("compile", "-q") == 0 and not fake.settings["verbose"] and not fake.settings["use_tqdm"]
-    assert capsys.readouterr().err.count("Compiled") == 1
+    assert capsys.readouterr().err.count("All executables") == 1
 
 
 def test_a_failed_text_is_told_even_quietly(
@@ -169,7 +175,7 @@ def test_a_model_without_text_is_told_before_it_is_loaded(
 
 def test_compile_reports_what_was_compiled(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compile", "--max-num-seqs", "4") == 0
-    assert "Compiled 7 executables in 1.5 s" in capsys.readouterr().err
+    assert "All executables are in the compile cache; this took 1.5 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -212,8 +218,12 @@ def test_an_interrupt_is_a_line(
 
 
 WRONG_USE = [
-    ((), "required"),
     (("generate",), "PROMPT"),
+    (("generate", "smollm2"), "'smollm2' is a model, and the prompt is missing: jaxpage generate smollm2 PROMPT"),
+    (("serve", "demo", "--disable-log-requests"), "requests are logged only with --log-requests"),
+    (("serve", "demo", "--disable-ui"), "error: unknown argument '--disable-ui'\n"),
+    (("serve", "demo", "--swap-space=4"), "unknown argument '--swap-space'; use --swap-space-blocks N"),
+    (("plan", "demo", "--prot", "80"), "error: unknown argument '--prot'\n"),
     (("generate", "x", "--max-tokns", "3"), "did you mean '--max-tokens'?"),
     (("generate", "x", "--max-token", "3"), "did you mean '--max-tokens'?"),
     (("generate", "x", "--max-tokens", "many"), "invalid int value: 'many'"),
@@ -268,6 +278,30 @@ def test_what_is_not_supported_is_one_line_and_status_2(
     assert run(*words) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1 and not fake.calls
+
+
+def test_jaxpage_alone_prints_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 0
+    out, err = capsys.readouterr()
+    assert "serve" in out and "generate" in out and err == ""
+
+
+def test_answers_for_flags_of_vllm_are_about_flags_that_are_not_there() -> None:
+    own = {flag.option for flag in (*ENGINE_FLAGS, *SERVER_FLAGS, *SAMPLING_FLAGS)}
+    assert not own & set(ANSWERS)
+    named = {name for answer in ANSWERS.values() for name in re.findall(r"--[a-z-]+", answer.text)}
+    assert named <= own | {"--num-hosts"}
+
+
+@pytest.mark.parametrize("cut", [1, 3, 100])
+def test_words_are_broken_at_the_edge_of_the_terminal(cut: int) -> None:
+    """The oracle is textwrap, for a text in which every word fits; wide characters count two columns."""
+    text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
+    wrapper = Wrapper(20)
+    found = "".join(wrapper.feed(text[at : at + cut]) for at in range(0, len(text), cut)) + wrapper.finish()
+    assert [line.rstrip() for line in found.split("\n")] == textwrap.wrap(text, 20)
+    wide = Wrapper(6)
+    assert wide.feed("日本 日本 x\ny ") + wide.finish() == "日本 \n日本 x\ny "
 
 
 def test_config_show_prints_values_and_origins(

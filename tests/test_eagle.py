@@ -405,7 +405,6 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         change(speculators_model_type="eagle3", transformer_layer_config={**LAYERS, "intermediate_size": 2**40}),
         ["intermediate_size", str(2**40)],
     ),
-    "code": (change(auto_map={"AutoModel": "x.py"}), ["auto_map"]),
     "twice": (store("midlayer.hidden_norm.weight", np.ones(48, np.float32)), ["one parameter"]),
 }
 

@@ -253,6 +253,30 @@ def test_beside_a_quantised_weight(tmp_path):
         np.testing.assert_allclose(witness.logits[0, len(prompt_of()) + place], row, atol=1e-4)
 
 
+def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
+    """OPT-350m projects hidden states back to the width of its table there; also where a prompt is scored."""
+    save_model("opt-350m-form", tmp_path / "model")
+    whole = with_adapters(make_model("opt-350m-form"), tmp_path, ["third"])
+    prompts = [[token_id % 101 for token_id in prompt_of(length, length)] for length in (21, 9, 30)]
+    asked = [LoRARequest("third", 1, str(tmp_path / "third")), None, None]
+    with make_llm(tmp_path / "model", **SETTINGS, **LORA) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+        outputs = llm.generate(prompts, params, False, lora_request=asked)
+    for request, prompt, output in zip(asked, prompts, outputs, strict=True):
+        tokens, logits = greedy_of_peft(whole, request and "third", prompt)
+        (found,) = output.outputs
+        assert found.token_ids == tokens
+        for row, token_id, logprobs in zip(logits, tokens, found.logprobs, strict=True):
+            assert logprobs[token_id].logprob == pytest.approx(
+                float(row[token_id] - np.logaddexp.reduce(row)), abs=1e-4
+            )
+        with torch.no_grad(), nullcontext() if request else whole.disable_adapter():
+            scored = torch.log_softmax(whole(torch.tensor([prompt])).logits[0].double(), 1)
+        for place, logprobs in enumerate(output.prompt_logprobs[1:]):
+            token_id = prompt[place + 1]
+            assert logprobs[token_id].logprob == pytest.approx(float(scored[place, token_id]), abs=1e-4)
+
+
 def changed(source, directory, config=None, tensors=None):
     """A copy of an adapter with fields of its config, and tensors, replaced; None takes a tensor out."""
     shutil.copytree(source, directory)

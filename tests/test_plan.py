@@ -405,14 +405,16 @@ def test_the_model_is_a_directory_a_config_or_a_name(
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
     assert planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"] == by_directory["weights_bytes"]
-    assert asked == [{"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json"]}], "no weights"
+    assert asked == [
+        {"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json", "hf_quant_config.json"]}
+    ], "no weights"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is not one of"),
-        ({"hidden_size": 10**9, "auto_map": {"AutoModel": "x.y"}}, "(2 problems)"),
+        ({"hidden_size": 10**9, "torch_dtype": "../../x"}, "(2 problems)"),
         ({"torch_dtype": "float64"}, "config.json: dtype 'float64' is not one of float32, bfloat16, float16"),
     ],
 )

@@ -22,7 +22,7 @@ from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.text import words_as_token_ids
-from jaxpage.errors import UnsupportedError
+from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.scheduling.plan_builder import sample_of, suppression
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.step import token_masks
@@ -554,6 +554,20 @@ def test_what_generation_config_asks_for(tmp_path):
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(asked))
         assert read_sampling_defaults(tmp_path) == want
+
+
+def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_nearest(tmp_path, caplog):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 3, "top_p": 0, "top_k": 5}))
+    found = read_sampling_defaults(tmp_path)
+    assert found == {"temperature": 2.0, "top_p": 1e-6, "top_k": 5}
+    assert [record.getMessage() for record in caplog.records] == [
+        "generation_config.json: temperature = 3 is taken as 2.0",
+        "generation_config.json: top_p = 0 is taken as 1e-06",
+    ]
+    for wrong in ({"temperature": -1}, {"top_p": 1.5}, {"top_p": "0"}):
+        (tmp_path / "generation_config.json").write_text(json.dumps(wrong))
+        with pytest.raises(CheckpointError, match=f"generation_config.json: .*{next(iter(wrong))}"):
+            read_sampling_defaults(tmp_path)
 
 
 def test_what_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file
 
 from jaxpage import LLM, cli
@@ -148,7 +149,7 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
         size, each = 32, 32 // bits
         codes = RNG.integers(0, 2**bits, (num_in, num_out))
         zeros = (
-            RNG.integers(1, 2**bits, (num_in // size, num_out))
+            RNG.integers(0, 2**bits, (num_in // size, num_out))
             if not sym
             else np.full((num_in // size, num_out), 2 ** (bits - 1))
         )
@@ -156,10 +157,11 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
         qweight = np.zeros((num_in // each, num_out), np.uint32)
         for i in range(num_in):
             qweight[i // each] |= codes[i].astype(np.uint32) << np.uint32(bits * (i % each))
-        stored = zeros - 1 if version == "gptq" else zeros
         qzeros = np.zeros((num_in // size, num_out // each), np.uint32)
         for o in range(num_out):
-            qzeros[:, o // each] |= stored[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
+            qzeros[:, o // each] |= zeros[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
+        if version == "gptq":  # GPTQModel takes this from whole words: a zero of 0 borrows from its neighbour
+            qzeros -= np.uint32(0x11111111 if bits == 4 else 0x01010101)
         weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
         tensors = {
             "qweight": qweight.view(np.int32),
@@ -203,6 +205,10 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
         float8("weight_scale", None),
     ),
     "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, float8("weight_scale_inv", (128, 128))),
+    "fp8 of AutoFP8": (
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        float8("weight_scale", None, shape=(1,)),
+    ),
     "mxfp4": (
         _compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
         mxfp4,
@@ -219,6 +225,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(4, True, "gptq")),
     "gptq with zeros": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, False, "gptq")),
+    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, gptq(8, False, "gptq")),
     "gptq v2 of 8 bits": (
         {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
         gptq(8, False, "gptq_v2"),
@@ -475,9 +482,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "groups without a size": (_compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}), "group_size = None"),
     "a list that is a name": ({**FORMATS["awq"][0], "modules_to_not_convert": "lm_head"}, "must be a list of names"),
-    "parts that differ": (
-        {**FORMATS["W4A16"][0], "ignore": ["re:.*k_proj"]},
-        "q_proj, model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj are one product, and must be quantised alike",
+    "sparse weights": (
+        {**FORMATS["W4A16"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
+        "sparsity_config = {'format': 'sparse-24-bitmask'} is not supported",
+    ),
+    "modules quantised in another way": (
+        {**FORMATS["gptq"][0], "dynamic": {"-:.*gate$": {}, "+:.*down_proj": {"bits": 8}}},
+        "is supported for modules that are not quantised (-:) alone",
     ),
 }
 
@@ -490,6 +501,73 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> N
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
+
+
+LEFT_OUT: dict[str, dict[str, Any]] = {
+    "awq": {"modules_to_not_convert": ["v_proj"]},
+    "W4A16": {"ignore": ["re:.*v_proj", "lm_head"], "sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+    "gptq": {"dynamic": {"-:.*v_proj$": {}, "-:.*mlp.gate$": {}}, "desc_act": False},
+    "W8A8": {"ignore": ["re:.*v_proj", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) -> None:
+    """Queries and keys are quantised, and values are not."""
+    exact = quantized_checkpoint(tmp_path, name)
+    tensors = {key: array for key, array in load_file(tmp_path / "model.safetensors").items() if "v_proj" not in key}
+    plain = {key: array for key, array in random_tensors(CONFIG).items() if "v_proj" in key}
+    write_tensors(tmp_path, tensors | plain)
+    stated = {**CONFIG, "quantization_config": FORMATS[name][0] | LEFT_OUT[name]}
+    (tmp_path / "config.json").write_text(json.dumps(stated))
+    loaded = Loaded(tmp_path)
+    module, arrays = (
+        loaded.model.layers[1].attention.query_key_value,
+        loaded.parameters["layers"][1]["attention"]["query_key_value"],
+    )
+    nnx.update(module, _filled(module, arrays))
+    weights = exact | plain
+    weight = np.concatenate([weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
+    x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
+    with product_kernels(make_product_kernels(Backend("auto"))):
+        found = np.asarray(module(jnp.asarray(x)))
+    np.testing.assert_allclose(found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max())
+
+
+def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
+    state = nnx.state(module)
+    nnx.replace_by_pure_dict(state, arrays)
+    return state
+
+
+@pytest.mark.parametrize(("bias", "text"), [(0.0, None), (0.5, "is unexpected: the layer has no bias")])
+def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(
+    bias: float, text: str | None, tmp_path: Path
+) -> None:
+    """Old AutoGPTQ wrote them for every quantised layer."""
+    quantized_checkpoint(tmp_path, "gptq")
+    tensors = dict(load_file(tmp_path / "model.safetensors"))
+    more = {key.replace("scales", "bias"): array[0] * 0 for key, array in tensors.items() if key.endswith(".scales")}
+    more["model.layers.1.mlp.down_proj.bias"] += np.float16(bias)
+    write_tensors(tmp_path, tensors | more)
+    if text is None:
+        open_model(tmp_path)
+        return
+    with pytest.raises(CheckpointError, match=text) as caught:
+        open_model(tmp_path)
+    assert "(1 problem)" in str(caught.value) and "layers.1.mlp.down_proj.bias" in str(caught.value)
+
+
+def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path: Path) -> None:
+    """Nobody reads them: what writes the first form without taking a one from each code has 8 where 7 is meant."""
+    exact = quantized_checkpoint(tmp_path, "gptq")
+    tensors = dict(load_file(tmp_path / "model.safetensors"))
+    write_tensors(
+        tmp_path,
+        {key: array + 0x11111111 if key.endswith("qzeros") else array for key, array in tensors.items()},
+    )
+    weight, x = exact["model.layers.1.mlp.down_proj.weight"], RNG.standard_normal((3, 192)).astype(np.float32)
+    np.testing.assert_allclose(Loaded(tmp_path).multiply(x, "mlp", "down"), x @ weight.T, atol=1e-4)
 
 
 def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> None:

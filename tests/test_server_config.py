@@ -366,17 +366,20 @@ def test_a_model_without_a_template_is_asked_for_completions() -> None:
         assert "http://h:1/ui/" in text and "client.completions.create(" in text
 
 
-def test_the_servers_of_the_compose_file_have_the_kernels_for_cpus() -> None:
+def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_use_it() -> None:
     """The image is not built here: its commands are read. An image without a compiler needs the kernels in the wheel."""
     root = Path(__file__).parents[1]
+    dockerfile = (root / "deploy" / "Dockerfile").read_text()
+    making, running = dockerfile.split("FROM python:3.12-slim")[1:]
+    compiler, wheel = making.index("apt-get install -y --no-install-recommends g++"), making.index("pip wheel")
+    assert compiler < making.index("RUN JAXPAGE_BUILD_KERNELS=1") < wheel
+    assert "COPY --from=wheel /wheels /wheels" in running and '"$(ls /wheels/*.whl)[$EXTRAS]"' in running
+    entry = json.loads(next(line for line in running.splitlines() if line.startswith("ENTRYPOINT ")).partition(" ")[2])
     services = yaml.safe_load((root / "deploy" / "compose.yaml").read_text())["services"]
-    servers = [service for service in services.values() if "jaxpage serve" in str(service["command"])]
+    servers = [service for name, service in services.items() if name.startswith("server")]
     assert len(servers) == 2
     for server in servers:
-        parsed = make_parser().parse_args(shlex.split(server["command"])[1:])
+        parsed = make_parser().parse_args([*entry[1:], *shlex.split(server["command"])])
         assert (parsed.host, parsed.kv_events) == ("0.0.0.0", "tcp://0.0.0.0:5557")
         assert (root / "deploy" / server["build"]["context"]).resolve() == root
-        making, running = server["build"]["dockerfile_inline"].split("FROM python:3.12-slim")[1:]
-        compiler, wheel = making.index("apt-get install -y --no-install-recommends g++"), making.index("pip wheel")
-        assert compiler < making.index("RUN JAXPAGE_BUILD_KERNELS=1") < wheel
-        assert "COPY --from=wheel /wheels /wheels" in running and "$$(ls /wheels/*.whl)[kv-events]" in running
+        assert server["build"]["dockerfile"] == "deploy/Dockerfile"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
@@ -74,7 +73,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     print(table(_ROWS, {dtype if name == "auto" else name: column for name, column in columns.items()}))
     print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens")
     context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
-    print(json.dumps({**columns, **context, "config": config.model_dump(), "environment": environment()}))
+    result = {**columns, **context, "config": config.model_dump(), "environment": environment()}
+    print_result(result, arguments)
 
 
 def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -> dict[str, float]:

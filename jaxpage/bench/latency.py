@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         comparison = compare(arguments.compare, earlier, result)
         result["compared"] = comparison.as_dict()
         print(comparison.described())
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
 
 
 def _check(arguments: argparse.Namespace) -> None:

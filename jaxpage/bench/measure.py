@@ -54,6 +54,7 @@ def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_sec
     )
     duration = time.perf_counter() - start
     after = llm.stats()
+    num_cached = after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"]
     return Measurement.of(
         name,
         workload,
@@ -66,7 +67,8 @@ def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_sec
         details={
             "num_preemptions": sum(after["num_preemptions_total"].values())
             - sum(before["num_preemptions_total"].values()),
-            "num_cached_tokens": after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"],
+            "num_cached_tokens": num_cached,
+            "prefix_cache_hit_rate": num_cached / sum(len(item.prompt_token_ids) for item in workload),
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
             **_of_decoding(before, after),
             **dtypes(llm),

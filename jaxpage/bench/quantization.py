@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding behind {CONTEXT} tokens")
     context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
     result: dict[str, Any] = {**columns, **context, "config": config.model_dump(), "environment": environment()}
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
 
 
 def _quantizations(directory: Path) -> list[str | None]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,8 @@ from jaxpage.bench.workloads import WorkItem
 from jaxpage.device.cpu_products import processor
 from jaxpage.memory import MemoryReport
 from jaxpage.tables import aligned
+
+COMPARABLE_SECONDS = 2.0  # from which on the spread of equal runs is mostly below a tenth
 
 
 @dataclass(frozen=True)
@@ -89,11 +93,23 @@ _ROWS = (
     ("load (s)", "load_seconds", ".2f"),
     ("compile (s)", "compile_seconds", ".2f"),
     ("preemptions", "num_preemptions", "d"),
+    ("prompt tokens from the prefix cache", "prefix_cache_hit_rate", ".0%"),
     ("tokens per step of a row", "tokens_per_target_step", ".2f"),
     ("drafts", "num_draft_tokens", "d"),
     ("drafts accepted", "num_accepted_tokens", "d"),
     ("warm-up (s)", "warmup_seconds", ".2f"),
 )
+
+
+def too_short(measurements: Sequence[Measurement]) -> str:
+    """Returns a line that warns of runs too short to be compared; "" where all are long enough."""
+    shortest = min(measurement.duration for measurement in measurements)
+    if len(measurements) < 2 or shortest >= COMPARABLE_SECONDS:
+        return ""
+    return (
+        f"A run of {shortest:.2f} s is too short for a comparison: give more or longer requests, so that each takes "
+        f"{COMPARABLE_SECONDS:g} s or more (--num-prompts, --max-output), or --repeats\n"
+    )
 
 
 def table(measurements: Sequence[Measurement]) -> str:
@@ -115,13 +131,20 @@ def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, 
     return result
 
 
-def print_result(result: Mapping[str, Any], path: str | None) -> None:
-    """The last line of a benchmark: one JSON object, which also goes into the file of `--output-json`."""
+def print_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Prints the last line of a benchmark, one JSON object for programs, and writes it to a file.
+
+    On a terminal, whose reader has the tables, it is printed only with `--json`.
+
+    Args:
+        arguments: `json` and `output_json`, the name of the file or None.
+    """
     hashes = {f"{name}_hash": fingerprint(result[name]) for name in ("config", "environment") if result.get(name)}
     line = json.dumps({**result, **hashes}, allow_nan=False)
-    if path:
-        Path(path).write_text(line + "\n", encoding="utf-8")
-    print(line)
+    if arguments.output_json:
+        Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
+    if arguments.json or not sys.stdout.isatty():
+        print(line)
 
 
 def fingerprint(values: Mapping[str, Any]) -> str:

@@ -132,7 +132,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         "config": config.model_dump(),
         "environment": environment(),
     }
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:

@@ -21,7 +21,7 @@ from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import ServerMetrics
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints import resolve_tokenizer
 from jaxpage.cli.flags import UsageError
 from jaxpage.engine.text import load_tokenizer
 
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if draw:
         title = f"{context['model_id']}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(results, title=title).savefig(arguments.plot)
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
     return int(any(result["failed"] for _, result in measured))
 
 
@@ -152,7 +152,7 @@ async def _capabilities(client: Client) -> dict[str, Any]:
 def _workload(
     arguments: argparse.Namespace, card: dict[str, Any], capabilities: dict[str, Any]
 ) -> tuple[list[WorkItem], dict[str, int]]:
-    tokenizer = load_tokenizer(resolve_model(arguments.tokenizer)) if arguments.tokenizer else None
+    tokenizer = load_tokenizer(resolve_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
     size = arguments.vocab_size or capabilities.get("model", {}).get("vocab_size")
     size = size or (card.get("meta") or {}).get("n_vocab") or (len(tokenizer) if tokenizer else None)  # llama.cpp's
     if not size:

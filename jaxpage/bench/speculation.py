@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
-from jaxpage.bench.report import environment
+from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
@@ -81,7 +80,8 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         name: getattr(arguments, name) for name in ("temperature", "max_output", "starts", "repeats", "text", "seed")
     }
     results = [asdict(cell) for cell in cells]
-    print(json.dumps({"cells": results, **context, "config": config.model_dump(), "environment": environment()}))
+    result = {"cells": results, **context, "config": config.model_dump(), "environment": environment()}
+    print_result(result, arguments)
 
 
 def measure(

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         "config": config.model_dump(),
         "environment": environment(),
     }
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
 
 
 def table(cold: Phases, warm: Phases, warm_total: float) -> str:

@@ -16,7 +16,7 @@ from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table
+from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table, too_short
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.cli.flags import UsageError
@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(f"{table(measurements)}\n\n{memory}\n")
     for beside, count in zip(measurements[1:], num_identical(measurements), strict=True):
         print(f"{count} of {len(workload)} outputs equal those of {beside.engine}")
+    print(too_short(measurements), end="")
     if draw and memory:
         title = f"What the KV pool held: {config.model}, {arguments.num_prompts} requests ({arguments.dataset})"
         draw(memory, title=title).savefig(arguments.plot)
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         print(comparison.described())
     if arguments.record:
         record(arguments.record, result)
-    print_result(result, arguments.output_json)
+    print_result(result, arguments)
     return 1 if comparison and comparison.highest < arguments.fail_below else 0
 
 

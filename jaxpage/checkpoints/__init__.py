@@ -23,7 +23,7 @@ from jaxpage.checkpoints.opening import (
     weights_bytes,
     with_weights_of,
 )
-from jaxpage.checkpoints.resolve import local_model, resolve_model, resolve_model_config
+from jaxpage.checkpoints.resolve import local_model, resolve_model, resolve_model_config, resolve_tokenizer
 
 __all__ = [
     "LoadPlan",
@@ -47,6 +47,7 @@ __all__ = [
     "read_generation_config",
     "resolve_model",
     "resolve_model_config",
+    "resolve_tokenizer",
     "stated_dtype",
     "weights_bytes",
     "with_parameters",

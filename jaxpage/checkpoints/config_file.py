@@ -1,10 +1,12 @@
 """Reads config.json and generation_config.json, or what a GGUF file has for them, as data only.
 
-A model that brings its own code is refused.
+Code that a model brings with it is never run: jaxpage's own class of the architecture takes its place, or the model is refused.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
 from jaxpage.models.fields import text_part
+
+logger = logging.getLogger(__name__)
 
 MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 4096
@@ -33,6 +37,7 @@ LIMITS = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
 }
 DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES_OF_TORCH = ("auto", "float64", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 MODELOPT_FILE = "hf_quant_config.json"
 CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
@@ -41,8 +46,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     """The model's config.json, checked for what would hurt before any family looks at it.
 
     Raises one CheckpointError listing all of: missing, not JSON, not an object, empty, NaN or duplicate keys, sizes
-    that are not whole numbers within `LIMITS`, and an `auto_map` in any config file (it asks to run the model's own
-    code, which never happens here).
+    that are not whole numbers within `LIMITS`.
     """
     problems = Problems(Path(directory))
     config = check_config(Path(directory), problems)
@@ -63,6 +67,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         )
         return config
     generation: dict[str, Any] = {}
+    bring_code = []
     for name in CODE_FILES:
         if name == "config.json" or has_file(directory, name):
             with problems.collect():
@@ -72,8 +77,11 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
                 if name == "config.json":
                     config = text_part(content)
                     check_sizes(config, problems)
+                    _check_dtype(config)
                 if content.get("auto_map"):
-                    problems.add(f"{name} has auto_map: it needs remote code, and remote code is never run")
+                    bring_code.append(name)
+    if bring_code:
+        _warn_of_code(directory, tuple(bring_code))
     with problems.collect():
         _eos_token_ids(generation, config)
     if config and "quantization_config" not in config and has_file(directory, MODELOPT_FILE):
@@ -82,12 +90,29 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     return config
 
 
+@functools.lru_cache(maxsize=64)  # once for each model, which is opened several times
+def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
+    logger.warning(
+        "%s: auto_map in %s names remote code, and remote code is never run: jaxpage's own classes take its place",
+        directory,
+        " and ".join(names),
+    )
+
+
 def _modelopt_config(directory: Path) -> dict[str, Any]:
     """What ModelOpt writes into config.json today, and wrote into a file of its own."""
     found = read_object(directory, MODELOPT_FILE, MAX_CONFIG_BYTES).get("quantization")
     if not isinstance(found, dict):
         raise CheckpointError(f"{MODELOPT_FILE}: quantization must be an object, not {found!r}")
     return {"quant_method": "modelopt", **found}
+
+
+def _check_dtype(config: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a dtype that is none of torch's: what the weights have is read off them, whatever it says."""
+    for name in ("dtype", "torch_dtype"):
+        dtype = config.get(name)
+        if dtype is not None and str(dtype).removeprefix("torch.") not in (*DTYPES, *_DTYPES_OF_TORCH):
+            raise CheckpointError(f"config.json: {name} {quoted(dtype)} is not one of {', '.join(DTYPES)}")
 
 
 def stated_dtype(config: dict[str, Any]) -> str:
@@ -119,15 +144,16 @@ def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> frozenset[int]:
-    ids = generation.get("eos_token_id")
-    source = "generation_config.json"
-    if ids is None:
-        ids, source = config.get("eos_token_id"), "config.json"
-    listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    for token_id in listed:
-        if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
-            raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
-    return frozenset(listed)
+    stated = []
+    for source, fields in (("generation_config.json", generation), ("config.json", config)):
+        ids = fields.get("eos_token_id")
+        listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        for token_id in listed:
+            if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
+                raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
+        if ids is not None:
+            stated.append(frozenset(listed))
+    return stated[0] if stated else frozenset()
 
 
 def check_sizes(config: dict[str, Any], problems: Problems) -> None:

@@ -17,7 +17,7 @@ from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed, same_byte
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import Problems
-from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, read_tensors
+from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
@@ -28,7 +28,7 @@ from jaxpage.models.weights import weights_of
 logger = logging.getLogger(__name__)
 
 Method = Literal["eagle", "eagle3"]
-EAGLE_FILES = ("config.json", "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+EAGLE_FILES = ("config.json", SINGLE, INDEX)
 TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
 TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
 _INVERSE = "t2d"  # of d2t, as booleans

@@ -5,6 +5,7 @@ The Hugging Face cache is the one exception to "inside": a snapshot is made of l
 
 from __future__ import annotations
 
+import codecs
 import json
 import math
 import os
@@ -65,16 +66,16 @@ def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> 
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` spells in UTF-8.
+    """The JSON object that `data` spells in UTF-8, with a byte order mark or without one.
 
     Stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow are refused, and nesting too
     deep for the parser is an error like any other. Raises ValueError whose text continues a sentence on the file.
     """
-    if not data.strip():
+    if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise ValueError("is empty")
     try:
         value = json.loads(
-            data.decode("utf-8"),
+            data.decode("utf-8-sig"),
             object_pairs_hook=_object_without_duplicates,
             parse_constant=_refuse_constant,
             parse_float=_finite,

@@ -164,7 +164,7 @@ def fit_stored(
                     _check_copy(fitting[0], copy, problems)
         parameters.append(Filled(weight, tuple(pieces)))
     if scheme and compare and files_sound and plan.layout == "safetensors":
-        _check_unused(stored, scheme, other_form, problems)
+        _check_unused(stored, scheme, used, other_form, problems)
     for name in _unexpected(stored, used, ignored):
         if not is_beyond([name]) and _module(name) not in other_form:
             problems.add(f"{stored[name].described} of shape {stored[name].shape} is unexpected")
@@ -250,7 +250,7 @@ def _of_other_sizes(
     fitting, wrong = dict[str, set[bool]](), list[Piece]()
     for piece in [piece for weight in weights for source in weight.sources for piece in source.pieces]:
         if piece.stored and (info := stored.get(piece.name)):
-            fits = info.shape == piece.stored_shape
+            fits = _has_shape(info, piece)
             fitting.setdefault(_module(piece.name), set()).add(fits)
             wrong += [] if fits else [piece]
     modules = {name for name, found in fitting.items() if len(found) == 2}
@@ -292,13 +292,19 @@ def _unexpected(stored: Mapping[str, TensorInfo], known: Set[str], ignored: Sequ
 def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) -> bool:
     dtypes = piece.stored.dtypes if piece.stored else (weight.dtype,) if weight.dtype else FLOATS
     codes = [_CODES[name] for name in dtypes]
-    if info.shape != piece.stored_shape:
+    has_shape = _has_shape(info, piece)
+    if not has_shape:
         problems.add(f"{info.described} has shape {info.shape}, and the model needs {piece.stored_shape}")
     if info.dtype not in codes:
         problems.add(
             f"{info.described} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
         )
-    return info.shape == piece.stored_shape and info.dtype in codes
+    return has_shape and info.dtype in codes
+
+
+def _has_shape(info: TensorInfo, piece: Piece) -> bool:
+    """Returns whether the tensor has the piece's shape; of one number for a whole weight () and (1,) are the same."""
+    return info.shape == piece.stored_shape or {info.shape, piece.stored_shape} == {(), (1,)}
 
 
 def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Problems) -> None:
@@ -312,14 +318,17 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
         problems.add(f"{info.described} {wrong}")
 
 
-def _check_unused(stored: Mapping[str, TensorInfo], scheme: Scheme, passed: Set[str], problems: Problems) -> None:
+def _check_unused(
+    stored: Mapping[str, TensorInfo], scheme: Scheme, used: Set[str], passed: Set[str], problems: Problems
+) -> None:
     """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`; one sentence of each kind. passed: modules."""
-    for end, check in scheme.checks:
+    unused = sorted(stored.keys() - used)
+    for check in scheme.checks:
         wrong: list[tuple[TensorInfo, str]] = []
-        for name in sorted(name for name in stored if name.endswith(end) and _module(name) not in passed):
-            info = stored[name]
-            says = check(_module(name), map_array(info)) if info.dtype == "I32" else f"has dtype {info.dtype}, not I32"
-            wrong += [(info, says)] if says else []
+        for name in (name for name in unused if name.endswith(check.end) and _module(name) not in passed):
+            info, says = stored[name], f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}"
+            found = check.says(_module(name), map_array(info)) if info.dtype in check.codes else says
+            wrong += [(info, found)] if found else []
         if wrong:
             problems.add(f"{wrong[0][0].described} {wrong[0][1]} (such tensors: {len(wrong)})")
 

@@ -60,7 +60,7 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def gguf_config(path: Path, problems: Problems) -> dict[str, Any]:
-    """As config.json; {} if the metadata tells too little, and `problems` has why. It may have something else that is wrong with it."""
+    """As config.json; {} if something is wrong with the metadata, and `problems` has what: a family would find more that is not true."""
     file = read_gguf(path)
     for line in file.metadata_problems:
         problems.add(line)
@@ -73,8 +73,8 @@ def gguf_config(path: Path, problems: Problems) -> dict[str, Any]:
             if not problems:
                 _add_heads(file, config)
                 config["rope_parameters"] = rope_parameters(file, config["head_dim"])
-            _add_others(file, config)
-    return config
+                _add_others(file, config)
+    return {} if problems else config
 
 
 def gguf_generation_config(path: Path) -> dict[str, Any]:

@@ -86,6 +86,10 @@ def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) 
 
 
 def _sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+    """As llama.cpp: the text before, between and after special tokens is SentencePiece's, each with the mark of a space first.
+
+    That is also what models were trained with whose chats begin with text right after `<s>`.
+    """
     scores = own.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary):
         raise _refusal(path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens")
@@ -95,8 +99,8 @@ def _sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, in
     )
     backend = Tokenizer(_bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     adds_space = own.get("add_space_prefix", True)
-    scheme = "first" if adds_space else "never"
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=scheme, split=False)
+    mark = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark]) if adds_space else mark
     parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if adds_space else parts)
     return backend

@@ -18,7 +18,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import model_weights
+from jaxpage.models.base import ignored_tensors, model_weights
 from jaxpage.models.fields import text_part
 from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.sharding import at
@@ -111,7 +111,7 @@ def _fitted(
         else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
         for name, array in arrays.items()
     }
-    empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), files.family.ignored
+    empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), ignored_tensors(files.family, files.spec)
     plan = fit_stored(
         empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization, refused=refused.keys()
     )

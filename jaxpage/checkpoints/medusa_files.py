@@ -17,7 +17,7 @@ from jaxpage.checkpoints.config_file import check_config
 from jaxpage.checkpoints.fitting import LoadPlan, fit_stored, renamed
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.problems import Problems
-from jaxpage.checkpoints.safetensors_files import read_tensors
+from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.models.medusa import MedusaHeads, MedusaSpec
@@ -26,7 +26,7 @@ from jaxpage.models.weights import weights_of
 logger = logging.getLogger(__name__)
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-MEDUSA_FILES = ("config.json", MEDUSA_FILE, "model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
+MEDUSA_FILES = ("config.json", MEDUSA_FILE, SINGLE, INDEX)
 TOKEN_MAP = "token_map"
 PREFIX = "medusa_heads."  # that names of vLLM's format may begin with
 ACCURACIES = "jaxpage_accuracies"  # a field of config.json that is jaxpage's own: [head][rank]

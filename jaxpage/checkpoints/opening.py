@@ -14,7 +14,7 @@ from jaxpage.checkpoints.gguf_header import GGUFTensor, is_gguf
 from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec, model_weights
+from jaxpage.models.base import Family, ModelSpec, ignored_tensors, model_weights
 from jaxpage.models.fields import RefusedField, WrongField
 from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.registry import FIELDS, quantization_of, without_quantization
@@ -88,7 +88,7 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
         for name, there, here in _differences(files, described) if described else ():
             problems.add(f"config.json: {name} is {there} here, and {here} in the model that is served")
     weights = model_weights(files.family, files.spec, files.rule)
-    plan = fit(problems.directory, weights, files.family.ignored, problems)
+    plan = fit(problems.directory, weights, ignored_tensors(files.family, files.spec), problems)
     problems.raise_if_any()
     return replace(files, directory=problems.directory, plan=plan)
 
@@ -140,7 +140,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
     config, family, spec, scheme = described.config, described.family, described.spec, described.quantization
     with problems.collect():
         weights = model_weights(family, spec, described.rule)
-        plan = fit(directory, weights, family.ignored, problems, compare=compare, scheme=scheme)
+        plan = fit(directory, weights, ignored_tensors(family, spec), problems, compare=compare, scheme=scheme)
     problems.raise_if_any()
     return ModelFiles(directory, config, family, spec, plan, scheme)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 
 # A hostile index can name millions of tensors; no terminal is helped by more lines than this.
-MAX_LINES = 1000
+MAX_LINES = 100
 MAX_LINE = 2000  # characters
 
 
@@ -49,6 +50,12 @@ class Problems:
             shown.append(f"  - and {len(self.lines) - MAX_LINES} more")
         count = f"{len(self.lines)} problem{'s' if len(self.lines) > 1 else ''}"
         raise CheckpointError(f"the {self.what} in {self.directory} does not fit ({count}):\n" + "\n".join(shown))
+
+
+def listed(names: Collection[object], most: int = 5) -> str:
+    """Returns the first of `names`, made safe to print, and how many more there are."""
+    shown = ", ".join(quoted(name) for name in itertools.islice(names, most))
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def quoted(name: object, limit: int = 200) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from jaxpage.checkpoints.config_file import MODELOPT_FILE
 from jaxpage.checkpoints.fetched import FETCHABLE, check_fetched, fetched_path
 from jaxpage.checkpoints.gguf_header import looks_like_gguf
-from jaxpage.errors import ConfigError, ModelNotFoundError
+from jaxpage.checkpoints.safetensors_files import INDEX, SINGLE, weight_map
+from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.settings.argument_checks import close_names
 
 logger = logging.getLogger(__name__)
@@ -20,15 +23,16 @@ PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")  # the demo mode
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
 # What a model needs and nothing else: no pickles, no code, no copies of the weights in other formats.
-HUB_FILES = (
-    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model", "chat_template.*"),
-    *("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "orbax/*"),
+TOKENIZER_FILES = (
+    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("vocab.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*"),
 )
+HUB_FILES = (*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, SINGLE, INDEX, "orbax/*")
+_WEIGHTS = (SINGLE, "orbax/*")  # fetched after the index, together with the shards that it names
 
 
 def resolve_model(
-    model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Iterable[str] = HUB_FILES
+    model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Sequence[str] = HUB_FILES
 ) -> Path:
     """The directory or GGUF file of `model`: one of `PACKAGED` or `FETCHABLE`, a local directory or GGUF file, or a hub id such as
     "org/name", in this order.
@@ -81,22 +85,60 @@ def resolve_model_config(model: str | os.PathLike[str], revision: str | None = N
     """As `resolve_model`, where config.json is all that is wanted: it may be named itself, and nothing else comes from the hub."""
     path = Path(model).expanduser()
     is_file = path.name == "config.json" and os.path.isfile(path)
-    return resolve_model(path.parent if is_file else model, revision, hub_files=("config.json",))
+    return resolve_model(path.parent if is_file else model, revision, hub_files=("config.json", MODELOPT_FILE))
 
 
-def _from_hub(name: str, revision: str | None, files: Iterable[str]) -> Path:
+def resolve_tokenizer(model: str | os.PathLike[str]) -> Path:
+    """As `resolve_model`, where the tokenizer is all that is wanted: no weights come from the hub."""
+    return resolve_model(model, hub_files=TOKENIZER_FILES)
+
+
+def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
     try:
         import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
 
-        snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=revision, allow_patterns=list(files))
-        return Path(snapshot).resolve()
-    except Exception as error:  # offline, unknown, private, gone, disk full: whatever it is, the model is not here
+        def fetch(patterns: Iterable[str], version: str | None) -> Path:
+            snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=version, allow_patterns=list(patterns))
+            return Path(snapshot).resolve()
+
+        snapshot = fetch([pattern for pattern in files if pattern not in _WEIGHTS], revision)
+        if INDEX not in files:
+            return snapshot
+        # The directory of a snapshot is named by its commit: a push in between changes nothing.
+        weights = [*(pattern for pattern in files if pattern in _WEIGHTS), *_shards(snapshot)]
+        return fetch(weights, snapshot.name)
+    except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
         version = f" at revision {revision!r}" if revision else ""
         reason = (str(error).strip().split("\n", 1)[0] or type(error).__name__)[:300]
+        if _is_unreachable(error):
+            found = f"the hub cannot be reached, and its cache on this machine has no such model{version}"
+        else:
+            found = f"the hub gave no model of that name{version}"
         raise ModelNotFoundError(
-            f"model = {name!r}: there is no such directory, and the hub gave no model of that name{version} "
-            f"({type(error).__name__}: {reason}){_near(name)}"
+            f"model = {name!r}: there is no such directory, and {found} ({type(error).__name__}: {reason}){_near(name)}"
         ) from error
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Returns whether a failed download says nothing about the model, since no hub answered.
+
+    huggingface_hub raises LocalEntryNotFoundError or OfflineModeIsEnabled then, or what the HTTP
+    client raised, whose classes are no part of its interface: so they are told by their names.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"})
+
+
+def _shards(snapshot: Path) -> list[str]:
+    """Returns the safetensors files that the index of a snapshot names, whatever they are called, as globs.
+
+    An index that is missing or damaged names none: opening the model says what is wrong.
+    """
+    try:
+        names = set(weight_map(snapshot).values())
+    except CheckpointError:
+        return []
+    return [glob.escape(name) for name in sorted(names) if name.endswith(".safetensors")]
 
 
 def _near(name: str) -> str:

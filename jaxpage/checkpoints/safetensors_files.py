@@ -110,7 +110,7 @@ def _read_file(directory: Path, name: str, problems: Problems) -> dict[str, Tens
 def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     placed: dict[str, set[str]] = {}  # shard: the tensors that the index places in it
     with problems.collect():
-        for name, shard in _weight_map(directory).items():
+        for name, shard in weight_map(directory).items():
             placed.setdefault(shard, set()).add(name)
     tensors: dict[str, TensorInfo] = {}
     for shard, names in sorted(placed.items()):
@@ -125,7 +125,7 @@ def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     return tensors
 
 
-def _weight_map(directory: Path) -> dict[str, str]:
+def weight_map(directory: Path) -> dict[str, str]:
     """The index: tensor name to file name. Raises CheckpointError when it is not exactly that."""
     weight_map = read_object(directory, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -20,7 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for those who program with it
     try:
-        arguments = make_parser().parse_args(words)
+        parser = make_parser()
+        if not words:
+            parser.print_help()
+            return 0
+        arguments = parser.parse_args(words)
         status: int = arguments.run(arguments) or 0
         sys.stdout.flush()
         return status

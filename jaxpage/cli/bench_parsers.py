@@ -20,13 +20,13 @@ def add_bench(commands: Commands[Parser]) -> None:
     add("--baseline", metavar="NAME", help="transformers: compare with static batches of transformers")
     _add_versus(throughput)
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="rows of a static batch; default: 16")
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add("--repeats", type=int, default=1, metavar="N", help="runs; the median is shown; default: 1")
     add("--compare", metavar="FILE", help="give the ratio to an earlier run, from the file of its --output-json")
     add("--fail-below", type=float, default=0.0, metavar="X", help="status 1 if the ratio and its spread are below X")
     add("--record", metavar="FILE", help="add a row with commit, work, speed and machine to the table of a document")
     add("--plot", metavar="FILE", help="draw the use of the KV pool over time: .png, .svg or .pdf; needs jaxpage[plot]")
     add_engine_flags(throughput, without=("seed",))
+    _add_output(throughput)
     throughput.set_defaults(run=lazily("commands", "bench_throughput"))
     _add_bench_latency(kinds)
     _add_bench_serve(kinds)
@@ -38,9 +38,16 @@ def add_bench(commands: Commands[Parser]) -> None:
     add_model(kv_dtype)
     _add_text(kv_dtype)
     add_engine_flags(kv_dtype, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS))
+    _add_output(kv_dtype)
     kv_dtype.set_defaults(run=lazily("commands", "bench_kv_dtype"))
     _add_bench_quantization(kinds)
     _add_bench_speculation(kinds)
+
+
+def _add_output(parser: Parser) -> None:
+    add = parser.add_argument
+    add("--output-json", metavar="FILE", help="also write the result to this file, as one JSON object")
+    add("--json", action="store_true", help="print the JSON object on a terminal too; elsewhere it is the last line")
 
 
 def _add_text(parser: Parser) -> None:
@@ -59,10 +66,10 @@ def _add_bench_quantization(kinds: Commands[Parser]) -> None:
     add = parser.add_argument
     rows = [1, 8, 32]
     add("--batches", type=int, nargs="+", default=rows, metavar="N", help="batch sizes, in sequences; default: 1 8 32")
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(
         parser, without=tuple({flag.setting for flag in ENGINE_FLAGS} - _KV_DTYPE_SETTINGS | {"quantization"})
     )
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_quantization"))
 
 
@@ -107,8 +114,8 @@ def _add_bench_latency(kinds: Commands[Parser]) -> None:
     add("--baseline", metavar="NAME", help="transformers: compare with transformers")
     _add_versus(parser)
     add("--compare", metavar="FILE", help="give the ratio to an earlier run, from the file of its --output-json")
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser, without=("seed",))
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_latency"))
 
 
@@ -140,7 +147,7 @@ def _add_bench_serve(kinds: Commands[Parser]) -> None:
     add("--baseline-batch-size", type=int, default=16, metavar="N", help="requests of a static batch; default: 16")
     add("--compare", metavar="FILE", help="give the ratios to an earlier run, from the file of its --output-json")
     add("--plot", metavar="FILE", help="draw latency by rate, batch and KV pool over time; needs jaxpage[plot]")
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_serve"))
 
 
@@ -155,8 +162,8 @@ def _add_bench_startup(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="warm starts after the cold one; medians are shown; default: 3",
     )
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser)
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_startup"))
 
 
@@ -167,8 +174,8 @@ def _add_bench_roofline(kinds: Commands[Parser]) -> None:
     rows = [1, 8, 64]
     add("--batches", type=int, nargs="+", default=rows, metavar="N", help="batch sizes, in sequences; default: 1 8 64")
     add("--context", type=int, default=256, metavar="N", help="tokens before those that are decoded; default: 256")
-    add("--output-json", metavar="FILE", help="also write the JSON line to this file")
     add_engine_flags(parser, without=("max_num_seqs", "enable_prefix_caching"))
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_roofline"))
 
 
@@ -219,4 +226,5 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
     add("--text", metavar="FILE", help="text to take prompts from; default: random token ids")
     add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
     add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
+    _add_output(parser)
     parser.set_defaults(run=lazily("commands", "bench_speculation"))

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import UsageError
-from jaxpage.cli.resolving import Say, engine_for_one, given_sampling, refusals, say, teller
+from jaxpage.cli.resolving import (
+    Say,
+    engine_for_one,
+    given_sampling,
+    is_own_name,
+    refusals,
+    say,
+    teller,
+)
+from jaxpage.cli.wrapping import Wrapper
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
 
@@ -23,13 +33,17 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("the prompt is empty")
+    if "model" not in arguments and is_own_name(prompt):
+        raise UsageError(
+            f"{prompt!r} is a model, and the prompt is missing: jaxpage generate {prompt} PROMPT "
+            f"(or --model demo to continue the word {prompt!r})"
+        )
     with engine_for_one(arguments) as llm:
         params = _with_model_defaults(llm, given, tell)
         with refusals():
             chunks = llm.stream(prompt, params)
-        if sys.stdout.isatty() if arguments.echo is None else arguments.echo:
-            print(prompt, end="", flush=True)
-        last = print_stream(chunks, tell)
+        echoed = sys.stdout.isatty() if arguments.echo is None else arguments.echo
+        last = print_stream(chunks, tell, before=prompt if echoed else "")
     return 1 if last.outputs[0].finish_reason in ("abort", "error") else 0
 
 
@@ -40,21 +54,33 @@ def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> Sampling
     return llm.default_sampling_params(**given)
 
 
-def print_stream(chunks: Iterator[RequestOutput], tell: Say, kept: list[str] | None = None) -> RequestOutput:
+def print_stream(
+    chunks: Iterator[RequestOutput], tell: Say, kept: list[str] | None = None, *, before: str = ""
+) -> RequestOutput:
     """Prints text as it comes, then tells one line about it; returns the last chunk.
 
-    kept: is filled with what was printed, also when Ctrl-C or an error breaks it off.
+    On a terminal lines are broken between words.
+
+    Args:
+        kept: is filled with the texts of the chunks, also when Ctrl-C or an error breaks it off.
+        before: what is printed first.
     """
+    wrapper = Wrapper(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
+
+    def show(text: str) -> None:
+        print(text if wrapper is None else wrapper.feed(text), end="", flush=True)
+
     start, num_tokens, last = time.monotonic(), 0, None
+    show(before)
     try:
         for last in chunks:
             text = last.outputs[0].text
             num_tokens += len(last.outputs[0].token_ids)
             if kept is not None:
                 kept.append(text)
-            print(text, end="", flush=True)
+            show(text)
     finally:
-        print(flush=True)
+        print("" if wrapper is None else wrapper.finish(), flush=True)
     assert last is not None
     seconds = max(time.monotonic() - start, 1e-9)
     reason = last.outputs[0].finish_reason

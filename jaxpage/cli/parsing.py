@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from jaxpage.cli.flags import OneModel
+from jaxpage.cli.from_vllm import ANSWERS
 from jaxpage.settings.argument_checks import close_names
 
 # Metavars of arguments that may be a path.
@@ -15,27 +16,26 @@ _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
 
 
 class Parser(argparse.ArgumentParser):
-    """As argparse, with the nearest name where a command or a flag is unknown."""
+    """Parses as argparse does, and says what was probably meant by an unknown command or flag."""
 
-    def error(self, message: str) -> NoReturn:
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            unknown = message.removeprefix(prefix).split()[0].split("=")[0]
-            others = [option for option in self.known_options() if option != unknown]  # which another command may take
-            close = close_names(unknown, others) if len(others) == len(self.known_options()) else []
-            message = f"unknown argument {unknown!r}" + (f"; did you mean {close[0]!r}?" if close else "")
-            if not unknown.startswith("-"):
-                message = f"unexpected argument {unknown!r}; a text of several words needs quotes"
-        super().error(message)
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        """Parses one command; argparse would leave its unknown words to the parser above it.
 
-    def known_options(self) -> list[str]:
-        """All flags of this command, or of every command below it."""
-        options: list[str] = []
-        for action in self._actions:
-            options += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                options += [option for parser in action.choices.values() for option in parser.known_options()]
-        return options
+        The command's own parser refuses them, because only it knows which flags there are.
+        """
+        found, unknown = super().parse_known_args(*arguments, **options)
+        if unknown:
+            self.error(self._of_unknown(unknown[0].split("=")[0]))
+        return found, unknown
+
+    def _of_unknown(self, word: str) -> str:
+        if not word.startswith("-"):
+            return f"unexpected argument {word!r}; a text of several words needs quotes"
+        if word in ANSWERS:
+            return f"unknown argument {word!r}; {ANSWERS[word].text}"
+        own = [option for action in self._actions for option in action.option_strings]
+        close = close_names(word, [option for option in own if _negates(option) == _negates(word)], cutoff=0.7)
+        return f"unknown argument {word!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
@@ -43,6 +43,11 @@ class Parser(argparse.ArgumentParser):
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
         super()._check_value(action, value)
+
+
+def _negates(option: str) -> bool:
+    """Returns whether a flag turns something off, so that its opposite is never proposed."""
+    return option.startswith(("--no-", "--disable-"))
 
 
 class PrintCompletion(argparse.Action):

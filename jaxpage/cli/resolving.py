@@ -58,6 +58,14 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def is_own_name(text: str) -> bool:
+    """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
+    from jaxpage.checkpoints.fetched import FETCHABLE  # after wrong flags are refused: this imports jax
+    from jaxpage.checkpoints.resolve import PACKAGED
+
+    return text in (*PACKAGED, *FETCHABLE)
+
+
 def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
     return resolve_config(arguments.config, engine_settings(arguments, without), overrides_origin="command line")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -117,13 +117,13 @@ def _target_step(
     by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     with divided_logits(options.sharding):
-        logits = Logits(model.logits(hidden_TD[inputs.drawn_token_R]), options.vocab_size, options.sharding)
+        logits = Logits(_drawn_logits(model, hidden_TD, inputs, options), options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn = _drawn(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
-        scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, by_row=by_row)
+        scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, options)
     if bucket.trees:  # the right drafts of a chain are in place; there are no windows, so there is one cache group
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
@@ -194,8 +194,20 @@ def _multi_step(
     return StepOutput(drawn, drawn[:0], paths), pages
 
 
+def _drawn_logits(model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions) -> jax.Array:
+    """Returns the logits [R, V] of the tokens to draw from."""
+    rows_R = inputs.drawn_token_R
+    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options)
+
+
+def _logits(model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions) -> jax.Array:
+    """Returns logits [B, V]; a family may multiply by linear layers there too, which take the rows' adapters (OPT-350m)."""
+    with token_adapters(adapters_of(lora_slot_B, options.max_loras)):
+        return cast(jax.Array, model.logits(hidden_BD))
+
+
 def _score(
-    model: Any, hidden_TD: jax.Array, inputs: StepInputs, width: int, bucket: Bucket, *, by_row: bool
+    model: Any, hidden_TD: jax.Array, inputs: StepInputs, width: int, bucket: Bucket, options: StepOptions
 ) -> jax.Array:
     """What `unpack_drawn` takes of the given tokens [T, width]; zeros where a step scores none.
 
@@ -204,13 +216,14 @@ def _score(
     tile = min(bucket.num_tokens, max(bucket.num_rows, SCORED_AT_ONCE))
     padding = -bucket.num_tokens % tile
     hidden_TD = jnp.pad(hidden_TD, ((0, padding), (0, 0)))
-    token_ids_T = jnp.pad(inputs.scored_T, (0, padding))
+    token_ids_T, lora_slot_T = (jnp.pad(array, (0, padding)) for array in (inputs.scored_T, inputs.lora_slot_T))
 
     def score_tile(index: jax.Array, scored: jax.Array) -> jax.Array:
-        hidden_BD, token_ids_B = (
-            jax.lax.dynamic_slice_in_dim(array, index * tile, tile) for array in (hidden_TD, token_ids_T)
+        hidden_BD, token_ids_B, lora_slot_B = (
+            jax.lax.dynamic_slice_in_dim(array, index * tile, tile) for array in (hidden_TD, token_ids_T, lora_slot_T)
         )
-        rows = _pack_drawn(model.logits(hidden_BD), token_ids_B, True, by_row=by_row)
+        logits_BV = _logits(model, hidden_BD, lora_slot_B, options)
+        rows = _pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)
         return jax.lax.dynamic_update_slice_in_dim(scored, rows, index * tile, axis=0)
 
     num_tiles = (inputs.flags[Flags.SCORED] + tile - 1) // tile
@@ -225,7 +238,7 @@ def logits_step(
     pages, own_pages = split_layers(pages, options.drafter)
     with product_kernels(make_product_kernels(options.attention_backend)):
         model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
-        return model.logits(hidden_TD[inputs.drawn_token_R]), pages + own_pages
+        return _drawn_logits(model, hidden_TD, inputs, options), pages + own_pages
 
 
 def pooled_step(

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 
-from jaxpage.checkpoints import eos_token_ids, load_shards, load_weights, open_model, resolve_model
+from jaxpage.checkpoints import load_shards, load_weights, open_model, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints.problems import listed
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_set, choose_backend
 from jaxpage.device.executables import Executables, use_compile_cache
@@ -26,7 +27,6 @@ from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import compile_cache_directory, stored_executables
 from jaxpage.engine.adapters import Adapters, lora_spec
-from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.capacity import (
     ModelLayout,
     choose_dtype,
@@ -40,16 +40,15 @@ from jaxpage.engine.drafting import Drafting, open_drafting
 from jaxpage.engine.embedding import Embedder
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.engine_spec import EngineSpec, describe_engine
+from jaxpage.engine.host_parts import make_builder, make_scheduler
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.sampling_defaults import read_sampling_defaults
 from jaxpage.engine.step_costs import measure_costs
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights
 from jaxpage.models.sharding import ShardedWeight, joined, kv_of_shard, sharded_weights, with_sharding
-from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.strategy import Strategy
 from jaxpage.tables import aligned
@@ -138,11 +137,11 @@ def build_engine(
     new_pages, host_pages = functools.partial(mesh.zeros, pages), _host_pages(spec, mesh, config)
     runner = Runner(parameters, new_pages, executables, host_pages, adapters)
     engine = Engine(
-        scheduler=_scheduler(config, spec),
-        builder=_builder(spec, lora.num_slots if lora else 0),
+        scheduler=make_scheduler(config, spec),
+        builder=make_builder(spec, lora.num_slots if lora else 0),
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(files),
+        eos_token_ids=ends_of_text(files, tokenizer),
         max_model_len=spec.memory.max_model_len,
         seed=config.seed,
         adapters=Adapters(lora, runner.write_adapter) if lora else None,
@@ -291,18 +290,6 @@ def _groups_of_pages(spec: EngineSpec, files: ModelFiles) -> tuple[int, ...]:
     return (*of_model, *groups[num_layers:])
 
 
-def _builder(spec: EngineSpec, max_loras: int) -> BatchBuilder:
-    return BatchBuilder(
-        spec.menu,
-        table_width=spec.tables.width,
-        block_size=spec.memory.block_size,
-        blocks=spec.blocks,
-        vocab_size=spec.vocab_size,
-        host_blocks=spec.host_blocks,
-        max_loras=max_loras,
-    )
-
-
 def _host_pages(spec: EngineSpec, mesh: DeviceMesh, config: EngineConfig) -> list[HostPages]:
     """Of this process's devices."""
     directory = config.prefix_cache_directory
@@ -341,7 +328,7 @@ def _compiled(config: EngineConfig, *shapes: Any, **options: Any) -> Executables
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
     """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
-    directory = resolve_model(config.tokenizer) if config.tokenizer else files.directory
+    directory = resolve_tokenizer(config.tokenizer) if config.tokenizer else files.directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         if config.tokenizer:
@@ -353,40 +340,10 @@ def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
         raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
         # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
-        logger.warning("the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", added, last)
-    return tokenizer
-
-
-def _eos_token_ids(files: ModelFiles) -> frozenset[int]:
-    token_ids = eos_token_ids(files.directory, files.config)
-    beyond = {token_id for token_id in token_ids if token_id >= files.spec.vocab_size}
-    if beyond:
         logger.warning(
-            "eos_token_id %s can never be drawn: the model's ids end at %d", beyond, files.spec.vocab_size - 1
+            "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", listed(added), last
         )
-    return token_ids - beyond
-
-
-def _scheduler(config: EngineConfig, spec: EngineSpec) -> Scheduler:
-    tables = [
-        BlockTables(
-            BlockPool(blocks.stop, first=blocks.start),
-            config.block_size,
-            host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
-            sliding_window=group.sliding_window,
-            max_tokens=spec.limits.longest_row,
-        )
-        for group, blocks, host_blocks in zip(spec.groups, spec.blocks, spec.host_blocks, strict=True)
-    ]
-    manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
-    return Scheduler(
-        spec.limits,
-        manager,
-        max_num_seqs=config.max_num_seqs,
-        queue=POLICIES[config.scheduling_policy](),
-        preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
-        max_loras=config.max_loras if config.enable_lora else 0,
-    )
+    return tokenizer
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol, cast
@@ -228,7 +228,7 @@ def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
         raise CheckpointError(f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}")
 
 
-_HUB_FILES: Mapping[DrafterKind | None, Iterable[str]] = {"heads": MEDUSA_FILES, "eagle_head": EAGLE_FILES}
+_HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {"heads": MEDUSA_FILES, "eagle_head": EAGLE_FILES}
 
 
 def drafter_directory(config: SpeculativeConfig) -> Path:

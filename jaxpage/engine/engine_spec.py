@@ -94,7 +94,7 @@ class EngineSpec:
             yield "attention", self.attention + " (interpreted)" * bool(self.kernels and self.kernels.interpret)
         if self.sharding.is_divided:
             yield "reduction", self._reduction
-        yield "executables", f"{len(self.menu.buckets)} step shapes"
+        yield "step shapes", str(len(self.menu.buckets))
 
     @property
     def _reduction(self) -> str:

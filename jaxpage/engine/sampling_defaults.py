@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,13 @@ _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 CHAT = {"temperature": 0.7, "top_p": 0.9}
 
 
+# Numbers that transformers takes and a request cannot have: what may stay, and what is taken in place of the others.
+_OUT_OF_RANGE: tuple[tuple[str, Callable[[float], bool], float], ...] = (
+    ("temperature", lambda value: value <= 2.0, 2.0),
+    ("top_p", lambda value: value != 0.0, 1e-6),  # of all tokens the likeliest one
+)
+
+
 def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """What a chat takes where the model says nothing. stated: as `read_sampling_defaults` gives it."""
     return {} if stated.get("temperature") == 0 else {name: CHAT[name] for name in CHAT if name not in stated}
@@ -39,6 +46,10 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     if left_out := [f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL]:
         logger.warning("generation_config.json asks for %s, which is left out", ", ".join(left_out))
     values = {name: asked[name] for name in _NAMES if asked.get(name) is not None}
+    for name, is_kept, meant in _OUT_OF_RANGE:
+        if _is_number(values.get(name)) and not is_kept(values[name]):
+            logger.warning("generation_config.json: %s = %r is taken as %s", name, values[name], meant)
+            values[name] = meant
     if do_sample is False:
         values = {"temperature": 0.0} | {name: values[name] for name in values if name not in _OF_DRAWS}
     try:
@@ -46,3 +57,7 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{directory}: generation_config.json: {error}") from error
     return values
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -27,7 +27,7 @@ class StoredArray:
     name: of the tensor, behind that of its module. shape: of the tensor, for so many outputs and inputs.
     dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
     rounded: it is made of the weight that the checkpoint has, when that is loaded.
-    beside: another tensor, whose numbers `decode` gets last.
+    beside: another tensor, whose numbers `decode` gets last. aliases: other names of the tensor.
     """
 
     name: str
@@ -37,6 +37,7 @@ class StoredArray:
     check: Callable[[np.ndarray], str | None] | None = None
     rounded: bool = False
     beside: StoredArray | None = None
+    aliases: tuple[str, ...] = ()
 
     def source(
         self, num_out: int, num_in: int, shape: tuple[int, ...], *, repeats: int = 1, transposed: bool = False
@@ -55,7 +56,8 @@ class StoredArray:
         stored = Stored(self.dtypes, decode, self.check)  # one for all of them, as models may have 100,000
 
         def of_module(module: str) -> Source:
-            own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, stored=stored)
+            aliases = tuple(f"{module}.{name}" for name in self.aliases)
+            own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, aliases=aliases, stored=stored)
             if (other := self.beside) is None:
                 return Source(shape, (own,))
             of_other = Stored(other.dtypes, check=other.check)

@@ -45,7 +45,8 @@ def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str
     needed, optional = ("rope_theta", *_NEEDED.get(kind, ())), _OPTIONAL.get(kind, ())
     wrong = [f"rope_type {kind!r} needs {name}" for name in needed if parameters.get(name) is None]
     for name in (*needed, *optional):
-        if (value := parameters.get(name)) is not None and not _is_number(value):
+        value = parameters.get(name)
+        if value is not None and not _is_number(value) and not (name in _MAY_BE_ZERO and value == 0):
             wrong.append(f"rope {name} must be a positive number, not {value!r}")
     if kind == "llama3" and not wrong and parameters["high_freq_factor"] == parameters["low_freq_factor"]:
         wrong.append("rope high_freq_factor and low_freq_factor must differ")
@@ -149,6 +150,8 @@ _OPTIONAL = {
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     "longrope": ("factor", "attention_factor"),
 }
+
+_MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which is as if they were left out
 
 
 def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:

@@ -1,4 +1,20 @@
-"""Block tables of all cache groups together: what a sequence holds it holds in each of them; prefixes that others find; pins."""
+"""Keeps the block tables of every cache group in step, finds cached prefixes, and holds pins.
+
+A model whose layers need different caches (full attention, sliding window, latent) has one cache
+group for each kind. A sequence owns a block table in every group, and each operation here either
+succeeds in all groups or changes none of them:
+
+    group 0 (full)      sequence 7: [ 3  9  4 11 ]     positions 0..63, blocks of 16 slots
+    group 1 (window 32) sequence 7: [ 0  0 21 25 ]     0 is the null block: out of the window
+
+A fork shares all blocks of its parent. Before one of the two writes, its block is replaced
+(copy-on-write):
+
+    parent  [ 5  8 ]──┐            child writes position 20          parent  [ 5  8 ]      8: 1
+                      ├ 5: 2                  ──────────▶                                  5: 2
+    child   [ 5  8 ]──┘ 8: 2                                         child   [ 5 12 ]     12: 1
+                                                                     copy 8 to 12 before the step
+"""
 
 from __future__ import annotations
 
@@ -13,125 +29,158 @@ from jaxpage.memory.memory_split import MemorySplit, split_memory
 from jaxpage.memory.prefix_index import Digest, PrefixIndex
 from jaxpage.memory.swapping import Moves, num_distinct
 
-Counts = tuple[int, ...]  # blocks, of each cache group
+Counts = tuple[int, ...]  # numbers of blocks, one for each cache group
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A prefix that stays in place: what its block tables hold."""
+    """A prefix whose blocks stay in place until it is unpinned.
+
+    Attributes:
+        token_ids: The tokens that its block tables hold.
+        salt: The cache salt of the requests that may use it; None for requests without one.
+    """
 
     token_ids: tuple[int, ...]
     salt: str | None
 
 
 class Prefix(NamedTuple):
-    """Blocks of others that hold the first tokens of a sequence. The null block stands for what is out of a window."""
+    """Blocks that other sequences filled, and that hold the first tokens of a new sequence.
 
-    blocks: tuple[list[int], ...]  # of each cache group, as many
+    Attributes:
+        blocks: A list for each cache group, all of one length; the null block stands for a block
+            that is out of the group's window.
+        num_tokens: The number of tokens that the blocks hold.
+    """
+
+    blocks: tuple[list[int], ...]
     num_tokens: int
 
 
 class BlockManager:
-    """One `BlockTables` for each cache group, kept in step.
+    """Operates on the `BlockTables` of all cache groups together.
 
-    The first group is that of the layers that see most, the whole sequence if any do: its blocks are what the prefix index knows, and the
-    others' blocks of the same tokens go with them. No two pools have an id in common but that of the null block.
+    The first group is that of the layers that see the longest context. Its blocks are the ones in
+    the prefix index; the blocks of the other groups with the same tokens are attached to them. Block
+    ids are distinct across the pools of all groups, except for the null block.
     """
 
     def __init__(self, groups: Sequence[BlockTables], prefix_index: PrefixIndex | None = None) -> None:
-        """prefix_index: None: nothing is cached."""
+        """Joins the cache groups.
+
+        Args:
+            groups: The block tables of each cache group.
+            prefix_index: The index of cached prefixes; None switches prefix caching off.
+        """
         self.groups = tuple(groups)
         self.block_size = self.groups[0].block_size
-        self.pins: dict[int, Pin] = {}  # by the id of their block tables
+        self.pins: dict[int, Pin] = {}  # the key is the id of the block tables that hold the pin
         self.slides = any(group.sliding_window is not None for group in self.groups)
         self.cached = None if prefix_index is None else CachedBlocks(self.groups, prefix_index)
 
     @property
     def sequence_ids(self) -> KeysView[int]:
-        """Who owns blocks, or may: every sequence that was reserved for or forked, and not released; and the pins."""
+        """Returns the ids of all sequences and pins that have block tables, even empty ones."""
         return self.groups[0].sequence_ids
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be handed out at all."""
+        """Returns how many blocks the pools of all groups can hand out at all."""
         return sum(group.pool.num_usable for group in self.groups)
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out now, the cached ones included."""
+        """Returns how many blocks can be handed out now, the cached ones included."""
         return sum(group.pool.num_free for group in self.groups)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content is kept until they are handed out."""
+        """Returns how many free blocks keep their content until they are handed out."""
         return sum(group.pool.num_cached for group in self.groups)
 
     @property
     def used_share(self) -> float:
-        """Of the pool that is used most, 0 to 1."""
+        """Returns the used share, 0 to 1, of the fullest pool."""
         return max(1 - group.pool.num_free / group.pool.num_usable for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Returns how many blocks hold this many tokens."""
         return self.groups[0].blocks_for(num_tokens)
 
     def most_blocks(self, num_tokens: int) -> Counts:
-        """The blocks that a sequence of so many tokens holds at most at a time."""
+        """Returns the largest number of blocks that a sequence of this length holds at a time, by group."""
         return tuple(group.most_blocks(num_tokens) for group in self.groups)
 
     def block_table(self, sequence_id: int) -> tuple[int, ...]:
-        """Of the first group."""
+        """Returns the sequence's block table in the first cache group."""
         return self.groups[0].block_table(sequence_id)
 
     def further_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
-        """Of the other groups."""
+        """Returns the sequence's block tables in all cache groups but the first."""
         return tuple(group.block_table(sequence_id) for group in self.groups[1:])
 
     def is_used(self, block: int) -> bool:
-        """Whether any table refers to it."""
+        """Returns whether any block table of any group refers to this block."""
         return any(
             group.pool.first <= block < group.pool.num_blocks and group.pool.ref_count(block) > 0
             for group in self.groups
         )
 
-    # Room, which is there in every group or not at all
+    # Reserving: there is room in every group, or nothing is reserved in any.
 
     def can_write(self, sequence_id: int, position: int) -> bool:
-        """Whether the sequence has blocks for this position that it may write into: mostly so when it decodes."""
+        """Returns whether the sequence can write this position without a new block.
+
+        This is the common case of a decoding sequence: the last block of 16 still has room.
+        """
         return all([group.can_write(sequence_id, position) for group in self.groups])
 
     def has_room(self, spans: Sequence[Span]) -> bool:
-        """Whether `reserve` can be called for each span in turn."""
+        """Returns whether there are blocks to call `reserve` for each of these spans in turn."""
         return all(group.num_new_blocks_together(_cut(group, spans)) <= group.pool.num_free for group in self.groups)
 
     def fits(self, needed: Counts, spare: Callable[[int], int] = lambda num_usable: 0) -> bool:
-        """Whether so many blocks are free. spare: blocks that must then be left, of a pool with so many usable ones."""
+        """Returns whether this many blocks are free in each group.
+
+        Args:
+            needed: The number of blocks for each group.
+            spare: Gives the number of blocks that must remain free in a pool, from the number of
+                blocks that the pool can hand out at all.
+        """
         return all(
             count <= group.pool.num_free - spare(group.pool.num_usable)
             for count, group in zip(needed, self.groups, strict=True)
         )
 
     def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
-        """Makes positions start .. stop - 1 writable by this sequence alone; where a window slides, as many of them as it has blocks for.
+        """Makes positions start to stop - 1 writable by this sequence alone; ask `has_room` first.
 
-        Returns (source block, destination block) copies that must happen before the step writes. Ask `has_room` first.
+        In a group with a sliding window only as many of the positions are reserved as the sequence
+        has blocks for.
 
-        Raises CapacityError, ValueError: see `BlockTables.reserve`.
+        Returns:
+            The copies (source block, destination block) that must happen before the step writes.
+
+        Raises:
+            CapacityError: There are too few free blocks.
+            ValueError: The range cannot be reserved; see `BlockTables.reserve`.
         """
         span = (sequence_id, start, stop)
         return tuple(copy for group in self.groups for copy in group.reserve(*_cut(group, [span])[0]))
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
-        """Gives up the blocks that fell out of the windows of a sequence that goes on behind `num_tokens` tokens."""
+        """Gives up the blocks that no token after the first `num_tokens` can see any more."""
         for group in self.groups:
             group.slide(sequence_id, num_tokens)
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """A new sequence that shares every block of its parent. Takes no free block."""
+        """Makes a new sequence that shares every block of its parent; this takes no free block."""
         for group in self.groups:
             group.fork(parent_id, child_id)
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
-        """Gives up the blocks behind the first `num_tokens` positions."""
+        """Gives up the blocks after the first `num_tokens` positions."""
         for group in self.groups:
             group.trim(sequence_id, num_tokens)
 
@@ -140,19 +189,29 @@ class BlockManager:
         for group in self.groups:
             group.release(sequence_id)
 
-    # Prefixes that are in place
+    # Prefixes that are computed already.
 
     @property
     def nothing(self) -> Prefix:
+        """Returns the prefix of no tokens."""
         return Prefix(tuple([] for _ in self.groups), 0)
 
     def find(self, token_ids: Sequence[int], digests: list[Digest], salt: str | None) -> Prefix:
-        """The cached blocks that hold the longest prefix of these tokens, at least one token left out: its logits are wanted.
+        """Returns the cached blocks that hold the longest prefix of these tokens.
 
-        They may be in use or free; `begin` with them before anything else is allocated.
+        At least one token is left out, because a request needs the logits of its last token:
+
+            tokens   [ t0 .. t15 | t16 .. t31 | t32 .. t47 ]      48 tokens, blocks of 16 slots
+            hit      [   cached  |   cached   ]                   at most 32 of them
+
+        The blocks may be in use or free. Call `begin` with them before anything else is allocated,
+        because an allocation may hand out a free cached block.
 
         Args:
-            digests: of the first blocks of the sequence, as far as they are known; grows, so that no block is hashed twice.
+            token_ids: The tokens of the sequence.
+            digests: The digests of its first blocks, as far as they are known. The list grows, so
+                that no block is hashed twice.
+            salt: The request's cache salt, or None.
         """
         if self.cached is None:
             return self.nothing
@@ -160,10 +219,11 @@ class BlockManager:
         return Prefix(blocks, len(blocks[0]) * self.block_size)
 
     def find_pinned(self, token_ids: Sequence[int], salt: str | None) -> Prefix:
-        """The blocks of the pin that these tokens share most with.
+        """Returns the blocks of the pin that has the longest prefix in common with these tokens.
 
-        The last token is left out, as in `find`. The last block may be partly filled where the whole pin is found, or the tokens end
-        within it: who writes to it copies it first.
+        The last token is left out, as in `find`. The last block may be partly filled where the
+        whole pin is found or where the tokens end within it; a sequence that writes to it copies it
+        first.
         """
         found = self.nothing
         for pin_id, pin in self.pins.items():
@@ -183,22 +243,37 @@ class BlockManager:
         return found
 
     def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
-        """Free blocks that `begin` takes for sequences of so many known tokens: cached ones count unless they are in use, each once."""
+        """Returns how many free blocks `begin` takes, for each group.
+
+        A cached block counts once, and only if no sequence uses it yet.
+
+        Args:
+            beginnings: The number of known tokens and the prefix of each new sequence.
+        """
         counts = []
         for index, group in enumerate(self.groups):
             num_new, revived = 0, set[int]()
             for num_known, prefix in beginnings:
                 blocks = prefix.blocks[index]
                 num_new += self.blocks_for(group.until(len(blocks), num_known)) - len(blocks)
-                # The last block, if it is partly filled, is written, and another sequence uses it: a copy.
+                # A partly filled last block will be written while another sequence uses it: it is copied.
                 num_new += prefix.num_tokens % self.block_size > 0
                 revived.update(blocks[group.num_passed(prefix.num_tokens) :])
             counts.append(num_new + group.num_revived(revived))
         return tuple(counts)
 
     def begin(self, beginnings: Sequence[tuple[int, int, Prefix]]) -> Moves:
-        """New sequences (id, known tokens, what they begin with), with blocks for all that they know. Returns copies as `reserve`."""
-        for sequence_id, _, prefix in beginnings:  # all of them before any reserves, which may evict cached blocks
+        """Makes new sequences, each with blocks for all tokens that it knows.
+
+        Args:
+            beginnings: The id, the number of known tokens and the prefix of each new sequence.
+
+        Returns:
+            The copies that must happen before the step writes, as `reserve` returns them.
+        """
+        # Adopt every prefix before reserving anything: reserving may evict cached blocks that a
+        # later prefix needs.
+        for sequence_id, _, prefix in beginnings:
             for group, blocks in zip(self.groups, prefix.blocks, strict=True):
                 group.adopt(sequence_id, blocks, prefix.num_tokens)
         copies: list[tuple[int, int]] = []
@@ -210,75 +285,93 @@ class BlockManager:
     def cache(
         self, sequence_id: int, num_computed: int, token_ids: Sequence[int], digests: list[Digest], salt: str | None
     ) -> None:
-        """Notes the full blocks among the first `num_computed` tokens of a sequence, for others to find."""
+        """Adds the full blocks among a sequence's first `num_computed` tokens to the prefix index."""
         if self.cached is not None:
             self.cached.add(sequence_id, num_computed, token_ids, digests, salt)
 
     def forget_cached(self) -> None:
-        """Nothing is cached any more. Block tables stay as they are."""
+        """Empties the prefix cache. Block tables stay as they are."""
         if self.cached is not None:
             self.cached.clear()
 
-    # Swapping
+    # Swapping.
 
     @property
     def can_swap(self) -> bool:
-        """Whether there is a host pool."""
+        """Returns whether there is a pool of host blocks."""
         return self.groups[0].swapped.pool is not None
 
     def is_swapped(self, sequence_id: int) -> bool:
+        """Returns whether a sequence's blocks are in host memory."""
         return sequence_id in self.groups[0].swapped
 
     @property
     def num_swapped(self) -> int:
-        """Sequences."""
+        """Returns how many sequences are swapped out."""
         return len(self.groups[0].swapped)
 
     def host_tables(self, sequence_id: int) -> list[list[int]]:
-        """Host blocks of a swapped sequence, of each group."""
+        """Returns the tables of host blocks of a swapped sequence, one for each group."""
         return [group.swapped.table(sequence_id) for group in self.groups]
 
     def drop_swapped(self, sequence_id: int) -> None:
+        """Forgets a swapped sequence and frees its host blocks."""
         for group in self.groups:
             group.swapped.drop(sequence_id)
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
-        """Whether there are host blocks for all that these sequences hold."""
+        """Returns whether there are host blocks for everything that these sequences hold."""
         return all(group.can_swap_out(sequence_ids) for group in self.groups)
 
     def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves the block tables of sequences to host blocks: see `BlockTables.swap_out`. Returns (block, host block) pairs."""
+        """Moves sequences to host blocks; see `BlockTables.swap_out`.
+
+        Returns:
+            The pairs (block, host block) that must be moved before the step writes.
+        """
         return tuple(move for group in self.groups for move in group.swap_out(sequence_ids))
 
     def num_swap_in_blocks(self, spans: Sequence[Span]) -> Counts:
-        """Free blocks that `swap_in` and then `reserve` would take, for the span of each sequence."""
+        """Returns how many free blocks `swap_in` and then `reserve` take for these spans, by group."""
         return tuple(group.num_swap_in_blocks(_cut(group, spans)) for group in self.groups)
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves them back. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
+        """Moves swapped sequences back; ask `num_swap_in_blocks` first.
+
+        Returns:
+            The pairs (host block, block) that must be moved before the step writes.
+        """
         return tuple(move for group in self.groups for move in group.swap_in(sequence_ids))
 
-    # Pins
+    # Pins.
 
     def pin(self, pin_id: int, sequence_id: int, pin: Pin) -> None:
-        """Keeps in place what a sequence has computed of its first tokens, under an id of its own, until `unpin`."""
+        """Keeps the first blocks of a sequence in place, under an id of their own, until `unpin`."""
         self.fork(sequence_id, pin_id)
         self.trim(pin_id, len(pin.token_ids))
         self.pins[pin_id] = pin
 
     def unpin(self, pin_id: int) -> None:
+        """Gives up a pin and its blocks."""
         del self.pins[pin_id]
         self.release(pin_id)
 
     @property
     def num_pinned_blocks(self) -> Counts:
-        """Blocks that are in the table of a pin, each once."""
+        """Returns how many distinct blocks are in the tables of pins, for each group."""
         return tuple(num_distinct(group.tables[pin_id].blocks for pin_id in self.pins) for group in self.groups)
 
-    # For reports and tests
+    # Reports and tests.
 
     def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
-        """What the pools hold, given how many tokens of each sequence are computed and, if more, known. Walks all tables."""
+        """Returns how the slots of the pools are used, as the PagedAttention paper splits them.
+
+        This walks all block tables.
+
+        Args:
+            computed: The number of computed tokens of each sequence.
+            known: The number of known tokens of each sequence; None for the computed ones.
+        """
         known = computed if known is None else known
         tables = [
             (blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
@@ -296,7 +389,7 @@ class BlockManager:
         return ((sequence_id, table.blocks) for group in self.groups for sequence_id, table in group.tables.items())
 
     def check(self) -> None:
-        """Asserts that pools, tables, pins and index are whole and agree."""
+        """Asserts the invariants of pools, tables, pins and index, and that they agree."""
         for group in self.groups:
             group.check()
             assert group.sequence_ids == self.sequence_ids, "groups have other sequences"
@@ -308,14 +401,20 @@ class BlockManager:
 
 
 def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
-    """What a group reserves of spans: where a window slides no more than a sequence ever needs at a time."""
+    """Returns the parts of the spans that a group reserves.
+
+    Where a window slides a sequence never holds more blocks than the window and one step need.
+    """
     if group.sliding_window is None:
         return list(spans)
     return [(one, start, max(start + 1, group.until(group.num_passed(start), stop))) for one, start, stop in spans]
 
 
 def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """How many tokens both begin with, up to `most`: by bisection over slices, which Python compares fast."""
+    """Returns how many leading tokens are equal, at most `most`.
+
+    The search bisects over slices, because Python compares slices fast.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The physical blocks: which are free, which of those still hold something, and how many tables refer to each of the others."""
+"""Counts the references to physical blocks, and hands out the free ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ NULL_BLOCK = 0  # takes the writes of padding; never handed out
 
 
 def pool_ids(counts: Iterable[int]) -> list[range]:
-    """Of pools with so many blocks each, the null block included, which all of them share: no other id is in two of them."""
+    """Returns the block ids of several pools; no id but the null block's is in two of them.
+
+    Args:
+        counts: The number of blocks of each pool, the shared null block included.
+    """
     ids, start = [], NULL_BLOCK + 1
     for count in counts:
         ids.append(range(start, start + count - 1))
@@ -19,22 +23,27 @@ def pool_ids(counts: Iterable[int]) -> list[range]:
 
 
 class BlockPool:
-    """Blocks from `first` to num_blocks - 1, each free or used with a reference count. Every operation but `forget` takes constant time.
+    """Holds the blocks from `first` to num_blocks - 1, each free or used with a reference count.
 
-    A block that is kept has content that others may want: once free it can come back into use as it is, and it is handed
-    out anew only when no other block is free. Both kinds are handed out in the order in which they came back, so that content
-    stays in place as long as it can: of the kept ones, the least recently used first.
+    A kept block has content that the prefix index can find. When it is free it can come back into
+    use as it is, and it is handed out for new content only when no other block is free. Both kinds
+    are handed out in the order in which they became free; of the kept ones this is the least
+    recently used first. Every operation but `forget` takes constant time.
     """
 
     def __init__(self, num_blocks: int, *, first: int = NULL_BLOCK + 1, free_order: Iterable[int] = ()) -> None:
-        """
+        """Makes a pool whose blocks are all free.
+
         Args:
-            num_blocks: behind the last block. Of the only pool P, the null block included.
-            first: of the blocks: those before are another pool's.
-            free_order: blocks to hand out first, in this order; the others follow ascending.
+            num_blocks: The id after the last block. For a single pool this is P, the null block
+                included.
+            first: The id of the first block; smaller ids belong to other pools.
+            free_order: The blocks to hand out first, in this order; the others follow in ascending
+                order.
 
         Raises:
-            ValueError: there is no block beside the null block, or `free_order` repeats one or names one that does not exist.
+            ValueError: The pool has no block, or `free_order` repeats a block or names one that
+                does not exist.
         """
         if num_blocks <= first:
             raise ValueError(
@@ -53,33 +62,33 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be handed out at all: every block but the null block."""
+        """Returns how many blocks can be handed out at all: all but the null block."""
         return self.num_blocks - self.first
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out now, the cached ones included."""
+        """Returns how many blocks can be handed out now, the cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content is kept until they are handed out."""
+        """Returns how many free blocks keep their content until they are handed out."""
         return len(self._cached)
 
     def ref_count(self, block: int) -> int:
-        """How many block tables refer to the block; 0 when it is free."""
+        """Returns how many block tables refer to the block; 0 if it is free."""
         return self._ref_counts[block]
 
     def is_kept(self, block: int) -> bool:
-        """Whether the block's content is kept, in use or free: nothing may be written into it."""
+        """Returns whether the block's content is kept, in use or free; then nothing may write into it."""
         return self._kept[block]
 
     def is_writable(self, block: int) -> bool:
-        """Whether who refers to the block may write into it: nothing else refers to it, and its content is not kept."""
+        """Returns whether the one sequence that refers to the block may write into it."""
         return self._ref_counts[block] == 1 and not self._kept[block]
 
     def allocate(self) -> int:
-        """A free block, now with one reference and without content. Ask `num_free` first."""
+        """Returns a free block, now with one reference and without content; ask `num_free` first."""
         assert self._free or self._cached, "no free block: the caller did not ask num_free first"
         if self._free:
             block = self._free.popleft()
@@ -90,12 +99,12 @@ class BlockPool:
         return block
 
     def keep(self, block: int) -> None:
-        """From now on the content of a used block is kept, until it is handed out anew."""
+        """Keeps the content of a used block until the block is handed out for new content."""
         assert self._ref_counts[block] > 0, f"block {block} is not in use and cannot be kept"
         self._kept[block] = True
 
     def unkeep(self, block: int) -> None:
-        """The content of a block that is kept is wanted no more; if the block is free, it is like any other."""
+        """Keeps the content of a block no longer; if the block is free, it is like any other."""
         assert self._kept[block], f"block {block} is not kept"
         self._kept[block] = False
         if self._ref_counts[block] == 0:
@@ -103,14 +112,14 @@ class BlockPool:
             self._free.append(block)
 
     def share(self, block: int) -> None:
-        """One more reference to a used block, or the first to a cached one."""
+        """Adds a reference to a used block, or the first one to a cached block."""
         if self._ref_counts[block] == 0:
             assert self._kept[block], f"block {block} is not in use and cannot be shared"
             del self._cached[block]
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One reference less; at none the block is free."""
+        """Removes a reference; a block without references is free."""
         assert self._ref_counts[block] > 0, f"block {block} is not in use and cannot be released"
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
@@ -120,21 +129,21 @@ class BlockPool:
                 self._free.append(block)
 
     def forget(self) -> None:
-        """No content is kept any more; references stay as they are."""
+        """Keeps no content any longer; references stay as they are."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._kept = [False] * self.num_blocks
 
     def cached_blocks(self) -> list[int]:
-        """The free blocks whose content is kept, the first to be handed out anew first."""
+        """Returns the free blocks whose content is kept, in the order in which they are handed out."""
         return list(self._cached)
 
     def kept_blocks(self) -> list[int]:
-        """The blocks whose content is kept, in use or free, ascending."""
+        """Returns the blocks whose content is kept, in use or free, in ascending order."""
         return list(itertools.compress(range(self.num_blocks), self._kept))
 
     def ref_counts(self) -> list[int]:
-        """Of every block, the null block included, which has none."""
+        """Returns the reference count of every block; the null block has none."""
         return self._ref_counts.copy()
 
     def check(self) -> None:

@@ -1,4 +1,8 @@
-"""The block tables of one cache group: which physical blocks hold a sequence's positions, shared until one of the sequences writes."""
+"""Keeps the block tables of one cache group: which physical blocks hold a sequence's positions.
+
+Blocks are shared until one of the sequences writes (copy-on-write; PagedAttention, SOSP 2023,
+section 4.4).
+"""
 
 from __future__ import annotations
 
@@ -10,37 +14,47 @@ from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.invariants import check_references, check_table
 from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
 
-Span = tuple[int, int, int]  # (sequence id, start, stop): positions that are about to be written
+Span = tuple[int, int, int]  # (sequence id, start, stop): the positions that are about to be written
 
 
 def window_blocks(window: int, max_tokens: int, block_size: int) -> int:
-    """The blocks that a sequence needs at a time to compute up to `max_tokens` tokens in a step, wherever a block begins.
+    """Returns how many blocks a sequence needs at a time in a group with a sliding window.
 
-    Two positions more than the window stay: the one before it, so that the last token can be computed once more, and another, so that
-    a block that becomes full finds the one before it in the table.
+    The count is for a step of up to `max_tokens` tokens, wherever a block begins. Two positions more
+    than the window stay in the table: the one before the window, so that the last token can be
+    computed again, and one before that, so that a block that becomes full finds the block before
+    it in the table.
     """
     return (window + max_tokens - 1) // block_size + 2
 
 
 class Table:
-    """A sequence's blocks in order of position, and the same as a tuple until it changes: plans take it every step."""
+    """Holds a sequence's blocks in order of position.
+
+    Attributes:
+        blocks: The blocks.
+        frozen: The same as a tuple, which plans take in every step; None after a change.
+        num_cached: The number of leading blocks that were offered to the prefix index.
+    """
 
     __slots__ = ("blocks", "frozen", "num_cached")
 
     def __init__(self, blocks: list[int], num_cached: int = 0) -> None:
         self.blocks = blocks
         self.frozen: tuple[int, ...] | None = None
-        self.num_cached = num_cached  # of its first blocks: what they hold was offered to the prefix index
+        self.num_cached = num_cached
 
 
 class BlockTables:
     """Reserves, forks, trims, releases and swaps block tables over one pool.
 
-    Position p of a sequence lives in slot p % block_size of block p // block_size of its table. A block that several tables
-    refer to is read by all of them and written by none: `reserve` replaces it first (copy-on-write). So is a block whose
-    content is kept for others to find, be it one sequence's alone: what is cached never changes. Where the group's layers see a
-    window only, the null block stands in a table for what no later token sees, and a sequence has as many blocks as the window and one
-    step need.
+    Position p of a sequence lies in slot p % block_size of block p // block_size of its table. A
+    block that several tables refer to is read by all of them and written by none: `reserve` replaces
+    it first (copy-on-write). `reserve` also replaces a block in the prefix index, even if one
+    sequence alone uses it, because a cached block never changes. Where the group's layers have a
+    sliding window the null block takes the place of a block that no later token sees:
+
+        window 32, blocks of 16:   [ 0  0 21 25 ]     positions 0..31 are out of the window
     """
 
     def __init__(
@@ -52,12 +66,15 @@ class BlockTables:
         sliding_window: int | None = None,
         max_tokens: int = 1,
     ) -> None:
-        """
+        """Makes an empty group.
+
         Args:
-            block_size: S.
-            host_pool: of blocks to swap to; None: nothing is swapped.
-            sliding_window: positions that a token sees, its own included; None: all.
-            max_tokens: of a sequence that one step computes, at most. Only a window asks.
+            pool: The pool of physical blocks.
+            block_size: The slots of a block (S).
+            host_pool: The pool of host blocks to swap to; None where nothing is swapped.
+            sliding_window: The number of positions that a token sees, its own included; None for all.
+            max_tokens: The most tokens of one sequence that a step computes; only a group with a
+                window uses it.
 
         Raises:
             ValueError: `block_size` or the window is not positive.
@@ -71,46 +88,54 @@ class BlockTables:
         self.sliding_window = sliding_window
         self.max_tokens = max_tokens
         self.swapped = HostTables(host_pool)
-        self.reused: Callable[[int], None] = lambda block: None  # called with every block that is allocated again
-        self.tables: dict[int, Table] = {}  # by sequence id
+        self.reused: Callable[[int], None] = lambda block: None  # called with each allocated block
+        self.tables: dict[int, Table] = {}  # the key is a sequence id
 
     @property
     def sequence_ids(self) -> KeysView[int]:
+        """Returns the ids of the sequences that have a table."""
         return self.tables.keys()
 
     def blocks_for(self, num_tokens: int) -> int:
+        """Returns how many blocks hold this many tokens."""
         return -(-num_tokens // self.block_size)
 
     def block_table(self, sequence_id: int) -> tuple[int, ...]:
+        """Returns a sequence's blocks in order of position."""
         table = self.tables[sequence_id]
         if table.frozen is None:
             table.frozen = tuple(table.blocks)
         return table.frozen
 
-    # Windows
+    # Windows.
 
     def num_passed(self, num_tokens: int) -> int:
-        """How many of a sequence's first blocks are outside of the window for all tokens after `num_tokens`: see `window_blocks`."""
+        """Returns how many leading blocks no token after the first `num_tokens` needs; see `window_blocks`."""
         return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window - 1) // self.block_size
 
     def most_blocks(self, num_tokens: int) -> int:
-        """The blocks that a sequence of so many tokens holds at most at a time, wherever a block begins."""
+        """Returns the largest number of blocks that a sequence of this length holds at a time."""
         blocks = self.blocks_for(num_tokens)
         if self.sliding_window is None:
             return blocks
         return min(blocks, window_blocks(self.sliding_window, self.max_tokens, self.block_size))
 
     def until(self, num_before: int, stop: int) -> int:
-        """Up to which position, at most `stop`, a sequence has blocks that does not write to its first `num_before` blocks any more.
+        """Returns the position, at most `stop`, up to which a sequence has blocks.
 
-        It keeps that many while it computes, so what it gives up it takes again at once.
+        A sequence in a group with a window holds a fixed number of blocks while it computes: for
+        each block that it gives up at the front it takes one at the end.
+
+        Args:
+            num_before: The number of leading blocks that the sequence does not write any more.
+            stop: The position that is wanted.
         """
         if self.sliding_window is None:
             return stop
         return min(stop, (num_before + self.most_blocks(stop)) * self.block_size)
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
-        """Gives up the blocks that fell out of the window of a sequence that goes on behind `num_tokens` tokens."""
+        """Gives up the blocks that no token after the first `num_tokens` can see any more."""
         if self.sliding_window is None or (table := self.tables.get(sequence_id)) is None:
             return
         for place in range(min(self.num_passed(num_tokens), len(table.blocks)) - 1, -1, -1):
@@ -119,15 +144,18 @@ class BlockTables:
             self.pool.release(table.blocks[place])
             table.blocks[place], table.frozen = NULL_BLOCK, None
 
-    # Growth and sharing
+    # Growth and sharing.
 
     def can_write(self, sequence_id: int, position: int) -> bool:
-        """Whether the sequence has a block for this position that it may write into: mostly so when it decodes."""
+        """Returns whether the sequence can write this position without a new block.
+
+        This is the common case of a decoding sequence: the last block of 16 still has room.
+        """
         blocks, place = self.tables[sequence_id].blocks, position // self.block_size
         return place < len(blocks) and self.pool.is_writable(blocks[place])
 
     def num_new_blocks(self, sequence_id: int, start: int, stop: int) -> int:
-        """Free blocks that `reserve` would take: for growth, and to replace shared blocks in the written range."""
+        """Returns how many free blocks `reserve` takes: for growth, and to replace shared blocks."""
         table = self.tables.get(sequence_id)
         if table is None:
             return self.blocks_for(stop)
@@ -135,14 +163,15 @@ class BlockTables:
         first, last = start // self.block_size, (stop - 1) // self.block_size
         if last >= len(blocks):
             return last + 1 - len(blocks) + sum(not is_writable(block) for block in blocks[first:])
-        if first == last:  # mostly a decoding sequence, which asks only where it shares the block
+        if first == last:  # the common case: a sequence that decodes and shares its last block
             return int(not is_writable(blocks[first]))
         return sum(not is_writable(block) for block in blocks[first : last + 1])
 
     def num_new_blocks_together(self, spans: Sequence[Span]) -> int:
-        """Free blocks that `reserve` takes when it is called for each span in turn.
+        """Returns how many free blocks `reserve` takes when it is called for each span in turn.
 
-        Of the sequences that share a block and write to it, the last one owns it by then.
+        Of several sequences that share a block and write to it, the last one needs no copy: it owns
+        the block by then.
         """
         if len(spans) == 1:
             return self.num_new_blocks(*spans[0])
@@ -157,16 +186,18 @@ class BlockTables:
         return growth + written.total() - unshared
 
     def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
-        """Makes positions start .. stop - 1 writable by this sequence alone; `start` tokens are already in place.
+        """Makes positions start to stop - 1 writable by this sequence alone.
+
+        The first `start` tokens are computed already. Ask `num_new_blocks` first.
 
         Returns:
-            Copies (source block, destination block) that must happen before the step writes: a shared block that is partly
-            kept. What lies at `start` and after is not kept, so there is at most one.
+            The copies (source block, destination block) that must happen before the step writes.
+            There is at most one: the shared block that holds positions before `start`.
 
         Raises:
-            CapacityError: not enough free blocks; ask `num_new_blocks` first. Nothing has changed.
-            ValueError: the range is empty, leaves a gap behind the blocks that the sequence has, or leaves cached blocks behind
-                it: `trim` first.
+            CapacityError: There are too few free blocks. Nothing has changed.
+            ValueError: The range is empty, leaves a gap after the blocks of the sequence, or leaves
+                cached blocks after it (`trim` first).
         """
         num_new = self.num_new_blocks(sequence_id, start, stop)
         if num_new > self.pool.num_free:
@@ -194,7 +225,7 @@ class BlockTables:
         return block
 
     def _unshare(self, blocks: list[int], start: int, stop: int) -> Moves:
-        """Replaces the shared and the cached blocks among those that positions start .. stop - 1 touch."""
+        """Replaces the shared and the cached blocks that hold positions start to stop - 1."""
         copies: Moves = ()
         for index in range(start // self.block_size, min(self.blocks_for(stop), len(blocks))):
             shared = blocks[index]
@@ -206,7 +237,7 @@ class BlockTables:
         return copies
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """A new sequence that shares every block of its parent. Takes no free block."""
+        """Makes a new sequence that shares every block of its parent; this takes no free block."""
         if child_id in self.tables:
             raise ValueError(f"sequence {child_id} has a block table already")
         parent = self.tables[parent_id]
@@ -215,7 +246,7 @@ class BlockTables:
         child.frozen = parent.frozen
 
     def trim(self, sequence_id: int, num_tokens: int) -> None:
-        """Gives up the blocks behind the first `num_tokens` positions."""
+        """Gives up the blocks after the first `num_tokens` positions."""
         table = self.tables[sequence_id]
         if len(table.blocks) > self.blocks_for(num_tokens):
             table.frozen = None
@@ -227,8 +258,9 @@ class BlockTables:
         self._give_up(self.tables.pop(sequence_id).blocks, 0)
 
     def _give_up(self, blocks: list[int], num_kept: int) -> None:
-        # From the tail: what comes back first is handed out first, and the head of a sequence is what others may want again.
-        # The prefix index needs it so, since a block is of no use to it without those before.
+        # Blocks are given up from the tail: the pool hands out first what came back first, and the
+        # head of a sequence is what other requests may want again. The prefix index relies on this
+        # order, because it cannot use a block without those before it.
         while len(blocks) > num_kept:
             if (block := blocks.pop()) != NULL_BLOCK:
                 self.pool.release(block)
@@ -239,38 +271,42 @@ class BlockTables:
                 self.pool.share(block)
 
     def num_revived(self, blocks: Iterable[int]) -> int:
-        """How many free blocks `adopt` would take: the unused ones, each counted once however often it is named."""
+        """Returns how many free blocks `adopt` takes: each block that nothing uses counts once."""
         return sum(self.pool.ref_count(block) == 0 for block in set(blocks) - {NULL_BLOCK})
 
     def adopt(self, sequence_id: int, blocks: Sequence[int], num_tokens: int) -> None:
-        """A new sequence that begins with blocks that hold its first `num_tokens` tokens.
+        """Makes a new sequence of blocks that hold its first `num_tokens` tokens.
 
-        They are shared with all others that use them. Those that are out of its window are left to the others.
+        The blocks are shared with all sequences that use them. Blocks that are out of the new
+        sequence's window are not taken.
         """
         if sequence_id in self.tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")
         num_cached = next((n for n, block in enumerate(blocks) if not self.pool.is_kept(block)), len(blocks))
         self._share(blocks)
         self.tables[sequence_id] = Table(list(blocks), num_cached)
-        self.slide(sequence_id, num_tokens)  # after they were shared: they count as used now, the first ones last
+        self.slide(sequence_id, num_tokens)  # after sharing, so that the blocks count as used last
 
     def replace(self, sequence_id: int, place: int, block: int) -> None:
-        """Gives a block up for another one with the same content."""
+        """Replaces a block by another one with the same content."""
         table = self.tables[sequence_id]
         self.pool.share(block)
         self.pool.release(table.blocks[place])
         table.blocks[place], table.frozen = block, None
 
-    # Swapping
+    # Swapping.
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
-        """Whether there are host blocks for all that these sequences hold."""
+        """Returns whether there are host blocks for everything that these sequences hold."""
         return self.swapped.has_room([self.tables[sequence_id].blocks for sequence_id in sequence_ids])
 
     def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves the block tables of sequences to host blocks; what they share they share there. `trim` what is not computed first.
+        """Moves the block tables of sequences to host blocks; shared blocks stay shared there.
 
-        Returns (block, host block) pairs: what has to be moved before anything else is written. Ask `can_swap_out` first.
+        Ask `can_swap_out` first, and `trim` the blocks of tokens that are not computed.
+
+        Returns:
+            The pairs (block, host block) that must be moved before anything else is written.
         """
         moves = self.swapped.store(sequence_ids, [self.tables[sequence_id].blocks for sequence_id in sequence_ids])
         for sequence_id in reversed(sequence_ids):
@@ -278,7 +314,7 @@ class BlockTables:
         return moves
 
     def num_swap_in_blocks(self, spans: Sequence[Span]) -> int:
-        """Free blocks that `swap_in` and then `reserve` would take, for the span of each sequence."""
+        """Returns how many free blocks `swap_in` and then `reserve` take for these spans."""
         tables = [self.swapped.table(sequence_id) for sequence_id, _, _ in spans]
         growth = sum(self.blocks_for(stop) - len(table) for table, (_, _, stop) in zip(tables, spans, strict=True))
         written = Counter(
@@ -287,7 +323,11 @@ class BlockTables:
         return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
-        """Moves them back to blocks of the pool. Returns (host block, block) pairs. Ask `num_swap_in_blocks` first."""
+        """Moves swapped sequences back to blocks of the pool; ask `num_swap_in_blocks` first.
+
+        Returns:
+            The pairs (host block, block) that must be moved before the step writes.
+        """
         tables = [self.swapped.table(sequence_id) for sequence_id in sequence_ids]
         copies, moves = moved(tables, self._allocate, self.pool.share)
         for sequence_id, blocks in zip(sequence_ids, copies, strict=True):
@@ -296,7 +336,7 @@ class BlockTables:
         return moves
 
     def check(self) -> None:
-        """Asserts that pools and tables are whole and agree."""
+        """Asserts the invariants of pools and tables, and that they agree."""
         slides = self.sliding_window is not None
         check_references(self.pool, {sequence_id: table.blocks for sequence_id, table in self.tables.items()})
         self.swapped.check()

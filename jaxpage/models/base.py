@@ -121,6 +121,14 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
     return weights_of(make_model(family, spec, "float32", rule), family.prefix)
 
 
+def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
+    """Returns globs over names of tensors that a checkpoint of this model may have, and that are not loaded."""
+    last = spec.kv.num_layers
+    draft_layers = range(last, last + getattr(spec, "num_draft_layers", 0))
+    drafting = [f"{prefix}layers.{index}.*" for index in draft_layers for prefix in ("", family.prefix)]
+    return (*family.ignored, *drafting)
+
+
 def abstract_model(
     family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None = None
 ) -> tuple[Any, dict[str, Any]]:

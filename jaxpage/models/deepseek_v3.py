@@ -7,17 +7,16 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
-from jaxpage.models import rotary_decoder
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields, RefusedField, WrongField
 from jaxpage.models.latent import read_latent
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
-ignored = (*rotary_decoder.ignored, "model.layers.61.*")  # that layer predicts a second token ahead, and drafts
+MAX_DRAFT_LAYERS = 64
 
 
 class Spec(RotaryDecoderSpec):
@@ -50,15 +49,17 @@ def corrected_experts(
         routing={
             "sigmoid": True,
             "corrected": True,
-            "groups": read_groups(fields, named_count, best=2, default=groups),
+            "groups": read_groups(fields, named_count, best=2, default=groups, per_token=per_token),
             "factor": fields.number("routed_scaling_factor", factor),
         },
         shared_width=fields.integer(*named_width) * fields.integer("n_shared_experts", 1),
     )
 
 
-def read_groups(fields: Fields, count: tuple[str, int], *, best: int, default: Any = (None, None)) -> Groups | None:
-    """None: all experts are one group. count: the field of their number, and its default."""
+def read_groups(
+    fields: Fields, count: tuple[str, int], *, best: int, default: Any = (None, None), per_token: int = 1
+) -> Groups | None:
+    """None: all experts are one group. count: the field of their number, and its default. per_token: the default."""
     number = fields.optional_integer("n_group", default[0]) or 1
     kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
@@ -67,7 +68,7 @@ def read_groups(fields: Fields, count: tuple[str, int], *, best: int, default: A
             f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken",
             **ONE_GROUP,
         )
-    per_token = fields.integer("num_experts_per_tok", 1)
+    per_token = fields.integer("num_experts_per_tok", per_token)
     if per_token > num_experts // number * kept:
         raise WrongField(
             f"topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts",
@@ -77,12 +78,14 @@ def read_groups(fields: Fields, count: tuple[str, int], *, best: int, default: A
     return Groups(number, kept, best) if kept < number else None
 
 
-def latent_knobs(fields: Fields, *, longest: int, query_rank: int) -> dict[str, Any]:
-    """Arguments of `RotaryDecoderSpec._from_fields`. longest, query_rank: defaults."""
+def latent_knobs(
+    fields: Fields, *, longest: int, query_rank: int, plain: int = 128, value: int = 128
+) -> dict[str, Any]:
+    """Returns arguments of `RotaryDecoderSpec._from_fields`. The defaults of fields: see `read_latent`."""
     for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
         if fields.get(name, None) not in (None, only):
             raise RefusedField(f"{name} = {fields.get(name)!r} is not supported", **{name: None})
-    latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank)
+    latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank, plain=plain, value=value)
     return {
         "latent": latent,
         "num_kv_heads": 1,
@@ -90,4 +93,13 @@ def latent_knobs(fields: Fields, *, longest: int, query_rank: int) -> dict[str, 
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
+        "num_draft_layers": _draft_layers(fields),
     }
+
+
+def _draft_layers(fields: Fields) -> int:
+    """Returns how many layers after the last one predict further tokens ahead; they have the numbers that follow it."""
+    count = fields.integer("num_nextn_predict_layers", 0, least=0)
+    if count > MAX_DRAFT_LAYERS:
+        raise WrongField(f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}", num_nextn_predict_layers=0)
+    return count

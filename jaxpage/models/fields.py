@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.rope import Rope
-from jaxpage.layers.rope_scaling import SCALINGS, make_rope, wrong_parameters
+from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_parameters
 
 REQUIRED: Any = object()  # as a default: the field has none
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
@@ -131,10 +131,11 @@ class Fields:
         return tuple(types)
 
     def flag(self, name: str, default: bool) -> bool:
+        """A flag that is null is false, as to the code of transformers, whatever it is where it is left out."""
         value = self.get(name, default)
-        if not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool):
             raise WrongField(f"{name} must be true or false, not {value!r}", **self._instead(name, default))
-        return value
+        return bool(value)
 
     def activation(self, name: str, default: str) -> str:
         value = self.get(name, default)
@@ -159,13 +160,15 @@ class Fields:
         theta: float = 10_000.0,
         partial: float | None = None,
         aliases: Mapping[str, str] | None = None,
+        original: int | None = None,
     ) -> tuple[Rope, int]:
         """The rotary embedding and the number of positions it holds for; see `make_rope`.
 
         theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
-        aliases: other names of rope types in this family.
+        aliases: other names of rope types in this family. original: the default of `original_max_position_embeddings` at the
+        top of the file, in a family whose config class has that field.
         """
-        parameters = self.rope_parameters(max_position_embeddings, theta)
+        parameters = self.rope_parameters(max_position_embeddings, theta, original)
         return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
 
     def ropes_by_type(
@@ -183,10 +186,10 @@ class Fields:
         ropes, limit = {}, max_position_embeddings
         for kind, (name, default) in theta.items():
             parameters = {**(given.get(kind) or {}), **(scaling if kind == "full_attention" else {})}
-            parameters = {key: value for key, value in parameters.items() if value is not None}
+            parameters = _standard(parameters)
             older = self.get(name, None) if name else None
             parameters.setdefault("rope_theta", default if older is None else older)
-            parameters.setdefault("rope_type", parameters.get("type", "default"))
+            parameters.setdefault("rope_type", "default")
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
             ropes[kind], reach = self._rope_of(parameters, head_width, max_position_embeddings, None, {})
             limit = min(limit, reach)
@@ -213,6 +216,9 @@ class Fields:
         width = int(head_width * factor)
         if parameters.get("mrope_section"):
             refused.append("mrope_section (positions with several axes) is not supported")
+        for name in ("attn_factor", "extrapolation_factor"):  # of vLLM and llama.cpp; transformers passes them over
+            if parameters.get(name, 1) != 1:
+                refused.append(f"rope {name} = {parameters[name]!r} is not supported; attention_factor is")
         if (kind := parameters["rope_type"]) in (*SCALINGS,):
             wrong += wrong_parameters(parameters, width)
         else:
@@ -228,22 +234,45 @@ class Fields:
         except CheckpointError as error:
             raise WrongField(str(error), **NO_ROPE) from error
 
-    def rope_parameters(self, max_position_embeddings: int, theta: float) -> dict[str, Any]:
+    def rope_parameters(
+        self, max_position_embeddings: int, theta: float, original: int | None = None
+    ) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
         old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if value is not None and not isinstance(value, dict):
                 raise WrongField(f"{name} must be an object or null, not {value!r}", **{name: None})
-        if old and new and old != new:
+        parameters = self._completed(old or new or {}, max_position_embeddings, theta, original)
+        if old and new and parameters != self._completed(new, max_position_embeddings, theta, original):
             raise WrongField("rope_scaling and rope_parameters contradict each other", **NO_ROPE)
-        parameters = dict(cast("dict[str, Any]", old or new or {}))
         if any(isinstance(value, dict) for value in parameters.values()):
             raise RefusedField("rope_parameters by layer type are not supported for this family", **NO_ROPE)
-        parameters.setdefault("rope_theta", self.get("rope_theta", theta))
-        parameters.setdefault("rope_type", parameters.get("type", "default"))
-        # As in transformers, a length at the top of the file outranks the one in the dict.
-        original = self.get("original_max_position_embeddings", None)
-        if original is not None:
-            parameters["original_max_position_embeddings"] = original
-        parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
         return parameters
+
+    def _completed(self, given: Mapping[str, Any], longest: int, theta: float, original: int | None) -> dict[str, Any]:
+        """Returns rope parameters with what other fields say, and the defaults."""
+        parameters = _standard(given)
+        parameters.setdefault("rope_theta", self.get("rope_theta", theta))
+        parameters.setdefault("rope_type", "default")
+        # As in transformers, a length at the top of the file outranks the one in the dict.
+        original = self.get(LENGTH, original)
+        if original is not None:
+            parameters[LENGTH] = _whole(original)
+        parameters.setdefault(LENGTH, longest)
+        return parameters
+
+
+def _standard(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns rope parameters under the names of transformers 5, without those that are null."""
+    parameters = {name: value for name, value in given.items() if value is not None}
+    older = parameters.pop("type", None)
+    if older is not None:
+        parameters.setdefault("rope_type", older)
+    if LENGTH in parameters:
+        parameters[LENGTH] = _whole(parameters[LENGTH])
+    return parameters
+
+
+def _whole(length: Any) -> Any:
+    """Returns a length that is written as 16.0 as the integer that it is, and anything else as it is."""
+    return int(length) if isinstance(length, float) and length.is_integer() else length

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models import rotary_decoder
 from jaxpage.models.deepseek_v3 import corrected_experts, latent_knobs
 from jaxpage.models.experts import DEEPSEEK_NAMES
 from jaxpage.models.fields import Fields, WrongField
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, prefix
+from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-ignored = (*rotary_decoder.ignored, "model.layers.47.*")  # that layer predicts a second token ahead, and drafts
 
 
 class Spec(RotaryDecoderSpec):
@@ -29,7 +27,7 @@ class Spec(RotaryDecoderSpec):
             experts=corrected_experts(fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8),
             expert_names=DEEPSEEK_NAMES,
             sparse_layers=_sparse_layers(fields),
-            **latent_knobs(fields, longest=202_752, query_rank=768),
+            **latent_knobs(fields, longest=202_752, query_rank=768, plain=192, value=256),
         )
 
 

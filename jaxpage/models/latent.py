@@ -25,13 +25,19 @@ class LatentSpec:
     bias: bool
 
 
-def read_latent(fields: Fields, *, longest: int, query_rank: int) -> tuple[LatentSpec, Rope, int]:
-    """And the rotation, and the positions for which it holds. longest, query_rank: defaults, of positions and of `q_lora_rank`."""
+def read_latent(
+    fields: Fields, *, longest: int, query_rank: int, plain: int, value: int
+) -> tuple[LatentSpec, Rope, int]:
+    """Returns the latent attention, its rotation, and the number of positions for which that holds.
+
+    longest, query_rank, plain, value: a family's defaults of `max_position_embeddings`, `q_lora_rank`, `qk_nope_head_dim`
+    and `v_head_dim`.
+    """
     widths = LatentWidths(
         rank=fields.integer("kv_lora_rank", 512),
         turned=fields.integer("qk_rope_head_dim", 64),
-        plain=fields.integer("qk_nope_head_dim", 128),
-        value=fields.integer("v_head_dim", 128),
+        plain=fields.integer("qk_nope_head_dim", plain),
+        value=fields.integer("v_head_dim", value),
         query_rank=fields.optional_integer("q_lora_rank", query_rank),
     )
     rope, length = fields.rope(widths.turned, fields.integer("max_position_embeddings", longest))

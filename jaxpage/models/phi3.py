@@ -29,6 +29,6 @@ class Spec(RotaryDecoderSpec):
             head_width=head_width,
             max_position_embeddings=longest,
             sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            rope=fields.rope(head_width, longest, partial=1.0, aliases=ROPE_NAMES),
+            rope=fields.rope(head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096),
             epsilon=("rms_norm_eps", 1e-5),
         )

@@ -78,7 +78,7 @@ def load_family(config: Mapping[str, Any]) -> Family:
     if name in FAMILIES and name not in _registered:
         return cast(Family, importlib.import_module(f"jaxpage.models.{FAMILIES[name]}"))
     if name not in _registered:
-        _register_installed(name)
+        _register_installed(name, brings_code=bool(config.get("auto_map")))
     return _registered[name]
 
 
@@ -86,12 +86,14 @@ def _known() -> Iterable[str]:
     return (*FAMILIES, *_registered, *sorted(entry_points(group=ENTRY_POINTS).names - FAMILIES.keys()))
 
 
-def _register_installed(architecture: str) -> None:
+def _register_installed(architecture: str, *, brings_code: bool) -> None:
     """A family of an installed package. Raises UnsupportedError if none has it, several have, or it cannot be imported."""
     found = entry_points(group=ENTRY_POINTS, name=architecture)
     if not found:
+        code = " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
         raise UnsupportedError(
-            f"config.json: architecture {architecture!r} is not one of {', '.join(_known())}; register_model adds one of your own"
+            f"config.json: architecture {architecture!r} is not one of {', '.join(_known())}{code}; register_model adds "
+            "one of your own"
         )
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in found))
     if len(found) > 1:

@@ -99,6 +99,7 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # which layers have experts
     name: str = "model"  # of the decoder in the checkpoint
+    num_draft_layers: int = 0  # in the checkpoint after the last layer: they predict further tokens ahead, and draft
     not_loaded: str = ""  # what else the checkpoint is a model of
 
     def rope_of(self, layer_index: int) -> Rope | None:

@@ -20,7 +20,7 @@ _METADATA = {
     "vocab_size": ("vocab_size", "uint32"),
     "rms_norm_eps": ("attention.layer_norm_rms_epsilon", "float32"),
 }
-_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
 
 
@@ -140,6 +140,24 @@ def sentence_piece(words: list[str]) -> dict[str, tuple[str, Any]]:
         "tokenizer.ggml.bos_token_id": ("uint32", 1),
         "tokenizer.ggml.eos_token_id": ("uint32", 2),
         "tokenizer.ggml.unknown_token_id": ("uint32", 0),
+    }
+
+
+def sentence_piece_metadata(processor: Any) -> dict[str, tuple[str, Any]]:
+    """As `sentence_piece`, of a model of the library."""
+    numbers = range(len(processor))
+    kinds = [
+        (processor.is_unknown, _UNKNOWN),
+        (processor.is_control, _CONTROL),
+        (processor.is_byte, _BYTE),
+        (lambda number: processor.id_to_piece(number) == "<|user|>", _USER_DEFINED),
+    ]
+    types = [next((kind for is_of, kind in kinds if is_of(number)), _NORMAL) for number in numbers]
+    return {
+        **sentence_piece([]),
+        "tokenizer.ggml.tokens": ("array", [processor.id_to_piece(number) for number in numbers]),
+        "tokenizer.ggml.scores": ("array", [processor.get_score(number) for number in numbers]),
+        "tokenizer.ggml.token_type": ("array", types),
     }
 
 

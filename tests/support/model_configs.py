@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 _DIMENSIONS = {
@@ -354,8 +355,11 @@ _ARCHITECTURES = {
 
 
 def config_json(name: str, **overrides: Any) -> dict[str, Any]:
-    """What a config.json of the named model may say; it has no special tokens, so that nothing stops early."""
-    family, fields = MODELS[name]
+    """What a config.json of the named model may say; it has no special tokens, so that nothing stops early.
+
+    A copy all through: classes of transformers write into the objects that they are given.
+    """
+    family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shared = _SHARED.get(family, _DIMENSIONS)
     if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):

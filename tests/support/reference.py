@@ -13,6 +13,7 @@ from typing import Any
 import jaxpage
 from jaxpage import LLM, AsyncLLM, BeamSearchParams, EngineConfig, SamplingParams, errors
 from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS, Flag
+from jaxpage.cli.from_vllm import ANSWERS, SHARED_WITH_VLLM
 from jaxpage.cli.parsers import make_parser
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.metric_texts import HELP, LABELS
@@ -32,6 +33,7 @@ def pages() -> dict[str, str]:
         "command-line.md": _page("The command line", _command_line()),
         "metrics.md": _page("Metrics", _metrics()),
         "models.md": _page("Models", _models()),
+        "from-vllm.md": _page("Coming from vLLM", _from_vllm()),
     }
 
 
@@ -154,6 +156,23 @@ def _command_line() -> Iterator[str]:
         ]
         if rows:
             yield from _table(("argument", "what it is"), rows)
+
+
+def _from_vllm() -> Iterator[str]:
+    yield "`vllm serve MODEL` is `jaxpage serve MODEL`. `LLM`, `SamplingParams` and `RequestOutput` have vLLM's names and"
+    yield "meanings, and so have most flags and the fields of requests: [settings](settings.md),"
+    yield "[sampling parameters](sampling-parameters.md), [HTTP API](wire-format.md). What cannot be honoured is refused by name."
+    yield ""
+    yield "## Flags that are the same"
+    yield ""
+    same = (flag.option for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.option in SHARED_WITH_VLLM)
+    yield ", ".join(f"`{option}`" for option in same)
+    yield ""
+    for kind in dict.fromkeys(answer.kind for answer in ANSWERS.values()):
+        yield f"## Flags that are {kind}"
+        yield ""
+        rows = ((f"`{flag}`", answer.text) for flag, answer in ANSWERS.items() if answer.kind == kind)
+        yield from _table(("flag of `vllm serve`", "in jaxpage"), rows)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:

@@ -27,6 +27,12 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         "partial_rotary",
         {"rope_scaling": {"type": "default", "partial_rotary_factor": 0.5}},
     ),
+    (
+        UnsupportedError,
+        "mistral-yarn",
+        "rope attn_factor = 0.5 is not supported; attention_factor is",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 0.5}},
+    ),
     (UnsupportedError, "qwen3-grouped", "by layer type", {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}),
     (UnsupportedError, "qwen2-full", "chunked_attention", {"layer_types": ["full_attention", "chunked_attention"]}),
     (UnsupportedError, "mistral-window", "layer_types", {"layer_types": ["full_attention", "sliding_attention"]}),

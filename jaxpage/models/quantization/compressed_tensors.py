@@ -23,7 +23,7 @@ from jaxpage.models.quantization.decoding import (
     unpacked,
 )
 from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, check_order, matches, read_kv_cache
+from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, matches, read_kv_cache
 
 NAME = "compressed-tensors"
 _QUANTIZED = (
@@ -34,7 +34,11 @@ _QUANTIZED = (
 
 def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
-    config.absent("sparsity_config", "transform_config")
+    if (
+        config.part("sparsity_config").config.get("format") != "dense"
+    ):  # "dense" is stored as it is, whatever is zero in it
+        config.absent("sparsity_config")
+    config.absent("transform_config")
     ignore, groups = config.names("ignore"), config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", CheckpointError)
@@ -58,7 +62,7 @@ def read(config: QuantizationFields) -> Scheme:
         form_of,
         ("*.weight_shape", "*.input_scale", "*.input_global_scale", "*.weight_g_idx", *KV_SCALES),
         read_kv_cache(config),
-        ((".weight_g_idx", check_order(form_of)),),
+        (Check(".weight_g_idx", check_order(form_of)),),
     )
 
 

@@ -68,7 +68,7 @@ class QuantizationFields:
         """A list of names, under the first of these that has one; see `matches`."""
         name = next((name for name in fields if self.config.get(name)), fields[0])
         found = self.config.get(name) or []
-        if not isinstance(found, list) or not all(isinstance(each, str) and _is_pattern(each) for each in found):
+        if not isinstance(found, list) or not all(isinstance(each, str) and is_pattern(each) for each in found):
             self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", CheckpointError)
             return ()
         return tuple(found)
@@ -103,7 +103,8 @@ class QuantizationFields:
         return QuantizationFields(found, f"{self.place}.{name}", self)
 
 
-def _is_pattern(text: str) -> bool:
+def is_pattern(text: str) -> bool:
+    """Returns whether it is a name, or a regular expression behind "re:" that compiles."""
     try:
         re.compile(text.removeprefix("re:"))
     except re.error:

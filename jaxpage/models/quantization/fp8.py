@@ -1,25 +1,31 @@
 """`quant_method: fp8`, as DeepSeek and Qwen publish it: float8 weights with a scale for each block of 128 x 128, or for each weight.
 
+AutoFP8, which vLLM's first float8 checkpoints were made with, has another name for the scale.
+
 Inputs are not rounded to float8, which is nearer to the unquantised model than the checkpoint asks for.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import block_scale, plain, scale_of_weight
 from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import Scheme, everywhere_but
+from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
 NAME = "fp8"
 NAME_OF_SCALE = "weight_scale_inv"  # although it multiplies
+OF_AUTO_FP8 = "weight_scale"
 
 
 def read(config: QuantizationFields) -> Scheme:
     """Of `quantization_config`."""
     block = config.sizes("weight_block_size", 2)
     scale = block_scale(NAME_OF_SCALE, block) if block else scale_of_weight(NAME_OF_SCALE)
+    scale = replace(scale, aliases=(OF_AUTO_FP8,))
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
     kept = config.names("modules_to_not_convert", "ignored_layers")
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
-    return Scheme(NAME, described, everywhere_but(kept, form), ("*.input_scale", "*.activation_scale"))
+    return Scheme(NAME, described, everywhere_but(kept, form), ("*.input_scale", "*.activation_scale", *KV_SCALES))

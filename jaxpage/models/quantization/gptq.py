@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
 from jaxpage.models.quantization.decoding import (
     FLOATS,
@@ -14,10 +15,18 @@ from jaxpage.models.quantization.decoding import (
     transposed,
     unpacked,
 )
-from jaxpage.models.quantization.fields import QuantizationFields
-from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme, check_order, everywhere_but
+from jaxpage.models.quantization.fields import QuantizationFields, is_pattern
+from jaxpage.models.quantization.scheme import (
+    UNQUANTISED,
+    Check,
+    Scheme,
+    check_order,
+    check_zeros,
+    everywhere_but,
+)
 
 NAME = "gptq"
+_ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 
 def read(config: QuantizationFields) -> Scheme:
@@ -29,7 +38,7 @@ def read(config: QuantizationFields) -> Scheme:
             "(inputs in the order of activations) is not supported; use a GPTQ or AWQ checkpoint without it, or "
             + UNQUANTISED,
         )
-    config.absent("dynamic", "lm_head")
+    config.absent("lm_head")
     version = config.one_of("checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     symmetric = config.flag("sym", True)
 
@@ -37,9 +46,13 @@ def read(config: QuantizationFields) -> Scheme:
         found = unpacked(np.ascontiguousarray(words.T), bits)
         return nibbles(found) if bits == 4 else signed(found)
 
+    def zero_codes(words: np.ndarray) -> np.ndarray:
+        found = np.ascontiguousarray(words).view(np.uint32)
+        # The first form took a one from each code by subtracting whole words, so that a zero of 0 borrowed from its neighbour.
+        return unpacked(found + np.uint32(_ONES[bits]) if version == "gptq" else found, bits)
+
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-        found = unpacked(np.ascontiguousarray(words), bits).T.astype(np.float32)
-        return found + (1 if version == "gptq" else 0) - (0 if bits == 4 else 128)
+        return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
 
     values = StoredArray("qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes)
     scale = StoredArray(
@@ -50,8 +63,10 @@ def read(config: QuantizationFields) -> Scheme:
     )
 
     def check_middle(module: str, words: np.ndarray) -> str | None:
+        # In the first form some have the middle itself, which was meant: with sym = true nobody reads the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
-        if (unpacked(np.ascontiguousarray(words), bits) == middle).all():
+        found = np.unique(unpacked(np.ascontiguousarray(words), bits))
+        if found.size == 1 and found[0] in (middle, 2 ** (bits - 1)):
             return None
         return (
             f"has zeros that are not {middle}, but quantization_config.sym of config.json is true, and checkpoint_format {version!r}: set "
@@ -59,9 +74,23 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    kept = config.names("modules_to_not_convert")
+    kept = (*config.names("modules_to_not_convert"), *_left_out(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     form_of = everywhere_but(kept, form)
-    ignored = ("*.g_idx", *(("*.qzeros",) if symmetric else ()))
-    checks = ((".g_idx", check_order(form_of)), *(((".qzeros", check_middle),) if symmetric else ()))
-    return Scheme(NAME, described, form_of, ignored, checks=checks)
+    checks = [Check(".g_idx", check_order(form_of)), Check(".bias", check_zeros(form_of), ("F32", "BF16", "F16"))]
+    if symmetric:
+        checks.append(Check(".qzeros", check_middle))
+    return Scheme(NAME, described, form_of, tuple(f"*{check.end}" for check in checks), checks=tuple(checks))
+
+
+def _left_out(config: QuantizationFields) -> tuple[str, ...]:
+    """Returns patterns of the modules that `dynamic` leaves as they are; what it quantises in another way is refused."""
+    dynamic = config.part("dynamic").config
+    others = {pattern: change for pattern, change in dynamic.items() if not pattern.startswith("-:") and change}
+    if others:
+        config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
+    patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]
+    if not all(map(is_pattern, patterns)):
+        config.refuse("dynamic", "has keys that are no regular expressions", CheckpointError)
+        return ()
+    return tuple(patterns)

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.quantized import QuantizedLinear, WeightFormat
+from jaxpage.layers.quantized import LinearOfParts, QuantizedLinear, WeightFormat
 from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.replacing import Path, Rule
@@ -24,12 +24,25 @@ KV_SCALES = ("*.k_scale", "*.v_scale")
 
 
 @dataclass(frozen=True)
+class Check:
+    """What is looked at in tensors of a scheme that no parameter is filled with.
+
+    end: of their names. says: what is wrong with the tensor of that module and with those numbers; None: nothing.
+    codes: the types that they can have.
+    """
+
+    end: str
+    says: Callable[[str, np.ndarray], str | None]
+    codes: tuple[str, ...] = ("I32",)
+
+
+@dataclass(frozen=True)
 class Scheme:
     """name: as the setting `quantization` has it. described: for people.
 
     form_of: the format of the linear module of that name in the checkpoint; None: it is not quantised.
     ignored: globs over names of tensors that say nothing that is not known already.
-    checks: by the end of such a name, what is wrong with the tensor, of that module and with those numbers; None: nothing.
+    checks: of those tensors.
     kv_cache_dtype: what the setting "auto" means for this checkpoint.
     """
 
@@ -38,7 +51,7 @@ class Scheme:
     form_of: Callable[[str], WeightFormat | None]
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    checks: tuple[tuple[str, Callable[[str, np.ndarray], str | None]], ...] = ()
+    checks: tuple[Check, ...] = ()
 
     @property
     def rule(self) -> Rule:
@@ -47,6 +60,9 @@ class Scheme:
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
         if isinstance(module, Linear):
             names = [part.name for part in module.spec.parts if part.name is not None] or [module.spec.fused or ""]
+            forms = [self.form_of(name) for name in names]
+            if forms != forms[:1] * len(forms) and module.spec.multiplied:
+                return LinearOfParts(module.spec, forms)  # such as q and k in four bits, and v as it was
             form = self._form(names, module.spec.num_in)
             if form is None or (form.is_rounded and not module.spec.multiplied):
                 return None
@@ -79,8 +95,19 @@ def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], W
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
 
 
+def check_zeros(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str, np.ndarray], str | None]:
+    """Returns what a `Check` says of a bias that the layer does not have: old AutoGPTQ wrote zeros for each quantised one."""
+
+    def check(module: str, numbers: np.ndarray) -> str | None:
+        if form_of(module) is not None and not np.any(numbers):
+            return None
+        return "is unexpected: the layer has no bias, and these are not all zero"
+
+    return check
+
+
 def check_order(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str, np.ndarray], str | None]:
-    """One of `Scheme.checks`, of the group that each input belongs to: groups must be of inputs that follow each other."""
+    """Returns what a `Check` says of the group that each input belongs to: groups must be of inputs that follow each other."""
 
     def check(module: str, groups: np.ndarray) -> str | None:
         form = form_of(module)

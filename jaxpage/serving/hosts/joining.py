@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxpage.checkpoints import resolve_model
+from jaxpage.checkpoints import resolve_model, resolve_tokenizer
 from jaxpage.device.mesh import join_processes
 from jaxpage.engine.drafters import drafter_directory
 from jaxpage.engine.engine_spec import EngineSpec
@@ -194,7 +194,7 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     files = {
         "model": model_hash(resolve_model(engine.model, engine.revision)),
         "drafter": drafter,
-        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_model(engine.tokenizer)),
+        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_tokenizer(engine.tokenizer)),
         **{f"LoRA adapter {name!r}": model_hash(Path(path)) for name, _, path in adapters},
     }
     record = {

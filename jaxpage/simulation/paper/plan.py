@@ -29,10 +29,10 @@ class Effort:
     def text(self) -> str:
         """For readers."""
         seeds = "One seed." if self.quick else "Three seeds; intervals are of 95 % (Student's, over the seeds)."
-        minutes, short = self.window("sharegpt") / 60, self.window("alpaca") / 60
+        long, short = self.window("sharegpt"), self.window("alpaca")
         return (
-            f"{seeds} Curves have {minutes:g} minutes of arrivals at most, those of the short requests of Alpaca and WMT16"
-            f" {short:g}. The paper has an hour, or a quarter of one: the shorter the window, the later an overload is seen."
+            f"{seeds} Curves have {long:g} seconds of arrivals at most, those of the short requests of Alpaca and WMT16"
+            f" {short:g} seconds. The paper has an hour, or a quarter of one: the shorter the window, the later an overload is seen."
             " Figures 2 and 13 have the hour."
         )
 

@@ -1,0 +1,47 @@
+"""Breaks streamed text between words at the edge of a terminal."""
+
+from __future__ import annotations
+
+import re
+
+from prompt_toolkit.utils import get_cwidth
+
+_PIECES = re.compile(r"\n|[^\S\n]+|\S+")
+
+
+class Wrapper:
+    """Breaks lines of a stream before the word that would not fit.
+
+    A word is held back until its end is known, so the text that was fed lags by at most one word.
+
+    Args:
+        width: columns of the terminal; a word that is wider is left to the terminal.
+        column: where the cursor is.
+    """
+
+    def __init__(self, width: int, column: int = 0) -> None:
+        self._width = width
+        self._column = column
+        self._word = ""
+
+    def feed(self, text: str) -> str:
+        """Returns what can be printed now."""
+        pieces = _PIECES.findall(self._word + text)
+        self._word = pieces.pop() if pieces and not pieces[-1].isspace() else ""
+        return "".join(map(self._placed, pieces))
+
+    def finish(self) -> str:
+        """Returns the word that was held back."""
+        word, self._word = self._word, ""
+        return self._placed(word)
+
+    def _placed(self, piece: str) -> str:
+        if piece == "\n":
+            self._column = 0
+            return piece
+        width = get_cwidth(piece)
+        if self._column and not piece.isspace() and self._column + width > self._width:
+            self._column = width
+            return f"\n{piece}"
+        self._column += width
+        return piece

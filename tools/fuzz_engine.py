@@ -1,0 +1,62 @@
+"""Compares random engines and requests with a plain engine that computes one request at a time.
+
+    python tools/fuzz_engine.py --minutes 3 --seed 1
+
+The first difference is shrunk to the fewest settings and requests and printed as a program; the exit
+status is 1 then. Needs the test packages (`pip install '.[test]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+TOLERANCE = 1e-4  # of log probabilities where code is not optimized, which rounds otherwise in other shapes
+
+
+def main() -> int:
+    """Runs the fuzzer and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3")
+    parser.add_argument("--seed", type=int, metavar="S", help="seed of the cases; default: a new one, which is printed")
+    parser.add_argument(
+        "--optimized",
+        action="store_true",
+        help="compile as for users, which takes five times as long, and compare log probabilities to the last bit",
+    )
+    arguments = parser.parse_args()
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")
+    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
+        prepare_jax(Path(cache), arguments.optimized)
+        from tests.support.executables import SharedExecutables
+        from tests.support.fuzzing import fuzz
+
+        tolerance = 0.0 if arguments.optimized else TOLERANCE
+        with SharedExecutables().in_use(optimized=arguments.optimized):
+            return fuzz(arguments.minutes, seed, tolerance=tolerance, tell=lambda text: print(text, flush=True))
+
+
+def prepare_jax(cache: Path, optimized: bool) -> None:
+    """Sets what JAX and jaxpage read when they are first imported: two CPU devices, a cache, fast compilation."""
+    flags = "--xla_force_host_platform_device_count=2"
+    os.environ |= {"JAX_PLATFORMS": "cpu", "JAXPAGE_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"}
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "xla"))
+    os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}"
+    if not optimized:
+        # Importing the flags imports jax, which reads them only when it makes its first device.
+        from tests.support.executables import UNOPTIMIZED_FLAGS
+
+        os.environ["XLA_FLAGS"] += f" {UNOPTIMIZED_FLAGS}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
