@@ -78,9 +78,7 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "long text": lambda: {**TEXT, "minLength": 30_000, "maxLength": 10**6},
     "bounds": lambda: {"type": "number", "minimum": 1e-300, "maximum": 1.2345678901234567},
     "bounds of properties": lambda: _object(
-        **{
-            f"p{number}": {"type": "integer", "minimum": -number, "maximum": 10**15 + number} for number in range(900)
-        }
+        **{f"p{number}": {"type": "integer", "minimum": -number, "maximum": 10**15 + number} for number in range(900)}
     ),
     "multiples": lambda: {"type": "integer", "multipleOf": 99_991},
     **{f"pattern, {name}": lambda value=value: {**TEXT, "pattern": value} for name, value in PATTERNS.items()},
