@@ -1064,9 +1064,12 @@ def test_bodies_share_a_budget(built, monkeypatch):
         ("/v1/score", {"model": "demo", "prompt": "x"}, 400),
         ("/tokenize", {"prompt": 1}, 400),
         ("/api/chat", {"model": "another"}, 404),
+        (COMPLETIONS, SHORT, 200),
+        (COMPLETIONS, {**SHORT, "stream": True}, 200),
+        ("/v1/embeddings", {"model": "demo", "input": [1]}, 200),
     ],
 )
-def test_a_refused_body_is_let_go_of_without_the_garbage_collector(open_server, path, fields, status):
+def test_a_body_is_let_go_of_without_the_garbage_collector(open_server, path, fields, status):
     mark = f"a field of {path} {status}"
     gc.collect()
     gc.disable()
