@@ -65,7 +65,8 @@ KEPT: dict[str, Any] = {"status": "200", "pause": 0.1, "growth": 0, "logged": 10
 def test_broken_promises_are_told(broken: Any, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = SimpleNamespace(**{**KEPT, **broken})
     siege = object.__new__(Siege)
-    served = SimpleNamespace(num_log_bytes=0, process=SimpleNamespace(poll=lambda: seen.returncode, returncode=seen.returncode))  # fmt: skip
+    process = SimpleNamespace(poll=lambda: seen.returncode, returncode=seen.returncode)
+    served = SimpleNamespace(num_log_bytes=0, process=process)
 
     def strike(*_: Any) -> str:
         served.num_log_bytes += seen.logged
@@ -74,7 +75,7 @@ def test_broken_promises_are_told(broken: Any, message: str | None, monkeypatch:
     monkeypatch.setattr("tools.attack.strike", strike)
     witness = SimpleNamespace(longest=lambda *_: seen.pause, problems=[])
     siege.__dict__.update(_served=served, _witness=witness, address="", bound=5.0)
-    siege.__dict__.update(tally=Counter(), longest_pause=0.0, most_growth=0.0)
+    siege.__dict__.update(tally=Counter(), longest_pause=(0.0, ""), most_growth=(0.0, ""))
     monkeypatch.setattr(siege, "_settled", lambda: seen.growth)
     found = siege.withstands(Attack("", "/", lambda: b"{}"))
     assert (message is None and not found) or (len(found) == 1 and message in found[0])  # type: ignore[operator]

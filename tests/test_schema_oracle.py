@@ -135,7 +135,7 @@ def grammar() -> Any:
 
 def written(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
     """A text that the matcher admits, token by token; None if it does not come to an end."""
-    tokens, end_id = grammar
+    end_id = grammar[1]
     token_ids: list[int] = []
     for place in range(MAX_TOKENS):
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))

@@ -21,16 +21,14 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tests.support.attack_bodies import Attack, attacks
 from tools.soak import Served, fetch, server
-
-if TYPE_CHECKING:
-    from tests.support.attack_bodies import Attack
 
 SETTINGS = {"max-num-seqs": 64, "max-num-batched-tokens": 256, "dtype": "float32", "log-level": "info"}
 PAUSE_SECONDS = 5.0  # the longest pause in another client's stream that is no finding: nobody stops everybody
@@ -167,10 +165,11 @@ class Siege:
         self.address = served.address
         self._process = psutil.Process(served.process.pid)
         self.tally: Counter[str] = Counter()
-        self.longest_pause = self.most_growth = 0.0
-        warm_up = Warm("/v1/completions")
+        self.longest_pause = self.most_growth = (0.0, "")  # with the attack's name
+        warm_up = Attack("warm-up", "/v1/completions", None)
+        body = json.dumps({"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}).encode()
         with ThreadPoolExecutor(NUM_WARM_UPS) as pool:
-            list(pool.map(lambda _: strike(self.address, warm_up, warm_up.body), range(NUM_WARM_UPS)))  # type: ignore[arg-type]
+            list(pool.map(lambda _: strike(self.address, warm_up, body), range(NUM_WARM_UPS)))
         self._witness = Witness(self.address)
         begin = time.monotonic()
         time.sleep(BASELINE_SECONDS)
@@ -187,8 +186,8 @@ class Siege:
         self.tally.update(ends)
         growth = self._settled()
         pause = self._witness.longest(begin, time.monotonic())
-        self.longest_pause = max(self.longest_pause, pause)
-        self.most_growth = max(self.most_growth, growth)
+        self.longest_pause = max(self.longest_pause, (pause, attack.name))
+        self.most_growth = max(self.most_growth, (growth, attack.name))
         found = [f"an answer has the status {end}" for end in set(ends) if end.isdigit() and int(end) not in STATUSES]
         found += self._witness.problems
         if pause > self.bound:
@@ -222,20 +221,10 @@ class Siege:
         return total
 
 
-class Warm:
-    """A plain request, which warms the server up."""
-
-    sending = "whole"
-    body = json.dumps({"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}).encode()
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-
-def run(siege: Siege, attacks: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
+def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
     """Makes attacks until the time is over. Returns how many broke a promise."""
     deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
-    for count, attack in enumerate(attacks, 1):  # noqa: B007
+    for count, attack in enumerate(wanted, 1):  # noqa: B007
         if found := siege.withstands(attack):
             num_broken += 1
             body = attack.make() if attack.make else b""
@@ -247,8 +236,9 @@ def run(siege: Siege, attacks: Iterator[Attack], minutes: float, *, goes_on: boo
             break
     ends = ", ".join(f"{end} {number}" for end, number in siege.tally.most_common())
     print(f"{count} attacks: {ends}")
-    print(f"longest pause {siege.longest_pause:.2f} s (idle {siege.idle_pause:.2f} s, bound {siege.bound:.1f} s)")
-    print(f"most memory after an attack: {siege.most_growth / 2**20:+.0f} MiB", flush=True)
+    (pause, slowest), (growth, largest) = siege.longest_pause, siege.most_growth
+    print(f"longest pause {pause:.2f} s (idle {siege.idle_pause:.2f} s, bound {siege.bound:.1f} s): {slowest}")
+    print(f"most memory after an attack {growth / 2**20:+.0f} MiB: {largest}", flush=True)
     return num_broken
 
 
@@ -262,8 +252,6 @@ def main() -> int:
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
-    from tests.support.attack_bodies import attacks
-
     with server(SETTINGS) as served:
         document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
         wanted = (one for one in attacks(document, seed) if arguments.only is None or arguments.only in one.name)
