@@ -29,7 +29,9 @@ def completed(config: Mapping[str, Any]) -> Config | None:
     except Exception:  # of what is left out other fields may make no sense
         return None
     if "num_nextn_predict_layers" not in config:
-        whole.pop("num_nextn_predict_layers", None)  # it counts draft layers in the files, and without it there are none
+        whole.pop(
+            "num_nextn_predict_layers", None
+        )  # it counts draft layers in the files, and without it there are none
     return {**whole, **{name: config[name] for name in KEPT}}
 
 

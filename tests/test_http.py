@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import json
 import logging
 import re
@@ -1052,6 +1053,32 @@ def test_bodies_share_a_budget(built, monkeypatch):
             assert answer_of(client)[0] == 200
             client.close()
         assert ask(running, "POST", COMPLETIONS, body)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        (COMPLETIONS, {}, 400),
+        (COMPLETIONS, {**SHORT, "model": "another"}, 404),
+        (COMPLETIONS, {**SHORT, "prompt": [2**20]}, 400),
+        ("/v1/embeddings", {"model": "demo", "input": []}, 400),
+        ("/v1/score", {"model": "demo", "prompt": "x"}, 400),
+        ("/tokenize", {"prompt": 1}, 400),
+        ("/api/chat", {"model": "another"}, 404),
+        (COMPLETIONS, SHORT, 200),
+        (COMPLETIONS, {**SHORT, "stream": True}, 200),
+        ("/v1/embeddings", {"model": "demo", "input": [1]}, 200),
+    ],
+)
+def test_a_body_is_let_go_of_without_the_garbage_collector(open_server, path, fields, status):
+    mark = f"a field of {path} {status}"
+    gc.collect()
+    gc.disable()
+    try:
+        assert ask(open_server, "POST", path, {**fields, mark: [[]]})[0] == status
+        wait_until(lambda: not any(mark in one for one in gc.get_objects() if type(one) is dict), "it is gone", 5)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(("path", "body"), [

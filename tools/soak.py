@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,12 +65,13 @@ class Look:
 class Served:
     """The server's process."""
 
-    def __init__(self, num_blocks: int, max_queued: int) -> None:
-        flags: dict[str, Any] = {**SETTINGS, "num-blocks": num_blocks, "port": 0, "max-queued-requests": max_queued}
+    def __init__(self, flags: Mapping[str, Any]) -> None:
+        flags = {**flags, "port": 0}
         command = [sys.executable, "-m", "tools.serve", "demo", "--log-json"]
         command += [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         self.process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         self.errors: Counter[str] = Counter()  # messages of the server's log
+        self.num_log_bytes = 0
         self._address: str | None = None
         self._is_known = threading.Event()
         self._reading = threading.Thread(target=self._read_log, daemon=True)
@@ -117,6 +118,7 @@ class Served:
     def _read_log(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self.num_log_bytes += len(line)
             try:
                 record = json.loads(line)
             except ValueError:  # what a library prints
@@ -131,8 +133,8 @@ class Served:
 
 
 @contextmanager
-def server(num_blocks: int, max_queued: int) -> Iterator[Served]:
-    served = Served(num_blocks, max_queued)
+def server(flags: Mapping[str, Any]) -> Iterator[Served]:
+    served = Served(flags)
     try:
         yield served
     finally:
@@ -295,7 +297,8 @@ def main() -> int:
     ends = [warm_up, *(warm_up + (count - warm_up) * quarter // 4 for quarter in (1, 2, 3, 4))]
     tally, looks = Tally(), []
     everything = list(asks(count, arguments.seed, arguments.leaving))
-    with server(arguments.num_blocks, 4 * arguments.clients) as served:
+    flags = {**SETTINGS, "num-blocks": arguments.num_blocks, "max-queued-requests": 4 * arguments.clients}
+    with server(flags) as served:
         address, began = served.address, time.monotonic()
         with tqdm(total=count, unit=" requests", disable=None) as bar:
             for start, end in itertools.pairwise([0, *ends]):

@@ -93,6 +93,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage.simulation.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
     ("jaxpage/serving/startup.py", "jaxpage.serving.kv_publisher"): "pyzmq and msgpack come with an extra",
+    ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
     ("tools/mutate.py", "*"): "Cosmic Ray comes with an extra, and --help needs none",
     ("tools/compare_engines.py", "matplotlib.figure"): "the chart needs matplotlib, the rest does not",
 }

@@ -73,12 +73,28 @@ class Envelope:
 
         try:
             await self._app(scope, watched_receive, dressed_send)
-        except ClientDisconnect:
+        except ClientDisconnect as error:
+            _forget_frames(error)
             self._metrics.aborted(scope["state"].get("cut_because", "disconnect"))
         except Exception as error:
             if has_begun:
                 raise
-            await send_error(to_api_error(error), scope, receive, dressed_send)
+            refusal = to_api_error(error)
+            _forget_frames(error)
+            await send_error(refusal, scope, receive, dressed_send)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Lets go of what the frames that an error came through hold.
+
+    One of them holds the task that holds the error, and another the request. Nothing but the garbage collector would end
+    this circle, and it seldom looks at everything: 32 refused bodies of 2.7 MB kept 1 GB.
+    """
+    errors: list[BaseException | None] = [error]
+    while errors:
+        if (one := errors.pop()) is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            errors += [one.__cause__, one.__context__]
 
 
 async def _read_on(receive: Receive) -> None:

@@ -1,0 +1,99 @@
+"""Streams as clients read them: cut anywhere they are the same, and who leaves after any part frees everything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import anthropic._streaming
+import httpx
+import openai._streaming
+import pytest
+
+from jaxpage.serving.wire.dialects import dialect_of
+from jaxpage.serving.wire.exchange import open_chat, open_completion
+from jaxpage.serving.wire.messages import open_message
+from jaxpage.serving.wire.ollama import open_ollama_chat
+from jaxpage.serving.wire.responses import open_response
+from tests.support.running import Promises, Running, demo_engine, serving
+from tests.support.wire import Scripted, context, deltas, output
+
+MESSAGES = [{"role": "user", "content": "Hello"}]
+TEXT = [
+    "é\N{PILE OF POO}",
+    "\n\ndata: [DONE]\n\n",
+    "\u2028\x85\r",
+    '"}',
+]  # what a reader of lines could take for an end
+APIS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/v1/completions": (open_completion, {"prompt": "Hello", "max_tokens": 8}),
+    "/v1/chat/completions": (open_chat, {"messages": MESSAGES, "max_tokens": 8}),
+    "/v1/responses": (open_response, {"input": "Hello", "max_output_tokens": 8}),
+    "/v1/messages": (open_message, {"messages": MESSAGES, "max_tokens": 8}),
+    "/api/chat": (open_ollama_chat, {"messages": MESSAGES, "options": {"num_predict": 8}}),
+}
+
+
+class Parts(httpx.SyncByteStream):
+    def __init__(self, parts: Sequence[bytes]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._parts)
+
+
+def read(path: str, parts: Sequence[bytes]) -> list[Any]:
+    """What the API's official client takes from a stream that comes in these parts."""
+    if path.startswith("/api/"):
+        lines = httpx.Response(200, stream=Parts(parts)).iter_lines()  # as ollama's client does
+        return [json.loads(line) for line in lines if line.strip()]
+    streaming: Any = anthropic._streaming if path == "/v1/messages" else openai._streaming
+    events = list(streaming.SSEDecoder().iter_bytes(iter(parts)))
+    return [(event.event, event.data) for event in events]
+
+
+def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
+    """The bytes of a stream with comments in it, and the parts that it is of."""
+    opens, body = APIS[path]
+    dialect = dialect_of(path)
+    exchange = opens({"model": "demo", "stream": True, **body}, context())
+    script = [Scripted(TEXT)]
+    chunks = [chunk for delta in deltas(output(exchange, script), script) for chunk in exchange.chunks(0, delta)]
+    chunks += exchange.last_chunks()
+    frame = dialect.new_frame()
+    return dialect.comment.join(map(frame, chunks)) + dialect.end, chunks
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_a_stream_cut_anywhere_is_the_whole(path: str) -> None:
+    data, chunks = stream_of(path)
+    whole = read(path, [data])
+    told = whole if path.startswith("/api/") else [json.loads(text) for _, text in whole if text not in ("", "[DONE]")]
+    assert [{**one, "sequence_number": 0} for one in told] == [{**one, "sequence_number": 0} for one in chunks]
+    assert read(path, [data[place : place + 1] for place in range(len(data))]) == whole
+    for place in range(1, len(data)):
+        assert read(path, [data[:place], data[place:]]) == whole, data[:place][-40:]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(demo_engine()) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_who_leaves_after_any_part_frees_everything(path: str, server: Running) -> None:
+    _, body = APIS[path]
+    asked = {"model": "demo", "stream": True, **body}
+    with httpx.Client(base_url=server.address, timeout=60) as client:
+        promises = Promises(client)
+        with client.stream("POST", path, json=asked) as answer:
+            num_parts = len(answer.read().splitlines())
+        for count in range(num_parts):
+            with client.stream("POST", path, json=asked) as answer:
+                lines = answer.iter_lines()
+                for _ in range(count):
+                    next(lines, None)  # a sampled answer may be shorter than the first
+        promises.check()
+    assert num_parts > 5 and not server.errors

@@ -1,0 +1,270 @@
+"""Attacks a server with every field and construct of its requests at its bound, while another client streams.
+
+    python tools/attack.py --minutes 10 --seed 1
+
+After each attack the other client's longest pause, the server's memory, its log, its health and the
+statuses of its answers are looked at. The first promise that is broken ends the run: what was sent is
+printed, and the exit status is 1. Needs the test packages (`pip install '.[test]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.attack_bodies import Attack, attacks
+from tools.soak import Served, fetch, server
+
+SETTINGS = {"max-num-seqs": 64, "max-num-batched-tokens": 256, "dtype": "float32", "log-level": "info"}
+PAUSE_SECONDS = 5.0  # the longest pause in another client's stream that is no finding: nobody stops everybody
+IDLE_PAUSES = 20  # on a machine so busy that a stream pauses anyway, so many times its longest pause
+GROWTH_BYTES = 256 << 20  # of resident memory, from before the first attack to five seconds after one
+SETTLE_SECONDS = 5.0
+LOG_BYTES = 1 << 20  # of one attack
+ANSWER_SECONDS = 15.0  # then an attacker leaves
+BASELINE_SECONDS = 4.0
+NUM_WARM_UPS = 64  # plain requests at once, after which the memory is that of a server in use
+STATUSES = frozenset((200, 400, 404, 408, 413, 415, 429, 431, 503, 504))
+SHOWN_BYTES = 2000  # of a body that is printed
+
+
+class Witness:
+    """A client that streams without end, another one that asks for the health, and their pauses."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100_000)
+        self._open: dict[str, float] = {}  # when the pause began that is not over
+        self._is_over = False
+        self.problems: list[str] = []
+        for follow in (self._stream, self._ask_health):
+            threading.Thread(target=follow, daemon=True).start()
+
+    def longest(self, begin: float, end: float) -> float:
+        """Returns the longest pause in seconds, as far as it lies between two times."""
+        pauses = [*self._pauses, *((start, end) for start in list(self._open.values()))]
+        return max((min(stop, end) - max(start, begin) for start, stop in pauses), default=0.0)
+
+    def end(self) -> None:
+        self._is_over = True
+
+    def _stream(self) -> None:
+        body = {"model": "demo", "prompt": "The old house", "max_tokens": 480, "ignore_eos": True, "stream": True}
+        while not self._is_over:
+            connection = HTTPConnection(self._address, timeout=120)
+            try:
+                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                response = connection.getresponse()
+                if response.status != 200:
+                    time.sleep(0.05)  # the attack has filled the queue
+                while response.readline().startswith(b"data: {"):
+                    response.readline()
+                    self._saw("stream")
+            except (OSError, HTTPException) as error:
+                self.problems.append(f"the other client's stream broke: {type(error).__name__}: {error}")
+                time.sleep(0.2)
+            finally:
+                self._open.pop("stream", None)  # its next one may have to wait for its turn
+                connection.close()
+
+    def _ask_health(self) -> None:
+        while not self._is_over:
+            self._open["health"] = time.monotonic()
+            try:
+                if "ok" not in (answer := fetch(self._address, "/health")):
+                    self.problems.append(f"/health: {answer[:200]}")
+            except (OSError, HTTPException) as error:
+                self.problems.append(f"/health: {type(error).__name__}: {error}")
+            self._saw("health")
+            self._open.pop("health")
+            time.sleep(0.1)
+
+    def _saw(self, name: str) -> None:
+        now = time.monotonic()
+        if name in self._open:
+            self._pauses.append((self._open[name], now))
+        self._open[name] = now
+
+
+def sent(attack: Attack, body: bytes | None) -> Iterator[bytes]:
+    """Yields the parts of a request; an empty part is a moment's rest."""
+    method = "GET" if body is None else "POST"
+    head = f"{method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    if body is None:
+        yield f"{head}\r\n".encode()
+        return
+    head += "Content-Type: application/json\r\n"
+    if attack.sending == "chunked":
+        yield f"{head}Transfer-Encoding: chunked\r\n\r\n".encode()
+        for start in range(0, len(body), 1000):
+            part = body[start : start + 1000]
+            yield b"%x\r\n%b\r\n" % (len(part), part)
+        yield b"0\r\n\r\n"
+        return
+    yield f"{head}Content-Length: {len(body)}\r\n\r\n".encode()
+    if attack.sending == "cut":
+        yield body[: len(body) // 2]
+        return
+    if attack.sending in ("bytes", "drip"):
+        size = 1 if attack.sending == "bytes" else max(1, len(body) // 20)
+        for start in range(0, 20 * size, size):
+            yield body[start : start + size]
+            yield b""
+        body = body[20 * size :]
+    yield body
+
+
+def strike(address: str, attack: Attack, body: bytes | None) -> str:
+    """Sends one request. Returns the status of the answer, or how it ended."""
+    host, _, port = address.rpartition(":")
+    deadline = time.monotonic() + ANSWER_SECONDS
+    try:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS) as client:
+            for part in sent(attack, body):
+                client.sendall(part)
+                if not part:
+                    time.sleep(0.05)
+            if attack.sending == "cut":
+                return "cut"
+            if attack.sending == "unread":
+                time.sleep(0.5)
+                return "unread"
+            found = b""
+            while (left := deadline - time.monotonic()) > 0:
+                client.settimeout(left)
+                if not (part := client.recv(1 << 16)):
+                    break
+                found = found or part[:12]
+            return found[9:12].decode("latin-1") or "closed"
+    except TimeoutError:
+        return "left"
+    except OSError as error:  # it is refused while it is still being sent
+        return type(error).__name__
+
+
+class Siege:
+    """A server under attack, and what must hold of it."""
+
+    def __init__(self, served: Served) -> None:
+        self._served = served
+        self.address = served.address
+        self._process = psutil.Process(served.process.pid)
+        self.tally: Counter[str] = Counter()
+        self.longest_pause = self.most_growth = (0.0, "")  # with the attack's name
+        warm_up = Attack("warm-up", "/v1/completions", None)
+        body = json.dumps({"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}).encode()
+        with ThreadPoolExecutor(NUM_WARM_UPS) as pool:
+            list(pool.map(lambda _: strike(self.address, warm_up, body), range(NUM_WARM_UPS)))
+        self._witness = Witness(self.address)
+        begin = time.monotonic()
+        time.sleep(BASELINE_SECONDS)
+        self.idle_pause = self._witness.longest(begin, time.monotonic())
+        self.bound = max(PAUSE_SECONDS, IDLE_PAUSES * self.idle_pause)
+        self._resident_bytes = self._memory()
+
+    def withstands(self, attack: Attack) -> list[str]:
+        """Makes the attack. Returns the promises that it broke."""
+        body = attack.make() if attack.make else None
+        num_log_bytes, begin = self._served.num_log_bytes, time.monotonic()
+        with ThreadPoolExecutor(attack.num_connections) as pool:
+            ends = list(pool.map(lambda _: strike(self.address, attack, body), range(attack.num_connections)))
+        self.tally.update(ends)
+        growth = self._settled()
+        pause = self._witness.longest(begin, time.monotonic())
+        self.longest_pause = max(self.longest_pause, (pause, attack.name))
+        self.most_growth = max(self.most_growth, (growth, attack.name))
+        found = [f"an answer has the status {end}" for end in set(ends) if end.isdigit() and int(end) not in STATUSES]
+        found += self._witness.problems
+        if pause > self.bound:
+            found.append(f"another client waited {pause:.1f} s; the bound is {self.bound:.1f} s")
+        if growth > GROWTH_BYTES:
+            found.append(f"{SETTLE_SECONDS:g} s later the server has {growth / 2**20:.0f} MiB more than at the start")
+        if (logged := self._served.num_log_bytes - num_log_bytes) > LOG_BYTES:
+            found.append(f"the server logged {logged} bytes")
+        if self._served.process.poll() is not None:
+            found.append(f"the server ended with status {self._served.process.returncode}")
+        return found
+
+    def end(self) -> None:
+        self._witness.end()
+
+    def _settled(self) -> int:
+        """Returns by how many bytes memory has grown, five seconds later if it has grown much."""
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while (growth := self._memory() - self._resident_bytes) > GROWTH_BYTES and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return growth
+
+    def _memory(self) -> int:
+        """Returns the resident bytes of the server and its child processes."""
+        total = 0
+        for process in [self._process, *self._process.children(recursive=True)]:
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:  # a child that was ended
+                continue
+        return total
+
+
+def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
+    """Makes attacks until the time is over. Returns how many broke a promise."""
+    deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
+    for count, attack in enumerate(wanted, 1):  # noqa: B007
+        if found := siege.withstands(attack):
+            num_broken += 1
+            body = attack.make() if attack.make else b""
+            print(f"BROKEN by {attack.name}\n  " + "\n  ".join(found))
+            print(f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')}")
+            if not goes_on:
+                break
+        if time.monotonic() > deadline:
+            break
+    ends = ", ".join(f"{end} {number}" for end, number in siege.tally.most_common())
+    print(f"{count} attacks: {ends}")
+    (pause, slowest), (growth, largest) = siege.longest_pause, siege.most_growth
+    print(f"longest pause {pause:.2f} s (idle {siege.idle_pause:.2f} s, bound {siege.bound:.1f} s): {slowest}")
+    print(f"most memory after an attack {growth / 2**20:+.0f} MiB: {largest}", flush=True)
+    return num_broken
+
+
+def main() -> int:
+    """Runs the attacks and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0, metavar="N", help="time for new attacks; default: 1")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the attacks' order; default: a new one")
+    parser.add_argument("--only", metavar="TEXT", help="only attacks with this text in their name, once each")
+    parser.add_argument("--all", action="store_true", help="go on after an attack that broke a promise")
+    arguments = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    with server(SETTINGS) as served:
+        document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
+        wanted = (one for one in attacks(document, seed) if arguments.only is None or arguments.only in one.name)
+        siege = Siege(served)
+        num_broken = run(siege, wanted, arguments.minutes, goes_on=arguments.all)
+        siege.end()
+        status = served.end()
+    for line, count in served.errors.items():
+        print(f"{count} x in the server's log: {line}")
+    if status:
+        print(f"BROKEN: the server's exit status is {status}")
+    return 1 if num_broken or status else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
