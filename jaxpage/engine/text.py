@@ -83,9 +83,10 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
     templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
+    environment = _compile_jinja_template("").environment
     for name, template in templates.items():
         try:
-            _compile_jinja_template(template)
+            environment.parse(template)  # compiling it would compute its constants, which may take all memory
         except Exception as error:  # whatever the parser raises
             logger.warning(
                 "%s: the chat template %s does not parse, and every chat will be refused: %s",
