@@ -320,7 +320,7 @@ EXPRESSIONS = {
     "replace": "{{ ('a' * 9999)|replace('a', 'b' * 99999) }}",
     "*": "{{ messages[0].content * 9999999999 }}",
     "center": "{{ messages[0].content|center(9999999999) }}",
-    "join": "{{ (['x' * 1000] * 9999999)|join(messages[0].content) }}",
+    "join": "{{ ([messages[0].content * 1000] * 9999999)|join }}",
     "sort": "{{ (range(99999)|list * 250)|sort(reverse=true)|length }}{{ ('9' * 4000)|list|sort * 99999999 }}",
     "lipsum": "{{ lipsum(n=99999999) }}",
     "wordwrap": "{{ (messages[0].content * 9999999)|wordwrap(1) }}",
