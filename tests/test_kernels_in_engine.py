@@ -304,7 +304,7 @@ def test_without_pallas_triton_backend_everything_else_works():
     assert (written, copied) == ("0 2", "0 64"), "plain XLA"
     assert refusal == (
         "attention_backend 'triton' with kv_cache_dtype 'auto': needs jax.experimental.pallas.triton, "
-        f"which jax {jax.__version__} does not have; use scan or reference"
+        f"which jax {jax.__version__} does not have; use scan or reference; reference needs far more memory for long chunks of prompts"
     )
 
 
