@@ -86,7 +86,7 @@ def rendered(request: dict[str, Any]) -> str:
     )
     return str(
         PreTrainedTokenizerBase.apply_chat_template(
-            tokenizer,  # type: ignore[arg-type]  # without text to encode it asks for no more
+            tokenizer,  # without text to encode it asks for no more
             request["messages"],
             tools=request["tools"],
             chat_template=request["template"],
