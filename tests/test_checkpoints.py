@@ -529,6 +529,7 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr("jaxpage.engine.text.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
         load_tokenizer(tmp_path)

@@ -17,6 +17,13 @@ from jaxpage.cli.parsers import make_parser
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+HOUSE_PAGES = (
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "CODE_OF_CONDUCT.md",
+    "jaxpage/demo/README.md",
+    "jaxpage/demo/DRAFTERS.md",
+)
 BLOCK = re.compile(r"^```(bash|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 HEREDOC = re.compile(r"<< *'?(\w+)'?\n.*?^\1$", re.MULTILINE | re.DOTALL)
@@ -47,6 +54,31 @@ def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixtur
                 if end.code and (whole or re.search("unknown|unexpected|invalid choice", message)):
                     wrong.append(f"jaxpage {shlex.join(words)}: {message}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_links_are_called_by_what_they_lead_to() -> None:
+    """No link to a page has the page's file for a text. A link to a file that is no page may have its path."""
+    found = [
+        f"{path.relative_to(ROOT)}: {link}"
+        for path in [*PAGES, *(ROOT / name for name in HOUSE_PAGES)]
+        for link in links_called_by_files(path.read_text(encoding="utf-8"))
+    ]
+    assert not found, "\n".join(found)
+    planted = (
+        "[a.md](a.md) [`x/y.md`](../x/y.md#z) [docs/](docs/README.md) [a page](a.md) [x.py](x.py) [lab\nlog.md](b.md)"
+    )
+    assert list(links_called_by_files(planted)) == [
+        "[a.md](a.md)",
+        "[`x/y.md`](../x/y.md#z)",
+        "[docs/](docs/README.md)",
+        "[lab\nlog.md](b.md)",
+    ]
+
+
+def links_called_by_files(text: str) -> Iterator[str]:
+    for link in re.finditer(r"\[([^\]]*)\]\([^)\s]*\.md(?:#[^)]*)?\)", text):
+        if re.search(r"(\.md|/)`?$", link[1]):
+            yield link[0]
 
 
 def test_commands_are_found_in_shell() -> None:

@@ -29,6 +29,7 @@ from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.engine.build import opened_files
+from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
 from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels import QuantizedWeight, numbers
@@ -453,6 +454,40 @@ def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path: Path) -> None:
         assert found == expected, text
         if not re.search(r"<|▁", text):
             assert tokenizer.decode(found, skip_special_tokens=True) == text == oracle.decode(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({}, None),
+        ({"add_dummy_prefix": False}, None),
+        ({"model_type": "unigram", "vocab_size": 400}, "it is a unigram model"),
+        ({"normalization_rule_name": "nfkc"}, r"it changes characters first \(nfkc\)"),
+        ({"remove_extra_whitespaces": True}, "it removes spaces first"),
+        ({"user_defined_symbols": ["<u>"]}, "it has tokens that its maker defined"),
+        ({"treat_whitespace_as_suffix": True}, "it puts the mark of a space elsewhere"),
+    ],
+)
+def test_a_tokenizer_model_without_a_config_is_sentence_piece_or_refused(
+    tmp_path: Path, options: dict[str, Any], problem: str | None
+) -> None:
+    library = pytest.importorskip("sentencepiece", reason="the oracle is SentencePiece")
+    usual = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    library.SentencePieceTrainer.train(
+        input=Path(__file__).parent / "support" / "alice.txt",
+        model_prefix=tmp_path / "tokenizer",
+        **{"vocab_size": 450, "byte_fallback": True, "minloglevel": 2, **usual, **options},
+    )
+    if problem is not None:
+        with pytest.raises(CheckpointError, match=f"its tokenizer cannot be built: {problem}.*with tokenizer="):
+            load_tokenizer(tmp_path)
+        return
+    oracle = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    tokenizer, draw = load_tokenizer(tmp_path), random.Random(0)
+    parts = [" ", "  ", "the", " Alice", "\n", "é", "漢", "rabbit-hole", "\t", "▁", "12"]
+    for text in ["", " ", "  x", "x ", *("".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(100))]:
+        assert tokenizer(text)["input_ids"] == [oracle.bos_id(), *oracle.encode(text)], text
+    assert (tokenizer.eos_token_id, tokenizer.unk_token_id) == (oracle.eos_id(), oracle.unk_id())
 
 
 def test_ends_of_texts_and_defaults_of_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

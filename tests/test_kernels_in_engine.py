@@ -22,7 +22,7 @@ from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
 from jaxpage.engine.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
 from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, UnsupportedError
-from jaxpage.models import gemma2, llama
+from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
 from jaxpage.settings import engine_config
 from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
@@ -209,6 +209,21 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
         on("7.5", dtype="bfloat16")
 
 
+def test_float16_is_refused_where_hidden_states_overflow_it():
+    """The families are those that vLLM refuses it for; "auto" of a checkpoint in float16 is what vLLM takes, too."""
+
+    def on(device, family, dtype="float16", stored="float16"):
+        return choose_dtype(EngineConfig(dtype=dtype), device, stored, family)
+
+    cpu, new, old = DeviceSpec("cpu (x)", 1), DeviceSpec("gpu (x)", 1), DeviceSpec("gpu (y)", 1, "", has_bfloat16=False)
+    for family in (gemma2, gemma3, glm4):
+        for device, instead in ((cpu, "bfloat16"), (new, "bfloat16"), (old, "float32")):
+            with pytest.raises(UnsupportedError, match=f"^dtype 'float16': .*overflow; use dtype '{instead}'"):
+                on(device, family)
+        assert [on(device, family, "auto") for device in (cpu, new, old)] == ["float32", "bfloat16", "float32"]
+    assert on(new, llama) == on(new, llama, "auto") == on(cpu, llama) == "float16"
+
+
 def attended(backend):
     """What the seam makes of a step of two tokens behind three, in the blocks 1 and 2 of four slots."""
     bucket, tables = Bucket(num_tokens=4, num_rows=1, max_query_len=4), TableShape(1, 2)
@@ -289,7 +304,7 @@ def test_without_pallas_triton_backend_everything_else_works():
     assert (written, copied) == ("0 2", "0 64"), "plain XLA"
     assert refusal == (
         "attention_backend 'triton' with kv_cache_dtype 'auto': needs jax.experimental.pallas.triton, "
-        f"which jax {jax.__version__} does not have; use scan or reference"
+        f"which jax {jax.__version__} does not have; use scan or reference; reference needs far more memory for long chunks of prompts"
     )
 
 

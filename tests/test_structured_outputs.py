@@ -889,7 +889,7 @@ def test_a_worker_that_does_not_answer_is_not_asked_twice(llm, monkeypatch):
     os.kill((stopped := llm._engine.grammars._worker._process).pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(compiling, "COMPILE_SECONDS", 0.1)
-        patch.setattr(compiling, "_GRACE_SECONDS", 0.1)
+        patch.setattr("jaxpage.worker_process._GRACE_SECONDS", 0.1)
         with pytest.raises(JaxpageError, match="does not answer"):
             only(llm, {"regex": "stopped"})
     assert not living(stopped.pid) and llm._engine.grammars._worker is None

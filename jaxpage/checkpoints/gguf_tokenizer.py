@@ -54,7 +54,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
     if len(vocabulary) < len(tokens):
         raise _refusal(path, f"{_KEY}tokens has {len(tokens) - len(vocabulary)} tokens twice")
     backend = _BUILDERS[kind](path, own, vocabulary)
-    _add_tokens(backend, tokens, own.get("token_type", []))
+    add_tokens(backend, tokens, own.get("token_type", []))
     special = {name: _token(path, own, tokens, key) for name, key in _SPECIAL.items()}
     adds_bos = kind == "llama" or own.get("pre") in _WITH_BOS
     return PreTrainedTokenizerFast(
@@ -85,7 +85,7 @@ def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) 
     return backend
 
 
-def _sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
+def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     """As llama.cpp: the text before, between and after special tokens is SentencePiece's, each with the mark of a space first.
 
     That is also what models were trained with whose chats begin with text right after `<s>`.
@@ -106,7 +106,7 @@ def _sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, in
     return backend
 
 
-_BUILDERS = {"gpt2": _byte_level, "llama": _sentence_piece}
+_BUILDERS = {"gpt2": _byte_level, "llama": sentence_piece}
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def _bpe(path: Path, vocabulary: dict[str, int], merges: list[Any], **options: A
         raise _refusal(path, f"its merges do not fit its tokens ({error})") from error
 
 
-def _add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
+def add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
     kinds = list(zip(tokens, types, strict=False))
     backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL])
     backend.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])

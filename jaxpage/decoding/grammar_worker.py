@@ -9,7 +9,6 @@ Lines of JSON: first the tokenizer comes in; then for each [kind, value, seconds
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -21,9 +20,9 @@ from typing import Any, NoReturn
 
 from jaxpage.decoding.grammars import matcher_of, overlap_of, problem_of, source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
+from jaxpage.worker_process import die_with_parent
 
 _MAX_REPORT = 1 << 16
-_PR_SET_PDEATHSIG = 1
 _PATIENCE = 4  # times the seconds: a machine that is busy with others gives a child less than all of its time
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
@@ -45,7 +44,9 @@ def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
     if child == 0:
         os.close(reader)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor's time; SIGPROF ends it, wherever it is
-        _die_with_parent(_PATIENCE * seconds)
+        # Where the system ends no children with their parent: a little after the parent would have killed it.
+        signal.alarm(math.ceil(_PATIENCE * seconds) + 1)
+        die_with_parent()
         _try(tokenizer, kind, value, num_bytes, writer)
     os.close(writer)
     ready, _, _ = select.select([reader], [], [], _PATIENCE * seconds)
@@ -59,13 +60,6 @@ def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
     if not ready or os.WTERMSIG(status) == signal.SIGPROF:
         return f"compiling it takes longer than {seconds:g} s", 0
     return f"compiling it takes more than {num_bytes >> 20} MiB, or crashes", 0
-
-
-def _die_with_parent(seconds: float) -> None:
-    """At once where the system can do that (Linux), else a little after the deadline at which the parent would have killed it."""
-    signal.alarm(math.ceil(seconds) + 1)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> NoReturn:

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_BACKENDS, Arguments, Call, candidates, set_for
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
@@ -50,7 +50,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         )
     if reason := chosen.supports(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
         raise UnsupportedError(
-            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {' or '.join(XLA_BACKENDS)}"
+            f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
         )
     return Backend(name, interpret, few_rows=name == "cpu")
 

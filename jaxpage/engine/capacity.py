@@ -87,16 +87,25 @@ def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, n
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: Family) -> str:
     """ "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and that is faster there.
 
-    On a GPU without bfloat16 "auto" is float16, or float32 for a family whose numbers float16 does not hold, with a warning.
+    On a GPU without bfloat16 "auto" is float16, with a warning. A family whose numbers float16 does not hold has bfloat16 or float32 in
+    its place.
 
-    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU.
+    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a family.
     """
-    instead = "float32" if getattr(family, "OVERFLOWS_FLOAT16", False) else "float16"
+    overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
+    instead = "float32" if overflows else "float16"
     lacking = f"{device.name} has no bfloat16, which takes a compute capability of 8.0 or more"
     if config.dtype == "bfloat16" and not device.has_bfloat16:
         raise UnsupportedError(f"dtype 'bfloat16': {lacking}; use dtype {instead!r}")
+    if config.dtype == "float16" and overflows:
+        held = "bfloat16" if device.has_bfloat16 else "float32"
+        raise UnsupportedError(
+            f"dtype 'float16': it does not hold this model's numbers, which overflow; use dtype {held!r}"
+        )
     if config.dtype != "auto":
         return config.dtype
+    if stored == "float16" and overflows and not device.is_cpu:
+        stored = "bfloat16"
     if stored == "bfloat16" and not device.has_bfloat16:
         logger.warning("%s: dtype 'auto' is %s", lacking, instead)
         return instead

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
-import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
-import weakref
 from collections import OrderedDict
 from copy import copy
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from llguidance import LLTokenizer
 
 from jaxpage.decoding import Grammar
 from jaxpage.decoding.grammars import source_of, tokenizer_of
-from jaxpage.errors import JaxpageError, UnsupportedError
+from jaxpage.errors import UnsupportedError
 from jaxpage.settings.argument_checks import shown
+from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
@@ -33,8 +25,6 @@ CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks,
 CACHED_GRAMMARS = 64
 REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
 _LEAST_BYTES = 1 << 18  # what a grammar counts at least
-_GRACE_SECONDS = 30.0  # beyond its own deadlines the worker is taken for dead: its start reads the tokenizer
-_GONE = "structured_outputs: the process that tries grammars has ended, again and again"
 
 
 class GrammarCompiler:
@@ -101,7 +91,7 @@ class GrammarCompiler:
         for is_last in (False, True):
             try:
                 return self._started().tried(kind, value)
-            except _WorkerGoneError:
+            except WorkerGoneError:
                 self._end_worker()
                 self._check_open()
                 if is_last:
@@ -155,66 +145,17 @@ class GrammarCompiler:
         return message
 
 
-class _WorkerGoneError(JaxpageError):
-    """The process ended by itself, or was killed."""
-
-
-class _Worker:
+class _Worker(WorkerProcess):
     """The process in which grammars are tried: see jaxpage/decoding/grammar_worker.py."""
 
     def __init__(self, tokenizer_description: str) -> None:
-        path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "jaxpage.decoding.grammar_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,  # Ctrl-C is not meant for it
-        )
-        self.kill = partial(_kill, self._process, os.getpid())
-        self.close = weakref.finalize(self, _end, self._process, os.getpid())
-        self._say(tokenizer_description)
+        super().__init__("jaxpage.decoding.grammar_worker", "structured_outputs: the process that tries grammars")
+        self.say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
         """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if there is no answer."""
-        self._say(json.dumps([kind, value, COMPILE_SECONDS, COMPILE_BYTES]))
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:  # a program may have more files open than `select` can name
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(COMPILE_SECONDS + _GRACE_SECONDS):
-                raise JaxpageError("structured_outputs: the process that tries grammars does not answer")
-        if not (line := self._process.stdout.readline()):
-            raise _WorkerGoneError(_GONE)
-        problem, num_bytes = json.loads(line)
+        problem, num_bytes = self.asked([kind, value, COMPILE_SECONDS, COMPILE_BYTES], COMPILE_SECONDS)
         return problem, num_bytes
-
-    def _say(self, line: str) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise _WorkerGoneError(_GONE) from error
-
-
-def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
-    """With what it is trying. A program that was forked off this one has no say in it."""
-    if process.returncode is None and os.getpid() == creator_pid:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own is a group
-
-
-def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
-    """To be called with the lock held, or when the worker is no longer used: closes its pipes as well."""
-    if os.getpid() != creator_pid:
-        return
-    _kill(process, creator_pid)
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        with contextlib.suppress(OSError):  # what was not written yet
-            pipe.close()
-    process.wait()
 
 
 def _description(tokenizer: Any) -> str:

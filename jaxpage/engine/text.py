@@ -17,6 +17,7 @@ from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 from jaxpage.checkpoints.problems import listed, quoted
 from jaxpage.checkpoints.resolve import TOKENIZER_FILES
+from jaxpage.checkpoints.sentence_piece import sentence_piece_tokenizer
 from jaxpage.engine.text_growth import check_growth
 from jaxpage.errors import CheckpointError
 from jaxpage.settings.engine_config import EngineConfig
@@ -41,6 +42,8 @@ def load_tokenizer(directory: Path) -> Any | None:
         return None
     _check_regular(directory)
     if not has_file(directory, "tokenizer.json") and has_file(directory, "tokenizer.model"):
+        if not has_file(directory, "tokenizer_config.json"):
+            return _checked(sentence_piece_tokenizer(directory), directory)
         _check_sentence_piece(directory)
     # A class that only code of the model's own has is not needed where tokenizer.json says everything.
     loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
@@ -83,9 +86,10 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
     templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
+    environment = _compile_jinja_template("").environment
     for name, template in templates.items():
         try:
-            _compile_jinja_template(template)
+            environment.parse(template)  # compiling it would compute its constants, which may take all memory
         except Exception as error:  # whatever the parser raises
             logger.warning(
                 "%s: the chat template %s does not parse, and every chat will be refused: %s",

@@ -55,6 +55,7 @@ from jaxpage.serving.wire.ollama import (
     show_ollama,
 )
 from jaxpage.serving.wire.openapi import openapi
+from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.tokenizing import Transformed
 
@@ -77,6 +78,8 @@ class Server:
     ) -> None:
         self.visitors = InFlightRequests()
         self.preparing = Preparing(loop.engine, loop.num_places)
+        if getattr(context.tokenizer, "chat_template", None):
+            RENDERERS.warm()
         self._loop = loop
         self._context = context
         self.metrics = metrics

@@ -26,6 +26,8 @@ SETS: dict[str, KernelSet] = {
 BACKENDS = tuple(SETS)
 DEFINITION = reference.SET.name  # of what the others must give
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
+# The definition gathers all that each token of a chunk sees, at once.
+XLA_ADVICE = f"{' or '.join(XLA_BACKENDS)}; {DEFINITION} needs far more memory for long chunks of prompts"
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
 GPU_BACKENDS = tuple(
     name for name, each in SETS.items() if each.runs_on("gpu")
@@ -99,7 +101,7 @@ def _shape(call: Call) -> Shape | None:
 def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: str) -> NotImplementedError:
     text = f"no backend of {operation} takes this call: {'; '.join(refusals)}"
     if backend == "auto" and platform == "gpu":
-        text += f". Plain XLA runs on a GPU only where it is asked for by name: {' or '.join(XLA_BACKENDS)}"
+        text += f". Plain XLA runs on a GPU only where it is asked for by name: {XLA_ADVICE}"
     return NotImplementedError(text)
 
 

@@ -23,14 +23,15 @@ from jaxpage.serving.wire.fields import (
     ToolCall,
     ToolMessage,
 )
-from jaxpage.serving.wire.render_time import templates_end_within
+from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.settings.argument_checks import shown
 
 # What the renderer itself gives a template.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
 _MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # of a variable: a template may count up to it
 _MAX_VARIABLES = 64
-RENDER_SECONDS = 2.0
+RENDER_SECONDS = 2.0  # of the processor
+RENDER_BYTES = 256 << 20
 
 
 def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> str:
@@ -49,23 +50,21 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
         raise ApiError(400, message, param="continue_final_message")
     messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
+    asked = {
+        "template": template,
+        "special_tokens": context.tokenizer.special_tokens_map,  # type: ignore[union-attr]  # it has a template
+        "messages": messages,
+        "tools": [_tool(tool) for tool in tools] or None,
+        "add_generation_prompt": not continues
+        if request.add_generation_prompt is None
+        else request.add_generation_prompt,
+        "continue_final_message": continues,
+        "variables": variables,
+    }
     try:
-        with templates_end_within(RENDER_SECONDS):
-            return str(
-                context.tokenizer.apply_chat_template(  # type: ignore[union-attr]  # it has a template
-                    messages,
-                    tools=[_tool(tool) for tool in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=not continues
-                    if request.add_generation_prompt is None
-                    else request.add_generation_prompt,
-                    continue_final_message=continues,
-                    **variables,
-                )
-            )
-    except Exception as error:  # a template is a program, and may fail in any way
-        what = str(error) or type(error).__name__
-        raise ApiError(400, f"The model's chat template refuses these messages: {what}", param="messages") from None
+        return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+    except ValueError as error:
+        raise ApiError(400, f"The model's chat template refuses these messages: {error}", param="messages") from None
 
 
 def template_of(context: ModelContext, tools: list[Tool]) -> str:
