@@ -101,9 +101,12 @@ def pytest_configure(config):
     cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first, so that no process is left alone with one at the end."""
-    items.sort(key=lambda item: -_DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"])
+def pytest_collection_modifyitems(config, items):
+    """The longest files first, so that no process is left alone with one at the end; the quickest first if the first failure ends the run (`-x`)."""
+    quickest_first = config.getoption("maxfail") == 1
+    items.sort(
+        key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"], reverse=not quickest_first
+    )
 
 
 def pytest_sessionfinish(session):

@@ -5,13 +5,17 @@
 
 The faults are those of Cosmic Ray (`pip install cosmic-ray`): a comparison, an arithmetic or a
 boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
-is tried with the test files of the room that it is in, the quickest first, until a test fails. The
-exit status is 1 if a fault survives that is not in `EQUIVALENT`.
+room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
+all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
+Each fault is tried with the test files of its room and with quick ones that import its module, the
+quickest first, until a test fails. The exit status is 1 if a fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import os
 import random
 import re
@@ -26,8 +30,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
+MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
 
-# The test files that are to find a fault in a room, the quickest first.
+# The test files that are to find a fault in a room. `tests/conftest.py` runs the quickest first.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
@@ -35,6 +40,17 @@ TESTS = {
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
+}
+
+# More of them, for modules of a room whose names begin so.
+MORE_TESTS = {
+    "checkpoints/eagle": "eagle",
+    "checkpoints/medusa": "medusa",
+    "checkpoints/orbax": "training",
+    "memory/memory_history": "inspector_state",
+    "serving/wire/chat": "chat",
+    "serving/wire/score": "scoring",
+    "serving/wire/templates": "chat",
 }
 
 # Kinds of faults. Those left out mostly give a program that cannot run: an operator between types, a
@@ -54,13 +70,13 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = ()
 def main() -> int:
     """Runs the sample and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="FILE", help="modules to plant faults in; default: of all rooms")
+    parser.add_argument("modules", nargs="*", metavar="FILE", help="modules or folders to plant faults in; default: all rooms")
     parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help=f"number of faults; default: {SAMPLE}")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"seed of the draw; default: {SEED}")
     arguments = parser.parse_args()
     if arguments.sample < 1:
         parser.error(f"--sample must be at least 1, got {arguments.sample}")
-    modules = [Path(name) for name in arguments.modules] or modules_of_rooms()
+    modules = modules_under(arguments.modules or [f"jaxpage/{room}" for room in TESTS])
     for module in modules:
         if room_of(module) is None or not (ROOT / module).is_file():
             parser.error(f"{module} is no module of {', '.join(f'jaxpage/{room}/' for room in TESTS)}")
@@ -70,9 +86,9 @@ def main() -> int:
         return try_faults(modules, arguments.sample, arguments.seed)
 
 
-def modules_of_rooms() -> list[Path]:
-    """Returns the modules of all rooms, relative to the root."""
-    paths = (path for room in TESTS for path in sorted((ROOT / "jaxpage" / room).rglob("*.py")))
+def modules_under(names: Sequence[str]) -> list[Path]:
+    """Returns modules, relative to the root, from names of modules and of folders."""
+    paths = (path for name in names for path in (sorted((ROOT / name).rglob("*.py")) or [ROOT / name]))
     return [path.relative_to(ROOT) for path in paths]
 
 
@@ -103,9 +119,28 @@ def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
         (fault for fault in items if OPERATORS.fullmatch(fault.operator_name) and is_in_a_function(fault)),
         key=lambda fault: (str(fault.module_path), fault.start_pos, fault.operator_name, fault.occurrence),
     )
-    chosen = random.Random(seed).sample(possible, min(number, len(possible)))
+    rooms = [room for room in TESTS if any(room_of(module) == room for module in modules)]
+    chosen = []
+    for index, room in enumerate(rooms):
+        share = (number + index) // len(rooms)
+        inside = [fault for fault in possible if room_of(fault.module_path) == room]
+        random.Random(f"{seed} {room}").shuffle(inside)
+        chosen += list(itertools.islice(filter(is_a_program, inside), share))
     print(f"{len(chosen)} of {len(possible)} faults in {len(modules)} modules, seed {seed}", flush=True)
     return sorted(chosen, key=possible.index)
+
+
+def is_a_program(fault: Any) -> bool:
+    """Returns whether Python can compile the module with a fault: the `*` of a signature is no product."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = Path(fault.module_path).read_text(encoding="utf-8")
+    try:
+        compile(mutate_code(source, get_operator(fault.operator_name)(), fault.occurrence), "", "exec", dont_inherit=True)
+    except SyntaxError:
+        return False
+    return True
 
 
 def is_in_a_function(fault: Any) -> bool:
@@ -121,7 +156,7 @@ def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
     survived = []
     for fault in drawn(modules, number, seed):
         line = line_of(fault)
-        command = test_command(room_of(fault.module_path))
+        command = test_command(fault.module_path)
         result = mutate_and_test([fault], command, TEST_SECONDS)
         reason = reason_for(fault, line)
         lives = result.test_outcome == TestOutcome.SURVIVED
@@ -148,13 +183,28 @@ def reason_for(fault: Any, line: str) -> str:
     return next(iter(known), "")
 
 
-def test_command(room: str | None) -> str:
-    """Returns the command that runs a room's tests in the copy until one fails."""
-    assert room is not None
-    files = [f"tests/test_{name}.py" for name in TESTS[room].split()]
+def test_command(module: Path) -> str:
+    """Returns the command that runs the tests for a module in the copy until one fails."""
+    files = [f"tests/test_{name}.py" for name in names_of_tests(module)]
     program = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
     return shlex.join(["env", f"PYTHONPATH={path}", "JAX_PLATFORMS=cpu", *program, *files])
+
+
+def names_of_tests(module: Path) -> list[str]:
+    """Returns the names of the test files that are to find a fault in a module."""
+    room = room_of(module)
+    assert room is not None
+    names = TESTS[room].split()
+    name = module.relative_to("jaxpage").as_posix()
+    names += [more for start, files in MORE_TESTS.items() if name.startswith(start) for more in files.split()]
+    package = ".".join(module.parent.parts)
+    imports = re.compile(rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)")
+    for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
+        path = Path("tests", file)
+        if record["seconds"] <= MOST_SECONDS and path.is_file() and imports.search(path.read_text(encoding="utf-8")):
+            names.append(path.stem.removeprefix("test_"))
+    return list(dict.fromkeys(names))
 
 
 if __name__ == "__main__":
