@@ -188,7 +188,8 @@ def test_command(module: Path) -> str:
     files = [f"tests/test_{name}.py" for name in names_of_tests(module)]
     program = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    return shlex.join(["env", f"PYTHONPATH={path}", "JAX_PLATFORMS=cpu", *program, *files])
+    variables = [f"PYTHONPATH={path}", "JAX_PLATFORMS=cpu", "HYPOTHESIS_PROFILE=planted"]
+    return shlex.join(["env", *variables, *program, *files])
 
 
 def names_of_tests(module: Path) -> list[str]:
