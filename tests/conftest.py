@@ -112,11 +112,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """The longest files first, so that no process is left alone with one at the end; the quickest first if the first failure ends the run (`-x`)."""
+    """The longest files first, so that no process is left alone with one at the end.
+
+    With `-x` the quickest come first, because the first failure ends the run.
+    """
     quickest_first = config.getoption("maxfail") == 1
-    items.sort(
-        key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"], reverse=not quickest_first
-    )
+    items.sort(key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"], reverse=not quickest_first)
 
 
 def pytest_sessionfinish(session):

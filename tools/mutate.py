@@ -14,22 +14,27 @@ quickest first, until a test fails. The exit status is 1 if a fault survives tha
 from __future__ import annotations
 
 import argparse
+import contextlib
+import difflib
 import itertools
 import json
+import multiprocessing
 import os
 import random
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
+PRELOADED = ["jax.experimental.pallas", "flax.nnx", "torch", "transformers", "hypothesis.stateful", "pydantic", "httpx"]
 MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
 
 # The test files that are to find a fault in a room. `tests/conftest.py` runs the quickest first.
@@ -70,7 +75,9 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = ()
 def main() -> int:
     """Runs the sample and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="FILE", help="modules or folders to plant faults in; default: all rooms")
+    parser.add_argument(
+        "modules", nargs="*", metavar="FILE", help="modules or folders to plant faults in; default: all rooms"
+    )
     parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help=f"number of faults; default: {SAMPLE}")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"seed of the draw; default: {SEED}")
     arguments = parser.parse_args()
@@ -106,28 +113,39 @@ def copy_tracked_files(directory: Path) -> None:
             shutil.copy2(ROOT / name, directory / name)
 
 
+def possible(modules: Sequence[Path]) -> Iterator[Any]:
+    """Returns the faults that can be planted in the modules, as `cosmic-ray init` does for all kinds."""
+    from cosmic_ray.ast import ast_nodes, get_ast_from_path
+    from cosmic_ray.ast.ast_query import ASTQuery
+    from cosmic_ray.plugins import get_operator, operator_names
+    from cosmic_ray.work_item import MutationSpec
+
+    operators = {name: get_operator(name)() for name in sorted(operator_names()) if OPERATORS.fullmatch(name)}
+    for module in sorted(modules):
+        nodes = list(ast_nodes(get_ast_from_path(module)))
+        for name, operator in operators.items():
+            found = ((node, *ends) for node in nodes for ends in operator.mutation_positions(node))
+            for occurrence, (node, start, end) in enumerate(found):
+                definition = ASTQuery(node).get_definition_name()
+                if definition is not None:  # elsewhere are constants and names of types
+                    yield MutationSpec(module, name, occurrence, start, end, {}, definition)
+
+
 def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
     """Returns a sample of the faults that can be planted in the modules, in the order of the files."""
-    from cosmic_ray.commands.init import init
-    from cosmic_ray.work_db import WorkDB
-
-    database = WorkDB("faults.sqlite", WorkDB.Mode.create)
-    init(modules, database, {})
-    items = [item.mutations[0] for item in database.work_items]
-    database.close()
-    possible = sorted(
-        (fault for fault in items if OPERATORS.fullmatch(fault.operator_name) and is_in_a_function(fault)),
+    faults = sorted(
+        possible(modules),
         key=lambda fault: (str(fault.module_path), fault.start_pos, fault.operator_name, fault.occurrence),
     )
     rooms = [room for room in TESTS if any(room_of(module) == room for module in modules)]
     chosen = []
     for index, room in enumerate(rooms):
         share = (number + index) // len(rooms)
-        inside = [fault for fault in possible if room_of(fault.module_path) == room]
+        inside = [fault for fault in faults if room_of(fault.module_path) == room]
         random.Random(f"{seed} {room}").shuffle(inside)
         chosen += list(itertools.islice(filter(is_a_program, inside), share))
-    print(f"{len(chosen)} of {len(possible)} faults in {len(modules)} modules, seed {seed}", flush=True)
-    return sorted(chosen, key=possible.index)
+    print(f"{len(chosen)} of {len(faults)} faults in {len(modules)} modules, seed {seed}", flush=True)
+    return sorted(chosen, key=faults.index)
 
 
 def is_a_program(fault: Any) -> bool:
@@ -137,36 +155,101 @@ def is_a_program(fault: Any) -> bool:
 
     source = Path(fault.module_path).read_text(encoding="utf-8")
     try:
-        compile(mutate_code(source, get_operator(fault.operator_name)(), fault.occurrence), "", "exec", dont_inherit=True)
+        compile(
+            mutate_code(source, get_operator(fault.operator_name)(), fault.occurrence), "", "exec", dont_inherit=True
+        )
     except SyntaxError:
         return False
     return True
 
 
-def is_in_a_function(fault: Any) -> bool:
-    """Returns whether a fault is in a function or a class; elsewhere are constants and names of types."""
-    return fault.definition_name is not None
-
-
 def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
     """Plants the faults one after the other, prints a line for each, and returns the exit status."""
-    from cosmic_ray.mutating import mutate_and_test
-    from cosmic_ray.work_item import TestOutcome
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
 
+    run_tests = Tests()
     survived = []
     for fault in drawn(modules, number, seed):
         line = line_of(fault)
-        command = test_command(fault.module_path)
-        result = mutate_and_test([fault], command, TEST_SECONDS)
+        files = [f"tests/test_{name}.py" for name in names_of_tests(fault.module_path)]
+        with use_mutation(fault.module_path, get_operator(fault.operator_name)(), fault.occurrence) as versions:
+            failed = run_tests(files)
+        if failed and not run_tests.passes(failed):
+            print(f"{failed} fails without a fault, too")
+            return 2
         reason = reason_for(fault, line)
-        lives = result.test_outcome == TestOutcome.SURVIVED
-        outcome = f"equivalent ({reason})" if reason else "SURVIVED" if lives else "found"
+        outcome = "found" if failed else f"equivalent ({reason})" if reason else "SURVIVED"
         where = f"{fault.module_path}:{fault.start_pos[0]}"
         print(f"{outcome:<10} {where} {fault.operator_name.removeprefix('core/')}: {line.strip()}", flush=True)
-        if lives and not reason:
-            survived.append(result.diff)
+        if failed:
+            print(f"{'':<10} {failed}", flush=True)
+        elif not reason:
+            before, after = (text.splitlines() for text in versions)
+            survived.append("\n".join(difflib.unified_diff(before, after, where, lineterm="", n=1)))
     print("\n".join(("", *survived, f"{len(survived)} survived")))
     return 1 if survived else 0
+
+
+class Tests:
+    """Runs tests in the copy, each time in a new process that has no module of the copy yet.
+
+    The processes are forked from one that has imported what the tests need of other packages, which
+    takes longer than most faults take to be found.
+    """
+
+    def __init__(self) -> None:
+        os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HYPOTHESIS_PROFILE="planted")
+        os.environ.update(PYTHONPATH=os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+        sys.path[:] = [str(Path.cwd()), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._passes: dict[str, bool] = {}
+
+    def __call__(self, names: Sequence[str]) -> str:
+        """Runs test files or single tests; returns the first test that fails, "" if none does."""
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=run_pytest, args=(sender, names))
+        process.start()
+        sender.close()
+        failed = names[0]  # of a process that ends or hangs without a word
+        if receiver.poll(TEST_SECONDS):
+            with contextlib.suppress(EOFError):
+                failed = receiver.recv()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.join()
+        return failed
+
+    def passes(self, test: str) -> bool:
+        """Returns whether a test passes without a fault."""
+        if test not in self._passes:
+            self._passes[test] = not self([test])
+        return self._passes[test]
+
+
+def run_pytest(sender: Connection, names: Sequence[str]) -> None:
+    """Runs tests until one fails, and sends which; "" if none does. In a process of its own."""
+    import pytest
+
+    os.setsid()
+    failed: list[str] = []
+
+    class Failures:
+        """Notes what fails, in a test or before it."""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            failed.extend([report.nodeid] if report.failed else [])
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            failed.extend([report.nodeid] if report.failed else [])
+
+    with open("output.txt", "w", encoding="utf-8") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        status = pytest.main([*options, *names], plugins=[Failures()])
+    sender.send("" if status == 0 else failed[0] if failed else names[0])
 
 
 def line_of(fault: Any) -> str:
@@ -181,15 +264,6 @@ def reason_for(fault: Any, line: str) -> str:
         reason for file, part, reason in EQUIVALENT if file == str(fault.module_path) and part in line
     )
     return next(iter(known), "")
-
-
-def test_command(module: Path) -> str:
-    """Returns the command that runs the tests for a module in the copy until one fails."""
-    files = [f"tests/test_{name}.py" for name in names_of_tests(module)]
-    program = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    variables = [f"PYTHONPATH={path}", "JAX_PLATFORMS=cpu", "HYPOTHESIS_PROFILE=planted"]
-    return shlex.join(["env", *variables, *program, *files])
 
 
 def names_of_tests(module: Path) -> list[str]:
