@@ -41,7 +41,7 @@ MOST_SECONDS = 15.0  # that a test file takes which is run only because it impor
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
-    "decoding": "stopping stops_in_engine parallel_sampling structured_outputs beam_search sampling",
+    "decoding": "json_schemas masks_behind_drafts stopping parallel_sampling structured_outputs beam_search sampling",
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
@@ -216,8 +216,9 @@ class Tests:
         if receiver.poll(TEST_SECONDS):
             with contextlib.suppress(EOFError):
                 failed = receiver.recv()
+        process.join(10)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # with all that the tests started
         process.join()
         return failed
 
