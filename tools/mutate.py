@@ -48,15 +48,31 @@ TESTS = {
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }
 
-# More of them, for modules of a room whose names begin so.
-MORE_TESTS = {
-    "checkpoints/eagle": "eagle",
-    "checkpoints/medusa": "medusa",
-    "checkpoints/orbax": "training",
-    "memory/memory_history": "inspector_state",
-    "serving/wire/chat": "chat",
+# Those that find most faults in modules whose names begin so, in the room's list or not: they run first.
+FIRST_TESTS = {
+    "memory/block_": "block_pool block_manager cache_groups",
+    "memory/cached_blocks": "block_manager cache_groups prefix_cache",
+    "memory/memory_history": "memory_report",
+    "scheduling/plan_builder": "draft_scheduling",
+    "scheduling/queues": "policies",
+    "decoding/beam": "beam_search",
+    "decoding/constraints": "masks_behind_drafts",
+    "decoding/json_schemas": "json_schemas",
+    "decoding/sampling": "stopping",
+    "decoding/stop": "stopping",
+    "step/draft": "drafts_with_q draft_scheduling",
+    "step/strategy": "stopping",
+    "serving/wire/answering": "wire_answers",
+    "serving/wire/chat": "wire_answers chat",
+    "serving/wire/fields": "wire_requests",
     "serving/wire/score": "scoring",
     "serving/wire/templates": "chat",
+    "serving/wire/tools": "wire_tools wire_answers",
+    "serving/wire/translated": "wire_requests",
+    "checkpoints/eagle": "eagle",
+    "checkpoints/gguf": "gguf",
+    "checkpoints/medusa": "medusa",
+    "checkpoints/orbax": "training",
 }
 
 # Kinds of faults. Those left out mostly give a program that cannot run: an operator between types, a
@@ -178,9 +194,9 @@ def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
         if reason := reason_for(fault, line):
             print(f"equivalent {described}\n{'':<10} {reason}", flush=True)
             continue
-        files = [f"tests/test_{name}.py" for name in names_of_tests(fault.module_path)]
+        files = files_of_tests(fault.module_path)
         with use_mutation(fault.module_path, get_operator(fault.operator_name)(), fault.occurrence) as versions:
-            failed = run_tests(files)
+            failed = next(filter(None, map(run_tests, files)), "")
         if failed and not run_tests.passes(failed):
             print(f"{failed} fails without a fault, too")
             return 2
@@ -271,20 +287,21 @@ def reason_for(fault: Any, line: str) -> str:
     return next(iter(known), "")
 
 
-def names_of_tests(module: Path) -> list[str]:
-    """Returns the names of the test files that are to find a fault in a module."""
+def files_of_tests(module: Path) -> list[list[str]]:
+    """Returns the test files that are to find a fault in a module: those that run first, and all others."""
     room = room_of(module)
     assert room is not None
-    names = TESTS[room].split()
     name = module.relative_to("jaxpage").as_posix()
-    names += [more for start, files in MORE_TESTS.items() if name.startswith(start) for more in files.split()]
+    first = " ".join(files for start, files in FIRST_TESTS.items() if name.startswith(start)).split()
     package = ".".join(module.parent.parts)
     imports = re.compile(rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)")
+    others = TESTS[room].split()
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)
         if record["seconds"] <= MOST_SECONDS and path.is_file() and imports.search(path.read_text(encoding="utf-8")):
-            names.append(path.stem.removeprefix("test_"))
-    return list(dict.fromkeys(names))
+            others.append(path.stem.removeprefix("test_"))
+    parts = first, [other for other in dict.fromkeys(others) if other not in first]
+    return [[f"tests/test_{one}.py" for one in part] for part in parts if part]
 
 
 if __name__ == "__main__":
