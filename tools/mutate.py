@@ -7,8 +7,9 @@ The faults are those of Cosmic Ray (`pip install cosmic-ray`): a comparison, an 
 boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
 room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
 all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
-Each fault is tried with the test files of its room and with quick ones that import its module, the
-quickest first, until a test fails. The exit status is 1 if a fault survives that is not in `EQUIVALENT`.
+Each fault is tried with the test files of `FIRST_TESTS`, then with all of its room and with quick ones
+that import its module, until a test fails that passes without the fault. The exit status is 1 if a
+fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
 PRELOADED = ["jax.experimental.pallas", "flax.nnx", "torch", "transformers", "hypothesis.stateful", "pydantic", "httpx"]
 MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
 
-# The test files that are to find a fault in a room. `tests/conftest.py` runs the quickest first.
+# The test files that are to find a fault in a room; with `-x` the quickest of them run first.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
