@@ -234,7 +234,7 @@ class Tests:
         if receiver.poll(TEST_SECONDS):
             with contextlib.suppress(EOFError):
                 failed = receiver.recv()
-        process.join(10)
+        process.join(2)
         assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with all that the tests started
