@@ -88,7 +88,7 @@ OPERATORS = re.compile(
 # Faults that change nothing that could be tested: how the module's path begins, the kind, a part of the
 # line as it is without the fault, and the reason.
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
-    ("", "ReplaceTrueWithFalse", "strict=True", "it asserts of zip that the lengths agree, and they do"),
+    ("", "ReplaceTrueWithFalse", ", strict=True", "it asserts of zip that the lengths agree, and they do"),
 )
 
 
