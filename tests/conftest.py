@@ -47,6 +47,16 @@ import pytest  # noqa: E402
 hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
+# For tools/mutate.py, which asks only whether a test fails: to shrink what it finds takes minutes.
+hypothesis.settings.register_profile(
+    "planted",
+    max_examples=40,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    report_multiple_bugs=False,
+)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
 # The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the time. Users pay nothing.
@@ -101,9 +111,13 @@ def pytest_configure(config):
     cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
 
 
-def pytest_collection_modifyitems(items):
-    """The longest files first, so that no process is left alone with one at the end."""
-    items.sort(key=lambda item: -_DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"])
+def pytest_collection_modifyitems(config, items):
+    """The longest files first, so that no process is left alone with one at the end.
+
+    With `-x` the quickest come first, because the first failure ends the run.
+    """
+    quickest_first = config.getoption("maxfail") == 1
+    items.sort(key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"], reverse=not quickest_first)
 
 
 def pytest_sessionfinish(session):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import house
+from tools import mutate
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,6 +31,17 @@ OPTIONAL = {  # import name -> the one file that may import it
 def test_the_house_keeps_its_laws() -> None:
     found = house.violations(ROOT)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_what_the_mutation_tool_names_is_there() -> None:
+    names = " ".join([*mutate.TESTS.values(), *mutate.FIRST_TESTS.values()]).split()
+    assert not [name for name in names if not (ROOT / "tests" / f"test_{name}.py").is_file()]
+    modules = mutate.modules_under([f"jaxpage/{room}" for room in mutate.TESTS])
+    sources = {str(module): (ROOT / module).read_text(encoding="utf-8") for module in modules}
+    for start in mutate.FIRST_TESTS:
+        assert any(name.startswith(f"jaxpage/{start}") for name in sources), start
+    for start, _, part, _ in mutate.EQUIVALENT:
+        assert any(name.startswith(start) and part in text for name, text in sources.items()), part
 
 
 def test_proportions() -> None:

@@ -77,6 +77,7 @@ def test_a_log_gives_them_back() -> None:
     sequence_id, draft = _draft(*json.loads(json.dumps(_drafts(row))), vocab_size=20)
     assert sequence_id == 4
     assert_same(draft, DRAFT)
+    assert DRAFT.q is not None and [len(ids) for ids, _ in DRAFT.q.as_lists()] == [2, 2, 3, 3]  # no padding
     for wrong in ([], [[[5], [0]]] * 4, [[5, 3]] * 4, [[["x"], [1]]] * 4, [[[2**40], [2**40]]] * 4, 7):
         with pytest.raises((OverflowError, TypeError, ValueError)):
             _draft(4, [5, 3, 8, 1], [-1, -1, 0, 1], wrong, vocab_size=20)

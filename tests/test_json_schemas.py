@@ -63,6 +63,7 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
         ({"type": "number", "exclusiveMinimum": 3, "maximum": 3.5}, NUMBERS, ["3.1"]),
         ({"type": ["number", "null"], **PAIR}, [*NUMBERS, "null"], ["0.1", "null"]),
         (PAIR, [*NUMBERS, '"a"'], ["0.1", '"a"']),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0", "0.0000000001"], ["0.0000000001"]),
         ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, NUMBERS, ["0.1", "0.5"]),
         ({"$ref": "#/$defs/a", "maximum": 0.5, "$defs": {"a": {"type": "number", "exclusiveMinimum": 0}}}, NUMBERS, ["0.1"]),
         ({"type": "number", "exclusiveMinimum": 1.2, "exclusiveMaximum": 1.7}, NUMBERS, ["1.5"]),

@@ -699,6 +699,7 @@ def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
     manager = BlockManager([BlockTables(BlockPool(8), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 6)
     manager.cache(0, 6, [1] * 6, [], None)
+    assert manager.groups[0].tables[0].num_cached == 3, "a block that is cached is not offered again"
     with pytest.raises(ValueError, match="before cached ones: trim first"):
         manager.reserve(0, 1, 4)
     manager.trim(0, 1)

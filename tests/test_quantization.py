@@ -705,6 +705,19 @@ def test_tensors_that_are_not_used_must_say_what_is_known(
     assert text in str(caught.value) and "(such tensors: 1)" in str(caught.value)
 
 
+def test_of_several_tensors_that_are_not_used_the_first_is_named(tmp_path: Path) -> None:
+    quantized_checkpoint(tmp_path, "gptq")
+    tensors = dict(load_file(tmp_path / "model.safetensors"))
+    first, second = (f"model.layers.{layer}.self_attn.q_proj.qzeros" for layer in (0, 1))
+    changed = {first: tensors[first] + 1, second: tensors[second].astype(np.float32)}
+    write_tensors(tmp_path, tensors | changed)
+    with pytest.raises(CheckpointError) as caught:
+        open_model(tmp_path)
+    text = str(caught.value)
+    assert f"'{first}' has zeros that are not 7" in text and "(such tensors: 2)" in text, text
+    assert "(1 problem)" in text and second not in text
+
+
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
 def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, name)
@@ -725,7 +738,8 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
     [
         (
             {"ignore": []},
-            "'lm_head.weight' has dtype I8, which is of quantised weights (such modules: 1), but only",
+            "'lm_head.weight' has dtype I8, which is of quantised weights (such modules: 2), but only those of linear "
+            "layers and experts are supported: use a checkpoint where lm_head is not quantised",
         ),
         ({"config_groups": {}}, "(such modules: 14), but quantization_config of config.json says that it is not"),
     ],
@@ -735,8 +749,10 @@ def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, A
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change}))
     if "ignore" in change:
         tensors = dict(load_file(tmp_path / "model.safetensors"))
-        head, _ = FORMATS["W8A8"][1](*tensors["lm_head.weight"].shape)
-        write_tensors(tmp_path, tensors | {f"lm_head.{name}": array for name, array in head.items()})
+        for module in ("lm_head", "model.embed_tokens"):
+            coded, _ = FORMATS["W8A8"][1](*tensors[f"{module}.weight"].shape)
+            tensors |= {f"{module}.{name}": array for name, array in coded.items()}
+        write_tensors(tmp_path, tensors)
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -44,6 +45,7 @@ from jaxpage.serving.wire.translated_fields import (
     OllamaEmbeddingsRequest,
     OllamaEmbedRequest,
     OllamaGenerateRequest,
+    OllamaOptions,
     ResponsesRequest,
 )
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -362,6 +364,64 @@ def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
     for name in only_flags | {"echo"}:
         opens, body = (open_chat, chat()) if name == "parallel_tool_calls" else (open_completion, completion())
         assert refused(opens, {**body, name: "yes"}).param == name
+
+
+INT32 = 2**31 - 1
+SAMPLED = {
+    **{"n": (1, 128), "top_k": (-1, INT32), "min_tokens": (0, INT32), "prompt_logprobs": (0, 20)},
+    **{
+        "temperature": (0.0, 2.0),
+        "min_p": (0.0, 1.0),
+        "presence_penalty": (-2.0, 2.0),
+        "frequency_penalty": (-2.0, 2.0),
+    },
+    **{"seed": (-(2**63), 2**64 - 1), "priority": (-(2**31), INT32)},
+}
+OLLAMA_NUMBERS = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "seed")
+BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[float, float]]]] = [
+    (CompletionRequest, completion(), {**SAMPLED, "max_tokens": (0, INT32), "best_of": (1, 128), "logprobs": (0, 5)}),
+    (ChatCompletionRequest, chat(), {**SAMPLED, "max_tokens": (1, INT32), "top_logprobs": (0, 20)}),
+    (ResponsesRequest, {"model": "demo", "input": "a"}, {"temperature": (0.0, 2.0), "max_output_tokens": (1, INT32)}),
+    (MessagesRequest, chat(max_tokens=1), {"temperature": (0.0, 1.0), "top_k": (0, INT32), "max_tokens": (1, INT32)}),
+    (
+        OllamaOptions,
+        {},
+        {**{name: SAMPLED[name] for name in OLLAMA_NUMBERS}, "top_k": (0, INT32), "num_predict": (-2, INT32)},
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "name", "least", "most"),
+    [(model, body, name, *bounds) for model, body, fields in BOUNDS for name, bounds in fields.items()],
+)
+def test_a_number_is_taken_at_its_bounds_and_refused_beyond(
+    model: Any, body: dict[str, Any], name: str, least: float, most: float
+) -> None:
+    step = 0.01 if isinstance(least, float) else 1
+    for value in (least, most):
+        model.model_validate({**body, name: value})
+    for value in (least - step, most + step):
+        with pytest.raises(ValidationError, match=name):
+            model.model_validate({**body, name: value})
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "name", "most"),
+    [
+        (ResponsesRequest, {"model": "demo", "input": "a"}, "metadata", 16),
+        (MessagesRequest, chat(max_tokens=1), "stop_sequences", 16),
+        (OllamaOptions, {}, "stop", 16),
+    ],
+)
+def test_a_list_is_taken_at_its_bound_and_refused_beyond(
+    model: Any, body: dict[str, Any], name: str, most: int
+) -> None:
+    for length, fits in ((most, True), (most + 1, False)):
+        items = dict.fromkeys(map(str, range(length)), "x")
+        value = items if name == "metadata" else list(items)
+        with contextlib.nullcontext() if fits else pytest.raises(ValidationError, match=name):
+            model.model_validate({**body, name: value})
 
 
 def test_the_models_defaults_stand_behind_the_request() -> None:

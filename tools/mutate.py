@@ -5,36 +5,75 @@
 
 The faults are those of Cosmic Ray (`pip install cosmic-ray`): a comparison, an arithmetic or a
 boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
-is tried with the test files of the room that it is in, the quickest first, until a test fails. The
-exit status is 1 if a fault survives that is not in `EQUIVALENT`.
+room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
+all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
+Each fault is tried with the test files of `FIRST_TESTS`, then with all of its room and with quick ones
+that import its module, until a test fails that passes without the fault. The exit status is 1 if a
+fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import difflib
+import itertools
+import json
+import multiprocessing
 import os
 import random
 import re
-import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
+PRELOADED = ["jax.experimental.pallas", "flax.nnx", "torch", "transformers", "hypothesis.stateful", "pydantic", "httpx"]
+MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
 
-# The test files that are to find a fault in a room, the quickest first.
+# The test files that are to find a fault in a room; with `-x` the quickest of them run first.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
-    "decoding": "stopping stops_in_engine parallel_sampling structured_outputs beam_search sampling",
+    "decoding": "json_schemas masks_behind_drafts stopping parallel_sampling structured_outputs beam_search sampling",
     "step": "draft_scheduling scheduler stops_in_engine masks_behind_drafts speculation_log engine",
     "serving/wire": "wire_body wire_in_engine wire_requests wire_openapi wire_answers wire_tools translated_apis http_inputs",
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
+}
+
+# Those that find most faults in modules whose names begin so, in the room's list or not: they run first.
+FIRST_TESTS = {
+    "memory/block_": "block_pool block_manager cache_groups",
+    "memory/cached_blocks": "block_manager cache_groups prefix_cache",
+    "memory/memory_history": "memory_report",
+    "scheduling/plan_builder": "draft_scheduling",
+    "scheduling/queues": "policies",
+    "decoding/beam": "beam_search",
+    "decoding/constraints": "masks_behind_drafts",
+    "decoding/json_schemas": "json_schemas",
+    "decoding/sampling": "stopping",
+    "decoding/stop": "stopping",
+    "step/draft": "drafts_with_q draft_scheduling",
+    "step/strategy": "stopping",
+    "serving/wire/answering": "wire_answers",
+    "serving/wire/chat": "wire_answers chat",
+    "serving/wire/fields": "wire_requests",
+    "serving/wire/score": "scoring",
+    "serving/wire/templates": "chat",
+    "serving/wire/tools": "wire_tools wire_answers",
+    "serving/wire/translated": "wire_requests",
+    "checkpoints/eagle": "eagle",
+    "checkpoints/gguf": "gguf",
+    "checkpoints/medusa": "medusa",
+    "checkpoints/orbax": "training",
 }
 
 # Kinds of faults. Those left out mostly give a program that cannot run: an operator between types, a
@@ -46,21 +85,25 @@ OPERATORS = re.compile(
     r"|ReplaceUnaryOperator_Delete_Not|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop)"
 )
 
-# Faults that change nothing that could be tested: file, a part of the line as it is without the
-# fault, and the reason.
-EQUIVALENT: tuple[tuple[str, str, str], ...] = ()
+# Faults that change nothing that could be tested: how the module's path begins, the kind, a part of the
+# line as it is without the fault, and the reason.
+EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
+    ("", "ReplaceTrueWithFalse", ", strict=True", "it asserts of zip that the lengths agree, and they do"),
+)
 
 
 def main() -> int:
     """Runs the sample and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", metavar="FILE", help="modules to plant faults in; default: of all rooms")
+    parser.add_argument(
+        "modules", nargs="*", metavar="FILE", help="modules or folders to plant faults in; default: all rooms"
+    )
     parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help=f"number of faults; default: {SAMPLE}")
     parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"seed of the draw; default: {SEED}")
     arguments = parser.parse_args()
     if arguments.sample < 1:
         parser.error(f"--sample must be at least 1, got {arguments.sample}")
-    modules = [Path(name) for name in arguments.modules] or modules_of_rooms()
+    modules = modules_under(arguments.modules or [f"jaxpage/{room}" for room in TESTS])
     for module in modules:
         if room_of(module) is None or not (ROOT / module).is_file():
             parser.error(f"{module} is no module of {', '.join(f'jaxpage/{room}/' for room in TESTS)}")
@@ -70,9 +113,9 @@ def main() -> int:
         return try_faults(modules, arguments.sample, arguments.seed)
 
 
-def modules_of_rooms() -> list[Path]:
-    """Returns the modules of all rooms, relative to the root."""
-    paths = (path for room in TESTS for path in sorted((ROOT / "jaxpage" / room).rglob("*.py")))
+def modules_under(names: Sequence[str]) -> list[Path]:
+    """Returns modules, relative to the root, from names of modules and of folders."""
+    paths = (path for name in names for path in (sorted((ROOT / name).rglob("*.py")) or [ROOT / name]))
     return [path.relative_to(ROOT) for path in paths]
 
 
@@ -90,48 +133,144 @@ def copy_tracked_files(directory: Path) -> None:
             shutil.copy2(ROOT / name, directory / name)
 
 
+def possible(modules: Sequence[Path]) -> Iterator[Any]:
+    """Returns the faults that can be planted in the modules, as `cosmic-ray init` does for all kinds."""
+    from cosmic_ray.ast import ast_nodes, get_ast_from_path
+    from cosmic_ray.ast.ast_query import ASTQuery
+    from cosmic_ray.plugins import get_operator, operator_names
+    from cosmic_ray.work_item import MutationSpec
+
+    operators = {name: get_operator(name)() for name in sorted(operator_names()) if OPERATORS.fullmatch(name)}
+    for module in sorted(modules):
+        nodes = list(ast_nodes(get_ast_from_path(module)))
+        for name, operator in operators.items():
+            found = ((node, *ends) for node in nodes for ends in operator.mutation_positions(node))
+            for occurrence, (node, start, end) in enumerate(found):
+                definition = ASTQuery(node).get_definition_name()
+                if definition is not None:  # elsewhere are constants and names of types
+                    yield MutationSpec(module, name, occurrence, start, end, {}, definition)
+
+
 def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
     """Returns a sample of the faults that can be planted in the modules, in the order of the files."""
-    from cosmic_ray.commands.init import init
-    from cosmic_ray.work_db import WorkDB
-
-    database = WorkDB("faults.sqlite", WorkDB.Mode.create)
-    init(modules, database, {})
-    items = [item.mutations[0] for item in database.work_items]
-    database.close()
-    possible = sorted(
-        (fault for fault in items if OPERATORS.fullmatch(fault.operator_name) and is_in_a_function(fault)),
+    faults = sorted(
+        possible(modules),
         key=lambda fault: (str(fault.module_path), fault.start_pos, fault.operator_name, fault.occurrence),
     )
-    chosen = random.Random(seed).sample(possible, min(number, len(possible)))
-    print(f"{len(chosen)} of {len(possible)} faults in {len(modules)} modules, seed {seed}", flush=True)
-    return sorted(chosen, key=possible.index)
+    rooms = [room for room in TESTS if any(room_of(module) == room for module in modules)]
+    chosen = []
+    for index, room in enumerate(rooms):
+        share = (number + index) // len(rooms)
+        inside = [fault for fault in faults if room_of(fault.module_path) == room]
+        random.Random(f"{seed} {room}").shuffle(inside)
+        chosen += list(itertools.islice(filter(is_a_program, inside), share))
+    print(f"{len(chosen)} of {len(faults)} faults in {len(modules)} modules, seed {seed}", flush=True)
+    return sorted(chosen, key=faults.index)
 
 
-def is_in_a_function(fault: Any) -> bool:
-    """Returns whether a fault is in a function or a class; elsewhere are constants and names of types."""
-    return fault.definition_name is not None
+def is_a_program(fault: Any) -> bool:
+    """Returns whether Python can read the module with a fault: the `*` of a signature is no product."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    source = Path(fault.module_path).read_text(encoding="utf-8")
+    try:
+        ast.parse(mutate_code(source, get_operator(fault.operator_name)(), fault.occurrence))
+    except SyntaxError:
+        return False
+    return True
 
 
 def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
     """Plants the faults one after the other, prints a line for each, and returns the exit status."""
-    from cosmic_ray.mutating import mutate_and_test
-    from cosmic_ray.work_item import TestOutcome
+    from cosmic_ray.mutating import use_mutation
+    from cosmic_ray.plugins import get_operator
 
+    run_tests = Tests()
     survived = []
     for fault in drawn(modules, number, seed):
         line = line_of(fault)
-        command = test_command(room_of(fault.module_path))
-        result = mutate_and_test([fault], command, TEST_SECONDS)
-        reason = reason_for(fault, line)
-        lives = result.test_outcome == TestOutcome.SURVIVED
-        outcome = f"equivalent ({reason})" if reason else "SURVIVED" if lives else "found"
         where = f"{fault.module_path}:{fault.start_pos[0]}"
-        print(f"{outcome:<10} {where} {fault.operator_name.removeprefix('core/')}: {line.strip()}", flush=True)
-        if lives and not reason:
-            survived.append(result.diff)
+        described = f"{where} {fault.operator_name.removeprefix('core/')}: {line.strip()}"
+        if reason := reason_for(fault, line):
+            print(f"equivalent {described}\n{'':<10} {reason}", flush=True)
+            continue
+        files = files_of_tests(fault.module_path)
+        with use_mutation(fault.module_path, get_operator(fault.operator_name)(), fault.occurrence) as versions:
+            failed = next(filter(None, map(run_tests, files)), "")
+        if failed and not run_tests.passes(failed):
+            print(f"{failed} fails without a fault, too")
+            return 2
+        print(f"{'found' if failed else 'SURVIVED':<10} {described}\n{'':<10} {failed}", flush=True)
+        if not failed:
+            before, after = (text.splitlines() for text in versions)
+            survived.append("\n".join(difflib.unified_diff(before, after, where, lineterm="", n=1)))
     print("\n".join(("", *survived, f"{len(survived)} survived")))
     return 1 if survived else 0
+
+
+class Tests:
+    """Runs tests in the copy, each time in a new process that has no module of the copy yet.
+
+    The processes are forked from one that has imported what the tests need of other packages, which
+    takes longer than most faults take to be found.
+    """
+
+    def __init__(self) -> None:
+        os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HYPOTHESIS_PROFILE="planted")
+        os.environ.update(PYTHONPATH=os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
+        sys.path[:] = [str(Path.cwd()), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._passes: dict[str, bool] = {}
+
+    def __call__(self, names: Sequence[str]) -> str:
+        """Runs test files or single tests; returns the first test that fails, "" if none does."""
+        receiver, sender = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=run_pytest, args=(sender, names))
+        process.start()
+        sender.close()
+        failed = names[0]  # of a process that ends or hangs without a word
+        if receiver.poll(TEST_SECONDS):
+            with contextlib.suppress(EOFError):
+                failed = receiver.recv()
+        process.join(2)
+        assert process.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with all that the tests started
+        process.join()
+        return failed
+
+    def passes(self, test: str) -> bool:
+        """Returns whether a test passes without a fault."""
+        if test not in self._passes:
+            self._passes[test] = not self([test])
+        return self._passes[test]
+
+
+def run_pytest(sender: Connection, names: Sequence[str]) -> None:
+    """Runs tests until one fails, and sends which; "" if none does. In a process of its own."""
+    import pytest
+
+    os.setsid()
+    failed: list[str] = []
+
+    class Failures:
+        """Notes what fails, in a test or before it."""
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            failed.extend([report.nodeid] if report.failed else [])
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            failed.extend([report.nodeid] if report.failed else [])
+
+    with open("output.txt", "w", encoding="utf-8") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options += ["-k", "not planted and not mistake"]  # those plant faults of their own
+        status = pytest.main([*options, *names], plugins=[Failures()])
+    sender.send("" if status == 0 else failed[0] if failed else names[0])
 
 
 def line_of(fault: Any) -> str:
@@ -142,19 +281,28 @@ def line_of(fault: Any) -> str:
 
 def reason_for(fault: Any, line: str) -> str:
     """Returns why a fault changes nothing that could be tested; "" if it does."""
+    name, kind = str(fault.module_path), fault.operator_name.removeprefix("core/")
     known: Iterable[str] = (
-        reason for file, part, reason in EQUIVALENT if file == str(fault.module_path) and part in line
+        reason for start, of, part, reason in EQUIVALENT if name.startswith(start) and kind == of and part in line
     )
     return next(iter(known), "")
 
 
-def test_command(room: str | None) -> str:
-    """Returns the command that runs a room's tests in the copy until one fails."""
+def files_of_tests(module: Path) -> list[list[str]]:
+    """Returns the test files that are to find a fault in a module: those that run first, and all others."""
+    room = room_of(module)
     assert room is not None
-    files = [f"tests/test_{name}.py" for name in TESTS[room].split()]
-    program = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    path = os.pathsep.join(filter(None, (str(Path.cwd()), os.environ.get("PYTHONPATH"))))
-    return shlex.join(["env", f"PYTHONPATH={path}", "JAX_PLATFORMS=cpu", *program, *files])
+    name = module.relative_to("jaxpage").as_posix()
+    first = " ".join(files for start, files in FIRST_TESTS.items() if name.startswith(start)).split()
+    package = ".".join(module.parent.parts)
+    imports = re.compile(rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)")
+    others = TESTS[room].split()
+    for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
+        path = Path("tests", file)
+        if record["seconds"] <= MOST_SECONDS and path.is_file() and imports.search(path.read_text(encoding="utf-8")):
+            others.append(path.stem.removeprefix("test_"))
+    parts = first, [other for other in dict.fromkeys(others) if other not in first]
+    return [[f"tests/test_{one}.py" for one in part] for part in parts if part]
 
 
 if __name__ == "__main__":
