@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
+from jaxpage.engine.interrupts import Interrupts
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.engines import give_way
@@ -128,14 +129,10 @@ class Engines:
                 break
             if step in (2, 4, 9):
                 give_way(engine.scheduler)
-            llm._calls.step_until_updated({request_id}, _Never())
+            llm._calls.step_until_updated({request_id}, Interrupts())
         llm._calls.end(reporters)
         assert sum(engine.scheduler.num_preemptions.values()) > before
         return reporter.whole()
-
-
-class _Never:
-    pending = False
 
 
 def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:
