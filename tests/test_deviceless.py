@@ -214,7 +214,7 @@ def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, back
     if backend == "triton":
         # The loops are over processed rows, over steps, and over prompt tokens that are scored: no cut-off is bisected, no row is sorted.
         assert selecting <= set(found.calls)
-        processes_some = BUCKETS[kind].num_draws > PROCESSED_AT_ONCE
+        processes_some = BUCKETS[kind].num_processed > PROCESSED_AT_ONCE
         assert thunks_text.count("kWhile") == processes_some + (kind in ("several steps", "chunk"))
         assert len(re.findall(r"kCustomKernel .* sort", thunks_text)) == found.calls["likeliest"]
     if kind == "verify":
