@@ -11,7 +11,7 @@ import bisect
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import psutil
@@ -143,8 +143,8 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
-def available_bytes(device: jax.Device, utilization: float) -> int:
-    """What may be allocated: on an accelerator its share of the device, on CPU a part of the memory that is free now."""
+def available_bytes(device: Any, utilization: float) -> int:
+    """Returns what may be allocated on a `jax.Device`: its share of an accelerator; on a CPU a part of what is free now."""
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
         return gpu_memory.share(statistics["bytes_limit"], utilization) - int(statistics.get("bytes_in_use", 0))
