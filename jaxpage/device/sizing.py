@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import psutil
 
 from jaxpage.device import gpu_memory
