@@ -114,36 +114,3 @@ ANSWERS: dict[str, Answer] = {
     )
     for flag, text in table.items()
 }
-
-# Flags that both programs have under one name, with one meaning.
-SHARED_WITH_VLLM = frozenset(
-    "--" + name.replace("_", "-")
-    for name in [
-        "model",
-        "tokenizer",
-        "revision",
-        "load_format",
-        "dtype",
-        "quantization",
-        "kv_cache_dtype",
-        "max_model_len",
-        "block_size",
-        "kv_cache_memory_bytes",
-        "gpu_memory_utilization",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "scheduling_policy",
-        "enable_prefix_caching",
-        "seed",
-        "speculative_config",
-        "enable_lora",
-        "max_loras",
-        "max_lora_rank",
-        "tensor_parallel_size",
-        "host",
-        "port",
-        "served_model_name",
-        "lora_modules",
-        "reasoning_parser",
-    ]
-)
