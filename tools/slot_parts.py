@@ -10,10 +10,9 @@ from pathlib import Path
 
 from pallas_kernels.bench.check import Check
 from pallas_kernels.bench.children import Child
-from pallas_kernels.bench.parts import PARTS
 from pallas_kernels.sets import KERNEL_BACKENDS
 
-LATER = ("products", "sampler")  # parts of pallas_kernels.bench that are run where they are registered
+PRODUCTS_AND_SAMPLER = ("products", "sampler")  # parts of pallas_kernels.bench
 SWEPT = "fa3"  # the kernel set that is timed with several numbers of splits, last
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 SKIP_PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"
@@ -85,9 +84,8 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
         for name in KERNEL_BACKENDS
     ]
     yield [*right, Part(check.part("pages", needs_s=40, limit_s=150), "writes and copies of pages against XLA")]
-    for name in LATER:
-        if name in PARTS:
-            yield [Part(check.part(name, needs_s=40, limit_s=100, seconds=80, alone=True), f"GPU check: {name}")]
+    for name in PRODUCTS_AND_SAMPLER:
+        yield [Part(check.part(name, needs_s=40, limit_s=100, seconds=80, alone=True), f"GPU check: {name}")]
     yield from _whole_steps(check, sizes)
     contiguous = ["--specs", sizes.specs, *sizes.contiguous.split()]
     tool = check.tool("contiguous", "time_contiguous_attention.py", *contiguous, needs_s=30, limit_s=70)
