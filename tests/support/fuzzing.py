@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import random
 import tempfile
 import threading
@@ -569,8 +570,10 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
                 num_cases += 1
                 if problem := fuzzer.failure(case):
                     tell(f"case {num_cases}: {problem}\nshrinking it")
+                    logging.disable(logging.CRITICAL)  # each try would log the same failed step again
                     small = shrunk(case, fuzzer.failure, seconds=60 * minutes)
                     tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
+                    logging.disable(logging.NOTSET)
                     return 1
                 if time.monotonic() > end:
                     break
