@@ -9,10 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxpage import SamplingParams
 from jaxpage.cli.parsers import make_parser
+from jaxpage.step.plan import StepPlan, StepResult
+from tests.support.engines import BLOCKS_OF_4, make_llm
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
@@ -79,6 +83,34 @@ def links_called_by_files(text: str) -> Iterator[str]:
     for link in re.finditer(r"\[([^\]]*)\]\([^)\s]*\.md(?:#[^)]*)?\)", text):
         if re.search(r"(\.md|/)`?$", link[1]):
             yield link[0]
+
+
+def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
+    steps: list[tuple[StepPlan, StepResult]] = []
+    with make_llm("demo", **BLOCKS_OF_4, dtype="float32") as llm:
+        run = llm._engine.runner.run
+
+        def recorded(batch: Any) -> StepResult:
+            steps.append((plans[-1], run(batch)))
+            return steps[-1][1]
+
+        plans: list[StepPlan] = []
+        build = llm._engine.builder.build
+        monkeypatch.setattr(
+            llm._engine.builder, "build", lambda plan, *rest: (plans.append(plan), build(plan, *rest))[1]
+        )
+        monkeypatch.setattr(llm._engine.runner, "run", recorded)
+        params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=3)
+        llm.generate("Once upon a time there lived", params, use_tqdm=False)
+    table = told.partition("step  rows")[2].partition("```")[0]
+    for plan, result in steps:
+        for row in plan.rows:
+            assert f"{row.sequence_id}: {row.start}, {row.token_ids}, {row.block_table}" in table
+        for source, target in plan.copies:
+            assert f"{source} to {target}" in table
+        assert " ".join(map(str, result.token_ids.tolist())) in table
+    assert len(steps) == 4
 
 
 def test_commands_are_found_in_shell() -> None:
