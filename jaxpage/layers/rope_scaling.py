@@ -104,7 +104,7 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
     def pair_of(rotations: float) -> float:
         return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(parameters["rope_theta"]))
 
-    low, high = pair_of(parameters.get("beta_fast") or 32.0), pair_of(parameters.get("beta_slow") or 1.0)
+    low, high = pair_of(float(parameters.get("beta_fast") or 32)), pair_of(float(parameters.get("beta_slow") or 1))
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = float(max(low, 0)), float(min(high, width - 1))
