@@ -147,6 +147,8 @@ PLANTED = [
     ("pallas_kernels/a.py", "from jaxpage import shapes", "pallas_kernels stands alone, but imports jaxpage"),
     ("pallas_kernels/a.py", "import flax", "pallas_kernels stands alone, but imports flax"),
     ("tools/a.py", "from jaxpage.engine.engine import Engine", "tools import the front door only"),
+    ("tools/kernel_lab/a.py", "import jaxpage.shapes", "tools.kernel_lab runs where jaxpage is not installed"),
+    ("tools/kernel_lab/a.py", "from tools import b", "tools.kernel_lab runs where jaxpage is not installed"),
     ("jaxpage/engine/a.py", "def f():\n    import json", "imports json inside a function"),
     ("jaxpage/engine/a.py", "class A:\n    def f(self):\n        from os import path", "imports os inside a function"),
     ("jaxpage/engine/a.py", "import importlib\nimportlib.import_module('x')", "imports by name"),

@@ -19,8 +19,8 @@ from pallas_kernels import Tiles, compat, paged_attention
 from pallas_kernels.mosaic import compat as mosaic_compat
 from pallas_kernels.mosaic import kernel as mosaic_kernel
 from pallas_kernels.sets import mosaic
-from pallas_kernels.specs import SPECS, Spec
 from tests.support.attention import hidden, make_case, oracle
+from tools.kernel_lab.specs import SPECS, Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
 

@@ -25,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
 
 try:
     from jaxpage import LLM, SamplingParams

@@ -43,6 +43,7 @@ FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_ro
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels", "flash_attn3_jax"}
+KERNEL_LAB = "tools.kernel_lab"
 SERIALISERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {
@@ -207,6 +208,8 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"imports {top}: no code-carrying serialiser in the product"
     if wing == "kernels" and top not in KERNEL_IMPORTS and top not in sys.stdlib_module_names:
         yield f"pallas_kernels stands alone, but imports {item.target}"
+    if module.name.startswith(KERNEL_LAB) and top in ("jaxpage", "tools") and not item.target.startswith(KERNEL_LAB):
+        yield f"{KERNEL_LAB} runs where jaxpage is not installed, but imports {item.target}"
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
     if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import copy_blocks, copy_slots, gather_blocks, scatter_blocks, specs, write_kv
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.cases import Pages, make_case
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, first_line, judged
-from pallas_kernels.bench.timing import median_of_rounds
+from pallas_kernels import copy_blocks, copy_slots, gather_blocks, scatter_blocks, write_kv
 from pallas_kernels.sets import DEFINITION, KERNEL_BACKENDS, SETS
-from pallas_kernels.specs import Spec
+from tools.kernel_lab import specs
+from tools.kernel_lab.bounds import Ceilings
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, first_line, judged
+from tools.kernel_lab.kernel_cases import Pages, make_case
+from tools.kernel_lab.specs import Spec
+from tools.kernel_lab.timing import median_of_rounds
 
 # Kernel sets that write and move pages by kernels of their own: the others do it as the definition does, or as one of these.
 _DEFINED = SETS[DEFINITION].write

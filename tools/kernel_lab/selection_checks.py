@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from pallas_kernels.bench.ceilings import measure
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
-from pallas_kernels.bench.timing import median_of_rounds
 from pallas_kernels.sets import SETS
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
+from tools.kernel_lab.machine_ceilings import measure
+from tools.kernel_lab.timing import median_of_rounds
 
 CUTS = [  # top_k, top_p, min_p
     *((1, 1.0, 0.0), (50, 1.0, 0.0), (1000, 1.0, 0.0), (0, 0.5, 0.0), (0, 0.95, 0.0), (0, 0.999, 0.0)),

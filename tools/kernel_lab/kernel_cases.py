@@ -14,8 +14,8 @@ import numpy as np
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.quantized_pages import is_quantized, quantize
-from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Shape, Tiles, kind_of
+from tools.kernel_lab.specs import Spec
 
 HOST_ELEMENTS = 2**23  # of a pool that numpy makes; larger ones are made on the device
 

@@ -1,4 +1,4 @@
-"""The parts of a GPU check by name; each yields findings. `python -m pallas_kernels.bench PART` runs one in a process of its own."""
+"""The parts of a GPU check by name; each yields findings. `python -m tools.kernel_lab PART` runs one in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,25 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels import specs
-from pallas_kernels.bench import ceilings, environment, goals, pages, parity, products, selection, stability
-from pallas_kernels.bench.bounds import Ceilings, work
-from pallas_kernels.bench.cases import label, make_case, shape_of_spec
-from pallas_kernels.bench.children import ENDED_BADLY
-from pallas_kernels.bench.compare import Row, ceilings_table, compare, table
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, judged, read
 from pallas_kernels.sets import BACKENDS, KERNEL_BACKENDS, SETS, XLA_BACKENDS
-from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Tiles
+from tools.kernel_lab import (
+    environment,
+    goals,
+    machine_ceilings,
+    pages,
+    parity,
+    products,
+    selection_checks,
+    specs,
+    stability,
+)
+from tools.kernel_lab.bounds import Ceilings, work
+from tools.kernel_lab.children import ENDED_BADLY
+from tools.kernel_lab.compare_sets import Row, ceilings_table, compare, table
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, judged, read
+from tools.kernel_lab.kernel_cases import label, make_case, shape_of_spec
+from tools.kernel_lab.specs import Spec
 
 SHORT = (
     "llama-3-8b decode 1x2048",
@@ -84,7 +93,7 @@ def _pages(options: Options) -> Iterator[Finding]:
 
 
 def _sampler(options: Options) -> Iterator[Finding]:
-    yield from selection.findings(interpret=options.interpret, small=options.interpret)
+    yield from selection_checks.findings(interpret=options.interpret, small=options.interpret)
 
 
 def _products(options: Options) -> Iterator[Finding]:
@@ -116,7 +125,7 @@ def _sanitized(options: Options) -> Finding:
         raise LeftOut("compute-sanitizer is not on PATH")
     name = f"compute-sanitizer {options.backend}"
     command = [program, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "86"]
-    command += [sys.executable, "-m", "pallas_kernels.bench", "one-case", "--backend", options.backend]
+    command += [sys.executable, "-m", "tools.kernel_lab", "one-case", "--backend", options.backend]
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
     # Each buffer by itself, else a read behind its end would lie in the pool and be missed.
     alone = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
@@ -151,8 +160,8 @@ def chosen(names: str) -> list[Spec]:
 
 def measured_ceilings(small: bool) -> Ceilings:
     if small:
-        return ceilings.measure(copy_bytes=2**20, matmul_size=128, rounds=1)
-    return ceilings.measure()
+        return machine_ceilings.measure(copy_bytes=2**20, matmul_size=128, rounds=1)
+    return machine_ceilings.measure()
 
 
 def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float]]:
@@ -194,7 +203,11 @@ def _bench(options: Options) -> Iterator[Finding]:
     end = time.monotonic() + options.seconds - 10
     measured = measured_ceilings(small)
     yield Finding(
-        CEILINGS, PASSED, _reached(measured), tables=[ceilings_table(measured)], data=ceilings.as_data(measured)
+        CEILINGS,
+        PASSED,
+        _reached(measured),
+        tables=[ceilings_table(measured)],
+        data=machine_ceilings.as_data(measured),
     )
     interpret = [name] if _kernel(options) else []
     for spec in chosen(options.specs):
@@ -227,7 +240,7 @@ def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Ta
     """Returns what the parts "bench" of all kernel sets, and "contiguous", found, as one table and the goals."""
     timed = [finding for finding in findings if finding.check.startswith("bench ")]
     rows = [Row.of(row, small=small) for finding in timed for row in finding.data.get("rows", [])]
-    measured = [ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS]
+    measured = [machine_ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS]
     if not rows or not measured:
         return []
     order = [label(spec) for spec in specs.SPECS]

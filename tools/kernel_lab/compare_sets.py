@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.bench.bounds import Ceilings, work
-from pallas_kernels.bench.cases import Case, label, make_case
-from pallas_kernels.bench.findings import Table, first_line
-from pallas_kernels.bench.timing import Timing, num_layers, stays_in_cache, time_case
 from pallas_kernels.sets import XLA_BACKENDS
-from pallas_kernels.specs import SPECS, Spec
 from pallas_kernels.tiles import Tiles
+from tools.kernel_lab.bounds import Ceilings, work
+from tools.kernel_lab.findings import Table, first_line
+from tools.kernel_lab.kernel_cases import Case, label, make_case
+from tools.kernel_lab.specs import SPECS, Spec
+from tools.kernel_lab.timing import Timing, num_layers, stays_in_cache, time_case
 
 TimeCase = Callable[..., Timing]
 SPOILED = "CUDA_ERROR"  # what an error says when no later call of its process can succeed

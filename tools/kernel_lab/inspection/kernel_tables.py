@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import jax
 
-from pallas_kernels.inspection import sass
-from pallas_kernels.inspection.cases import Case
-from pallas_kernels.inspection.deviceless import compile_for
-from pallas_kernels.inspection.executable import Kernel
-from pallas_kernels.inspection.findings import inspect, stem
+from tools.kernel_lab.inspection import sass
+from tools.kernel_lab.inspection.compiled_cases import Case
+from tools.kernel_lab.inspection.deviceless import compile_for
+from tools.kernel_lab.inspection.executable import Kernel
+from tools.kernel_lab.inspection.executable_findings import inspect, stem
 
 INSTRUCTIONS = {  # a column each: instructions of that name with these modifiers
     "wgmma": (("HGMMA",), ("IGMMA",), ("QGMMA",)),

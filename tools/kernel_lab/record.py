@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, Table
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table
 
 
 def line(finding: Finding) -> str:

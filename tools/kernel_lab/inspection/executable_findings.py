@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pallas_kernels.inspection import executable, hlo
-from pallas_kernels.inspection.executable import Kernel
+from tools.kernel_lab.inspection import executable, hlo
+from tools.kernel_lab.inspection.executable import Kernel
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, Finding, append, read
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, Finding, append, read
 
 POLL_S = 0.1
 ENDED_BADLY = "log"  # what the data of a finding has when a process crashed or hung: the end of what it printed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from pallas_kernels.bench.cases import Case
+from tools.kernel_lab.kernel_cases import Case
 
 
 def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pallas_kernels.bench import pages
-from pallas_kernels.bench.children import Child, run_all
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, worst
-from pallas_kernels.bench.parts import bench_tables
 from pallas_kernels.sets import DEFINITION, GPU_BACKENDS, KERNEL_BACKENDS, XLA_BACKENDS
+from tools.kernel_lab import pages
+from tools.kernel_lab.children import Child, run_all
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, worst
+from tools.kernel_lab.parts import bench_tables
 
 ROOT = Path(__file__).parents[2]
 BENCH_SMALL = "llama-3-8b decode 16x2048"  # what a miniature times
@@ -73,10 +73,10 @@ class Check:
         seconds: float = 120,
         alone: bool = False,
     ) -> Child:
-        """Returns the process that runs a part of `pallas_kernels.bench.parts`."""
+        """Returns the process that runs a part of `tools.kernel_lab.parts`."""
         name, seconds = f"{part} {backend}".strip(), 590 if self.interpret else seconds
         to = self.directory / f"{name.replace(' ', '-')}.jsonl"
-        command = [sys.executable, "-m", "pallas_kernels.bench", part, "--to", str(to), "--seconds", str(seconds)]
+        command = [sys.executable, "-m", "tools.kernel_lab", part, "--to", str(to), "--seconds", str(seconds)]
         command += ["--directory", str(self.directory), *arguments]
         command += ["--backend", backend] if backend else []
         command += ["--interpret"] if self.interpret else []

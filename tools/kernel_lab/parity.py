@@ -15,11 +15,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from pallas_kernels import specs
-from pallas_kernels.bench import oracle
-from pallas_kernels.bench.cases import Case, make_case
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, judged
-from pallas_kernels.specs import Spec
+from tools.kernel_lab import oracle, specs
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, judged
+from tools.kernel_lab.kernel_cases import Case, make_case
+from tools.kernel_lab.specs import Spec
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0**-6, "float16": 2.0**-6}
 RAGGED = (1, 2047, 16, 17, 640, 1333)

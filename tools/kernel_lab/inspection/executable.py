@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pallas_kernels.inspection.cubin import ELF, Machine, images, machines
-from pallas_kernels.inspection.records import FormatError, leaves, varint
+from tools.kernel_lab.inspection.cubin import ELF, Machine, images, machines
+from tools.kernel_lab.inspection.riegeli_records import FormatError, leaves, varint
 
 Message = dict[int, list["int | bytes"]]
 

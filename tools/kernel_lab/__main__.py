@@ -1,4 +1,4 @@
-"""Runs one part of the GPU check: `python -m pallas_kernels.bench parity --backend triton`. tools/gpu_check.py runs them all."""
+"""Runs one part of the GPU check: `python -m tools.kernel_lab parity --backend triton`. tools/gpu_check.py runs them all."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from pallas_kernels.bench.findings import append
-from pallas_kernels.bench.parts import PARTS, Options
+from tools.kernel_lab.findings import append
+from tools.kernel_lab.parts import PARTS, Options
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.kernel_lab", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--backend", default="", help="of parity, stability, sanitizer, one-case and bench")
     parser.add_argument("--specs", default="short", help="of bench: texts of names, comma-separated; default: short")

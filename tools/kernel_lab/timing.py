@@ -24,11 +24,11 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.bench.bounds import work
-from pallas_kernels.bench.cases import Case, Pages, Step
 from pallas_kernels.sets import XLA_BACKENDS
-from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Tiles
+from tools.kernel_lab.bounds import work
+from tools.kernel_lab.kernel_cases import Case, Pages, Step
+from tools.kernel_lab.specs import Spec
 
 CACHE_BYTES = 128 * 2**20  # twice and a half the L2 of an H100 or H200, 50 MiB; of a B200 the whole, 126 MiB
 POOL_BYTES = 12 * 2**30  # of all layers' pages together

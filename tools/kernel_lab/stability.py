@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import specs
-from pallas_kernels.bench.cases import Case, Pages, Step, make_case
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
 from pallas_kernels.sets import KERNEL_BACKENDS
-from pallas_kernels.specs import Spec
+from tools.kernel_lab import specs
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, LeftOut, Table, judged
+from tools.kernel_lab.kernel_cases import Case, Pages, Step, make_case
+from tools.kernel_lab.specs import Spec
 
 Run = Callable[[Case], jax.Array]
 Settings = Iterator[tuple[str, Case]]

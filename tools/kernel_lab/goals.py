@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pallas_kernels.bench.bounds import Ceilings, work
-from pallas_kernels.bench.cases import label
-from pallas_kernels.bench.compare import Row
-from pallas_kernels.bench.findings import Table
+from tools.kernel_lab.bounds import Ceilings, work
+from tools.kernel_lab.compare_sets import Row
+from tools.kernel_lab.findings import Table
+from tools.kernel_lab.kernel_cases import label
 
 BANDWIDTH = 0.85  # of the measured one: decode, batch 16 and up, context 2k and up
 CONTIGUOUS = 1.10  # times contiguous attention: the same

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pallas_kernels.bench.cases import first_visible, tree_mask
 from pallas_kernels.quantized_pages import is_quantized
-from pallas_kernels.specs import Spec
+from tools.kernel_lab.kernel_cases import first_visible, tree_mask
+from tools.kernel_lab.specs import Spec
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 SCALE_BYTES = 4

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, first_line, judged
-from pallas_kernels.bench.timing import median_of_rounds
 from pallas_kernels.quantized_product import grouped_product
 from pallas_kernels.quantized_weight import FP4, QuantizedWeight
-from pallas_kernels.specs import PRODUCTS, ProductSpec
+from tools.kernel_lab.bounds import Ceilings
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, Table, first_line, judged
+from tools.kernel_lab.specs import PRODUCTS, ProductSpec
+from tools.kernel_lab.timing import median_of_rounds
 
 TOLERANCE = 2.0**-7
 CHECKED = 48  # outputs, half of them the first and half the last, that are computed in float64

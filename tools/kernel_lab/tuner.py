@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 
 import jax
 
-from pallas_kernels.bench.bounds import Ceilings, work
-from pallas_kernels.bench.cases import Case, label, make_case, shape_of_spec
-from pallas_kernels.bench.timing import Program, compiled, num_layers, time_program
-from pallas_kernels.inspection.cases import attention_case
 from pallas_kernels.sets import SETS
-from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import Shape, Tiles
+from tools.kernel_lab.bounds import Ceilings, work
+from tools.kernel_lab.inspection.compiled_cases import attention_case
+from tools.kernel_lab.kernel_cases import Case, label, make_case, shape_of_spec
+from tools.kernel_lab.specs import Spec
+from tools.kernel_lab.timing import Program, compiled, num_layers, time_program
 
 Measure = Callable[[Spec, Tiles], float]  # what is to be least; raises where it does not compile
 

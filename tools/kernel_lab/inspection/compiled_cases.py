@@ -20,7 +20,7 @@ from pallas_kernels import (
     paged_attention,
     write_kv,
 )
-from pallas_kernels.specs import PRODUCTS, SPECS, ProductSpec, Spec
+from tools.kernel_lab.specs import PRODUCTS, SPECS, ProductSpec, Spec
 
 _COMPILED = tuple(name for name in KERNEL_BACKENDS if name != "fa3")  # by JAX: those of a library are in it
 LAYERS = 32  # whose blocks one call of copy_blocks copies

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.timing import median_of_rounds
+from tools.kernel_lab.bounds import Ceilings
+from tools.kernel_lab.timing import median_of_rounds
 
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
