@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.bench.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 from jaxpage.device.executables import compiler_options
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
@@ -32,6 +31,7 @@ from tools.kernel_lab.inspection.compiled_cases import (
 )
 from tools.kernel_lab.kernel_cases import shape_of_spec
 from tools.kernel_lab.specs import PRODUCTS, find
+from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 
 reason = unavailable()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
@@ -31,6 +30,7 @@ from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import product
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tools.step_shapes import LLAMA_3_8B
 
 pytestmark = pytest.mark.optimized
 

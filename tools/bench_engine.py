@@ -30,8 +30,8 @@ from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append,
 try:
     from jaxpage import LLM, SamplingParams
     from jaxpage.bench.measure import parameters
-    from jaxpage.bench.step_times import BLOCK_SIZE, MODELS, random_model
     from jaxpage.bench.workloads import make_workload
+    from tools.step_times import BLOCK_SIZE, MODELS, random_model
 
     MISSING = ""
 except ImportError as absent:

@@ -39,7 +39,19 @@ ROOMS |= {
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_rollout"}
+FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+
+# Programs that import more than the front doors, because they time or replace a part that has none.
+LABORATORIES = (
+    "tools.bench_experts",
+    "tools.bench_sampler",
+    "tools.bench_scheduler",
+    "tools.bench_swap",
+    "tools.paper",
+    "tools.scheduler_lab",
+    "tools.step_shapes",
+    "tools.step_times",
+)
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels", "flash_attn3_jax"}
@@ -90,8 +102,8 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ("jaxpage/bench/serve.py", "jaxpage.bench.serve_plot"): "the picture needs matplotlib, the rest does not",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
     (
-        "jaxpage/simulation/paper/main.py",
-        "jaxpage.simulation.paper.plots",
+        "tools/paper/main.py",
+        "tools.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
     ("jaxpage/serving/startup.py", "jaxpage.serving.kv_publisher"): "pyzmq and msgpack come with an extra",
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
@@ -224,8 +236,10 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
         yield f"layer {floor} imports {target} of layer {target_floor}: imports go down only"
     elif {wing, target_wing} == {WEST, EAST}:
         yield f"the {wing} side imports {target} of the {target_wing} side"
-    elif wing == "tools" and target_wing != FRONT and not target.startswith("tools"):
-        yield f"tools import the front door only, not {target}"
+    elif wing == "tools":
+        open_to_it = target_wing in (FRONT, "tools") or importer.startswith(LABORATORIES)
+        if not open_to_it:
+            yield f"tools import the front door only, not {target}"
     else:
         room, other = room_of(importer), room_of(target)
         if room != other and room in ROOMS and other in ROOMS and other not in ROOMS[room][2]:

@@ -10,11 +10,11 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import MemorySplit
 from jaxpage.scheduling.committing import apply_edit
 from jaxpage.scheduling.plan_builder import sample_of
-from jaxpage.simulation.buddy import BuddyAllocator
 from jaxpage.step.edits import Edit
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, SequenceGroup
 from jaxpage.step.request import Sequence as TokenSequence
+from tools.paper.buddy import BuddyAllocator
 
 MAX_MODEL_LEN = 2048
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpage.simulation.paper.cases import PAGED
-from jaxpage.simulation.paper.pool import Pool
+from tools.paper.pool import Pool
+from tools.paper.simulated_cases import PAGED
 
 SHORT = {"alpaca", "translation"}  # many short requests: a shorter window has more of them
 # Rates of a curve, as shares of the highest that it is expected to sustain

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxpage.simulation.accounting import Run
-from jaxpage.simulation.host_time import PlanningTime, WaitingTime
-from jaxpage.simulation.pressure import Pressure
-from jaxpage.simulation.saturation import Saturation
 from jaxpage.tables import aligned
+from tools.scheduler_lab.host_time import PlanningTime, WaitingTime
+from tools.scheduler_lab.pressure import Pressure
+from tools.scheduler_lab.saturation import Saturation
 
 # (heading, key in JSON, measure, digits); shares are of 1 in JSON and percent in the table
 _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (

@@ -14,7 +14,7 @@ from jaxpage.llm import LLM
 from jaxpage.settings.sampling_params import SamplingParams
 
 
-class JaxpageRollout(BaseRollout):  # type: ignore[misc]
+class JaxpageRollout(BaseRollout):
     """`ClusterConfig(rollout_engine=functools.partial(JaxpageRollout, llm=llm, named=named), ...)`.
 
     Log probabilities are those of temperature 1, of rollouts and of `get_per_token_logps` alike, and equal to the last bit.

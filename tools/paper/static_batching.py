@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jaxpage.simulation.orca import longest
-from jaxpage.simulation.reserving import ReservingScheduler
 from jaxpage.step.plan import Row, Sample
 from jaxpage.step.request import SequenceGroup
+from tools.paper.orca import longest
+from tools.paper.reserving import ReservingScheduler
 
 
 class StaticBatcher(ReservingScheduler):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from jaxpage.models.base import Family, model_weights
 from jaxpage.models.registry import load_family
 from jaxpage.models.weights import num_bytes
-from jaxpage.simulation.paper.cases import FASTER_TRANSFORMER, PAGED, SYSTEMS, Case, Outcome, Workload, run_case
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.results import Check, Figure, Interval, Panel, Row, Series
+from tools.paper.effort import Effort
+from tools.paper.results import Check, Figure, Interval, Panel, Row, Series
+from tools.paper.simulated_cases import FASTER_TRANSFORMER, PAGED, SYSTEMS, Case, Outcome, Workload, run_case
 
 # OPT's layers, heads and width; and of the paper's table 1 the gigabytes of weights, those for keys and values, and thousands of slots
 SHAPES = {"OPT-13B": (40, 40, 5120), "OPT-66B": (64, 72, 9216), "OPT-175B": (96, 96, 12288)}

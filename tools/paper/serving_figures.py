@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxpage.simulation.beams import Ancestry
-from jaxpage.simulation.paper.cases import (
+from tools.paper.curves import Comparison, Curves, compare
+from tools.paper.effort import Effort
+from tools.paper.results import Check, Figure, Row
+from tools.paper.simulated_cases import (
     LLAMA_13B,
     OPT_66B,
     OPT_175B,
@@ -15,9 +18,6 @@ from jaxpage.simulation.paper.cases import (
     SYSTEMS,
     Workload,
 )
-from jaxpage.simulation.paper.curves import Comparison, Curves, compare
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.results import Check, Figure, Row
 
 SHAREGPT, ALPACA = Workload("sharegpt"), Workload("alpaca")
 ORCAS_AND_ENGINE = (*ORCAS, PAGED)

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxpage.simulation.beams import Ancestry
-from jaxpage.simulation.paper.cases import OPT_13B, PAGED, Case, Machine, Outcome, Workload, run_curve
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.results import Interval, Panel, Row, Series
+from tools.paper.effort import Effort
+from tools.paper.results import Interval, Panel, Row, Series
+from tools.paper.simulated_cases import OPT_13B, PAGED, Case, Machine, Outcome, Workload, run_curve
 
 SUSTAINED = 0.5  # seconds per token: the rate at which a curve passes this is the highest that is sustained
 LIMIT = 1.0  # seconds per token: the end of the paper's axes

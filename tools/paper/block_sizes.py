@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from jaxpage.bench.swapping import measure as measure_swapping
 from jaxpage.scheduling import Preemption
 from jaxpage.simulation.costs import A100_OPT_13B
-from jaxpage.simulation.paper.cases import PAGED, Case, Workload, run_case
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.results import Figure, Interval, Panel, Row, Series
-from jaxpage.simulation.pressure import Mode
+from tools.bench_swap import measure as measure_swapping
+from tools.paper.effort import Effort
+from tools.paper.results import Figure, Interval, Panel, Row, Series
+from tools.paper.simulated_cases import PAGED, Case, Workload, run_case
+from tools.scheduler_lab.pressure import Mode
 
 SIZES = (1, 4, 16, 32, 64, 128, 256)
 QUICK_SIZES = (16, 64, 256)

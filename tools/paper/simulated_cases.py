@@ -9,13 +9,13 @@ from jaxpage.scheduling import Preemption
 from jaxpage.simulation.accounting import Run, State, TimeAverage
 from jaxpage.simulation.beams import Ancestry
 from jaxpage.simulation.costs import A100_OPT_13B, A100_OPT_66B, A100_OPT_175B, AnalyticCost
-from jaxpage.simulation.orca import Orca
 from jaxpage.simulation.policies import Policy
-from jaxpage.simulation.prefix import pin_prefix
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.simulator import Simulator
-from jaxpage.simulation.static_batching import StaticBatcher
 from jaxpage.simulation.traces import poisson_trace
+from tools.paper.orca import Orca
+from tools.paper.pinned_prefix import pin_prefix
+from tools.paper.static_batching import StaticBatcher
 
 PAGED, FASTER_TRANSFORMER = "jaxpage", "FasterTransformer"
 ORCAS = {"Orca (Max)": "Max", "Orca (Pow2)": "Pow2", "Orca (Oracle)": "Oracle"}

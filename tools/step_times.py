@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxpage.bench.step_shapes import LLAMA_3_8B, StepShapes, step_shapes
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
@@ -31,6 +30,7 @@ from jaxpage.models.base import abstract_model
 from jaxpage.models.registry import load_family
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.step.plan import Row, Sample, StepPlan
+from tools.step_shapes import LLAMA_3_8B, StepShapes, step_shapes
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "8b": LLAMA_3_8B,

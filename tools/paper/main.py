@@ -14,14 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from jaxpage.simulation.paper.block_sizes import MeasureAttention, figure_18, figure_19
-from jaxpage.simulation.paper.document import document
-from jaxpage.simulation.paper.memory import memory_figures, table_1
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.pool import Pool
-from jaxpage.simulation.paper.results import Figure
-from jaxpage.simulation.paper.serving import figure_12, figure_14, figure_16, figure_17
-from jaxpage.simulation.paper.sharing import decode, figure_15
+from tools.paper.block_sizes import MeasureAttention, figure_18, figure_19
+from tools.paper.document import document
+from tools.paper.effort import Effort
+from tools.paper.memory_figures import memory_figures, table_1
+from tools.paper.pool import Pool
+from tools.paper.results import Figure
+from tools.paper.serving_figures import figure_12, figure_14, figure_16, figure_17
+from tools.paper.sharing_figures import decode, figure_15
 
 NAMES = ("table1", "2", "12", "13", "14", "15", "16", "17", "18", "19")
 MEASURED = ("18", "19")
@@ -121,7 +121,7 @@ def _pictures(arguments: argparse.Namespace) -> Path:
 
 
 def _write(arguments: argparse.Namespace, effort: Effort, figures: Sequence[Figure]) -> None:
-    from jaxpage.simulation.paper.plots import save
+    from tools.paper.plots import save
 
     directory, formats = (DOCS, ["svg"]) if arguments.docs else (arguments.out, ["png", "svg"])
     for figure in figures:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from jaxpage.simulation.paper.notes import INTRODUCTION, NOTES
-from jaxpage.simulation.paper.results import Check, Figure
+from tools.paper.notes import INTRODUCTION, NOTES
+from tools.paper.results import Check, Figure
 
 WIDTH = 118
 TOLERANCES = (

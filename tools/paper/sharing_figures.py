@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage import LLM
-from jaxpage.bench.sharing import WIDTHS, measure, written_prompts
 from jaxpage.bench.workloads import WorkItem, make_workload
 from jaxpage.simulation.beams import Ancestry
-from jaxpage.simulation.paper.cases import PAGED, Case, Workload, run_case
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.results import Figure, Interval, Panel, Row, Series
+from tools.paper.effort import Effort
+from tools.paper.measured_sharing import WIDTHS, measure, written_prompts
+from tools.paper.results import Figure, Interval, Panel, Row, Series
+from tools.paper.simulated_cases import PAGED, Case, Workload, run_case
 
 METHODS = PARALLEL, BEAM = "parallel sampling", "beam search"
 PAPER = {  # percent; of ShareGPT the text gives only the ends

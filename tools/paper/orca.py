@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxpage.simulation.reserving import MAX_MODEL_LEN, Reservation, ReservingScheduler
 from jaxpage.step.request import Request
+from tools.paper.reserving import MAX_MODEL_LEN, Reservation, ReservingScheduler
 
 
 def longest(request: Request) -> int:

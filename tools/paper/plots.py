@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
-from jaxpage.simulation.paper.results import Figure, Panel, Series
+from tools.paper.results import Figure, Panel, Series
 
 # Of the palette of Okabe and Ito, whose colours differ for every eye; the last is the engine's in figures that compare systems.
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00")
