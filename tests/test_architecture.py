@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import house
+from tests.support import house, reach
+from tests.support.sources import read_modules
 from tools import mutate
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +93,7 @@ def test_importing_jaxpage_touches_no_device() -> None:
 def test_the_host_side_runs_without_jax() -> None:
     names = [
         module.name
-        for module in house.read_modules(ROOT)
+        for module in read_modules(ROOT)
         if house.place(module.name)[1] in ("host", "ground") and module.name.startswith("jaxpage.")
     ]
     assert len(names) > 10
@@ -104,7 +105,7 @@ def test_the_host_side_runs_without_jax() -> None:
 
 def test_jaxpage_names_no_kernel_set() -> None:
     """A set is added in `pallas_kernels` alone. "cpu" is a platform, too."""
-    modules = house.read_modules(ROOT)
+    modules = read_modules(ROOT)
     names = {Path(module.path).stem for module in modules if module.path.startswith("pallas_kernels/sets/")} - {"cpu"}
     assert {"reference", "triton"} <= names
     found = [
@@ -114,6 +115,43 @@ def test_jaxpage_names_no_kernel_set() -> None:
         if module.path.startswith("jaxpage/") and isinstance(node, ast.Constant) and node.value in names
     ]
     assert found == []
+
+
+def test_every_module_of_the_wheel_is_reached() -> None:
+    """A module that only tools or tests import is theirs: it belongs into tools/ or tests/support/."""
+    found = reach.unreached(ROOT)
+    assert not found, "no public name, command or entry point leads to: " + ", ".join(found)
+
+
+def test_public_modules_are_those_that_the_documentation_names() -> None:
+    pages = {name: (ROOT / page).read_text(encoding="utf-8") for name, page in reach.PUBLIC.items()}
+    assert [name for name, text in pages.items() if name not in text] == []
+
+
+def test_a_module_that_nothing_reaches_is_named(tmp_path: Path) -> None:
+    """Each of the others is reached in a way of its own."""
+    files = {
+        "pyproject.toml": '[project.scripts]\na = "jaxpage.script:main"\n'
+        '[project.entry-points."group"]\nb = "jaxpage.entry"\n',
+        "jaxpage/__init__.py": 'HOMES = {"LLM": "jaxpage.lazy"}',
+        "jaxpage/__main__.py": "",
+        "jaxpage/script.py": "def main():\n    from jaxpage.room import inside",
+        "jaxpage/entry.py": "",
+        "jaxpage/lazy.py": "from .room.relative import x",
+        "jaxpage/room/__init__.py": "",
+        "jaxpage/room/inside.py": "import jaxpage.models.registry",
+        "jaxpage/room/relative.py": "",
+        "jaxpage/models/__init__.py": "",
+        "jaxpage/models/registry.py": 'NAMES = ["llama"]\nimport_module(f"jaxpage.models.{name}")',
+        "jaxpage/models/llama.py": "",
+        "jaxpage/models/mamba.py": "from jaxpage.room import laboratory",
+        "jaxpage/room/laboratory.py": "",
+        "tools/program.py": "import jaxpage.models.mamba",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert reach.unreached(tmp_path) == ["jaxpage.models.mamba", "jaxpage.room.laboratory"]
 
 
 PLANTED = [

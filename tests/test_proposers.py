@@ -28,11 +28,12 @@ from jaxpage.speculation.suffix_tree import SuffixTree
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import SequenceGroup
-from tests.support import house, proposers
+from tests.support import proposers
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import draft_with
+from tests.support.sources import read_modules
 from tests.support.synthetic import SyntheticProposer, rates_of
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -572,7 +573,7 @@ def decisions_by_method(tree: ast.AST) -> list[int]:
 def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
     assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
-    modules = house.read_modules(Path(__file__).parents[1])
+    modules = read_modules(Path(__file__).parents[1])
     found = {module.path for module in modules if decisions_by_method(module.tree)}
     field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
     assert {path for path in found if not path.startswith(HOMES)} == {field}
