@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench.http_client import Answer
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 
 HELD = 0.95  # of the rate that was to be: below it the report says that the rate was not held
 JITTER = 0.01  # seconds that any client may be late

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxpage.cli.flags import UsageError
 from jaxpage.engine.text import tokenizer_of
+from jaxpage.errors import UsageError
 from jaxpage.settings.engine_config import EngineConfig
 
 

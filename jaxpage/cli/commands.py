@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
+from jaxpage.cli.flags import PLANNED_SETTINGS
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
+from jaxpage.errors import UsageError
 from jaxpage.serving.config import AUTO
 from jaxpage.serving.listening import bound_socket
 from jaxpage.settings.argument_checks import counted

@@ -42,7 +42,7 @@ ROOMS |= {"engine": (2, HALL, _BELOW), "replay": (2, HALL, _BELOW | {"engine"})}
 _BELOW = set(ROOMS)
 ROOMS |= {
     "simulation": (3, FRONT, _BELOW | {"bench"}),
-    "bench": (3, FRONT, _BELOW | {"cli"}),
+    "bench": (3, FRONT, _BELOW),
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
