@@ -20,7 +20,7 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
-from jaxpage.speculation.methods import METHODS, Target
+from jaxpage.speculation.methods import METHODS, DraftedModel
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -540,7 +540,7 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
-    target = Target(VOCAB)
+    target = DraftedModel(VOCAB)
     ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target)
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
