@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import house, reach
 from tests.support.sources import read_modules
+from tools import house as house_table
 from tools import mutate
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +153,54 @@ def test_a_module_that_nothing_reaches_is_named(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert reach.unreached(tmp_path) == ["jaxpage.models.mamba", "jaxpage.room.laboratory"]
+
+
+def test_the_table_of_the_house_counts_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = """\"\"\"What steps.\"\"\"
+from jaxpage.memory import BlockPool
+from jaxpage.memory.block_pool import BlockPool
+from jaxpage.step.plan import StepPlan
+
+x, y = 1, 2
+
+def run(a):
+    \"\"\"Whether it runs.\"\"\"
+    return a
+
+def stop():
+    \"\"\"Returns nothing.\"\"\"
+"""
+    files = {
+        "pyproject.toml": "[project]\n",
+        "jaxpage/__init__.py": '"""The engine."""\nimport jaxpage.engine\n',
+        "jaxpage/engine.py": engine + "# " + 99 * "-" + "\n",
+        "jaxpage/memory/__init__.py": '"""Of blocks."""\n__all__ = ["BlockPool"]\n',
+        "jaxpage/memory/block_pool.py": '"""Blocks."""\n',
+        "jaxpage/memory/forgotten.py": '"""Blocks."""\nz = 1\n',
+        "pallas_kernels/__init__.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    table = house_table.measure(tmp_path)
+    assert (table["jaxpage: modules"], table["jaxpage: lines"]) == (5, 21)
+    # One of the five modules is a docstring alone; the others have 4, 5, 6 and 45 tokens.
+    assert table["module, tokens: median"] == 5.5 and table["module, tokens: most"] == 45
+    assert table["function, lines: median"] == 2.5 and table["function, lines: most"] == 3
+    # Ten lines of code have 4, 6 + 8 + 8 + 7 + 6 + 2 + 5, 5 and 3 tokens.
+    assert table["tokens a line"] == 5.4
+    assert (table["lines over 100 characters"], table["lines over 100 characters, %"]) == (1, 5.6)
+    assert (table["tuple assignments"], table["tuple assignments, % of assignments"]) == (1, 33.3)
+    assert table["modules of the wheel that nothing reaches"] == 1
+    assert table["imports past doors"] == 1, "a name in __all__ and the plan of a step go by the door"
+    words = [table[f'docstrings that begin with "{word}"'] for word in house_table.FIRST_WORDS]
+    assert words == [1, 1, 1, 0, 0] and table["docstrings"] == 7
+    assert table["docstrings of functions that begin with no verb"] == 1
+    assert house_table.percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == 9
+    assert house_table.markdown({"a": {"lines": 12345}, "b": {"lines": 0.5}}).endswith("| lines | 12,345 | 0.5 |")
+    with pytest.raises(SystemExit):
+        house_table.main(["--tree", str(tmp_path / "jaxpage")])
+    assert "there is no jaxpage/ in it" in capsys.readouterr().err
 
 
 PLANTED = [
