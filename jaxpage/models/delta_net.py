@@ -9,7 +9,8 @@ from jax.typing import DTypeLike
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
-from jaxpage.models.fields import Fields, WrongField
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
 
 
 def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
@@ -22,11 +23,10 @@ def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
         grouped=grouped,
     )
     if widths.value_heads % widths.key_heads:
-        raise WrongField(
-            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}",
-            linear_num_key_heads=1,
-            linear_num_value_heads=1,
+        error = WrongField(
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
         )
+        fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
     return widths
 
 

@@ -1,4 +1,4 @@
-"""Typed reading of `quantization_config`. All fields that are wrong are errors at once, each of which names its own."""
+"""Reads `quantization_config` of config.json."""
 
 from __future__ import annotations
 
@@ -6,32 +6,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
 T = TypeVar("T")
 
 
-class QuantizationFields:
-    """An object of config.json. What is wrong with a field goes to `errors`, and another value is read in its place; null is as if absent.
+class QuantizationFields(ConfigFields):
+    """An object of config.json, in which null is as if absent.
 
-    place: where the object is.
+    Attributes:
+        place: where the object is.
     """
 
     def __init__(
-        self, config: Mapping[str, Any], place: str = "quantization_config", parent: QuantizationFields | None = None
-    ):
-        self.config, self.place = config, place
-        self.errors: dict[str, Exception] = {} if parent is None else parent.errors  # by their texts
+        self,
+        config: Mapping[str, Any],
+        place: str = "quantization_config",
+        parent: QuantizationFields | None = None,
+    ) -> None:
+        super().__init__(config, parent)
+        self.place = place
 
-    def raise_if_any(self) -> None:
-        """Raises an ExceptionGroup of CheckpointError and UnsupportedError."""
-        if self.errors:
-            raise ExceptionGroup(self.place, list(self.errors.values()))
+    def refuse(self, name: str, says: str, error: type[FieldError] = RefusedField) -> None:
+        """Notes what is wrong with the value of a field.
 
-    def refuse(self, name: str, says: str, error: type[Exception] = UnsupportedError) -> None:
-        """says: what is wrong with the value, behind it."""
-        text = f"config.json: {self.place}.{name} = {self.config.get(name)!r} {says}"
-        self.errors.setdefault(text, error(text))
+        Args:
+            name: the field.
+            says: what follows the value in the error.
+            error: the kind of error.
+        """
+        self.note(error(f"{self.place}.{name} = {self.config.get(name)!r} {says}"))
 
     def first_of(self, *names: str) -> str:
         """The first of several names of one field that has a value. Another value under another name is refused."""
@@ -39,7 +43,7 @@ class QuantizationFields:
         first = given[0]
         for name in given[1:]:
             if self.config[name] != self.config[first]:
-                self.refuse(name, f"contradicts {first} = {self.config[first]!r}", CheckpointError)
+                self.refuse(name, f"contradicts {first} = {self.config[first]!r}", WrongField)
         return first
 
     def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
@@ -54,7 +58,7 @@ class QuantizationFields:
     def flag(self, name: str, default: bool) -> bool:
         value = default if self.config.get(name) is None else self.config[name]
         if not isinstance(value, bool):
-            self.refuse(name, "must be true or false", CheckpointError)
+            self.refuse(name, "must be true or false", WrongField)
             return default
         return value
 
@@ -69,7 +73,7 @@ class QuantizationFields:
         name = next((name for name in fields if self.config.get(name)), fields[0])
         found = self.config.get(name) or []
         if not isinstance(found, list) or not all(isinstance(each, str) and is_pattern(each) for each in found):
-            self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", CheckpointError)
+            self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", WrongField)
             return ()
         return tuple(found)
 
@@ -79,7 +83,7 @@ class QuantizationFields:
         if found is None:
             return None
         if not isinstance(found, list) or len(found) != count or not all(type(n) is int and n > 0 for n in found):
-            self.refuse(name, f"must be a list of {count} sizes", CheckpointError)
+            self.refuse(name, f"must be a list of {count} sizes", WrongField)
             return None
         return found
 
@@ -90,7 +94,7 @@ class QuantizationFields:
         if all_inputs and size == -1:
             return None
         if type(size) is not int or size < 1:
-            self.refuse(name, f"must be a size{' or -1' * all_inputs}", CheckpointError)
+            self.refuse(name, f"must be a size{' or -1' * all_inputs}", WrongField)
             return None
         return size
 
@@ -98,7 +102,7 @@ class QuantizationFields:
         """The object in a field; an empty one where there is none."""
         found = self.config.get(name) or {}
         if not isinstance(found, dict):
-            self.refuse(name, "must be an object", CheckpointError)
+            self.refuse(name, "must be an object", WrongField)
             found = {}
         return QuantizationFields(found, f"{self.place}.{name}", self)
 
