@@ -22,7 +22,7 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.executables import compiled, compiler_options
 from jaxpage.device.sampler import draw
-from jaxpage.device.selection import selection_kernels
+from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.layers.context import ForwardContext

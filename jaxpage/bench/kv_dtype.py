@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
+from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.report import environment, print_result
-from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages

@@ -166,7 +166,7 @@ def replay(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.request is not None or arguments.texts is not None:
         from jaxpage.replay.event_log import check_new, write_log
-        from jaxpage.replay.texts import tokenizer_of_log, with_texts
+        from jaxpage.replay.token_texts import tokenizer_of_log, with_texts
         from jaxpage.serving.wire.logprobs import TokenTexts
 
         tokenizer = tokenizer_of_log(log, arguments.model)

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxpage.models import rotary_decoder
 from jaxpage.models.config_fields import RefusedField
-from jaxpage.models.delta_net import read_delta
+from jaxpage.models.delta_config import read_delta
 from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
 

@@ -28,7 +28,7 @@ from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import WrongField
-from jaxpage.models.delta_net import make_delta_net
+from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
