@@ -76,6 +76,7 @@ def measure(root: Path) -> Table:
     past = list(imports_past_doors(modules))
     table["imports past doors"] = len(past)
     table["modules that are imported past doors"] = len({target for _, target in past})
+    table["file names in two or more folders"] = len(shared_names(modules))
     table |= first_words(modules)
     return table
 
@@ -158,6 +159,12 @@ def public_names(module: Module) -> set[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
     return set()
+
+
+def shared_names(modules: Sequence[Module]) -> list[str]:
+    """Returns the names that files of several folders have, `__init__` and `__main__` left out."""
+    names = Counter(Path(module.path).stem for module in modules)
+    return [name for name, count in names.items() if count > 1 and not name.startswith("__")]
 
 
 def first_words(modules: Sequence[Module]) -> Table:
