@@ -3,10 +3,10 @@
     python tools/house.py
     python tools/house.py --tree /path/to/an/older/checkout --json
 
-Each tree is a checkout of this repository. Sizes and density are those of `jaxpage/`, where kernels,
-which may run long, are not; the other rows count the whole wheel, with `pallas_kernels/`. Tokens are
-those of Python, a docstring being one; comments and the ends of lines are none. The docstring of each
-function here says what its rows count.
+Each tree is a checkout of this repository. Sizes and density are those of `jaxpage/`, without the
+kernels, which may run long; the other rows count the whole wheel, with `pallas_kernels/`. Tokens
+are those of Python, a docstring being one; comments and the ends of lines are none. The docstring
+of each function here says what its rows count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
 
 from tests.support.reach import unreached
-from tests.support.sources import WHEEL, Function, Module, functions, imports, read_modules, token_lines
+from tests.support.sources import (
+    WHEEL,
+    Function,
+    Module,
+    functions,
+    imports,
+    read_modules,
+    token_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters
@@ -102,7 +110,7 @@ def density(modules: Sequence[Module]) -> Table:
     """Returns how full lines are: tokens per line of code, long lines, tuple assignments.
 
     Docstrings, comments and blank lines are no code; the share of long lines is of all that are not
-    blank. A tuple assignment has a tuple on both sides of `=`; its share is of all assignments by `=`.
+    blank. A tuple assignment has a tuple on both sides of `=`; its share is of all such statements.
     """
     code = [line for module in modules for line in code_lines(module)]
     num_filled = sum(len(set(code_lines(module))) for module in modules)
@@ -191,7 +199,7 @@ def first_words(modules: Sequence[Module]) -> Table:
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """Returns the smallest of the ordered numbers that at least this share of them do not exceed."""
+    """Returns the least of the ordered numbers that this share of them, or more, do not exceed."""
     wanted = share * len(ordered)
     places = range(1, len(ordered) + 1)
     return ordered[bisect.bisect_left(places, wanted)]

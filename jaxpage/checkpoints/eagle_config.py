@@ -49,7 +49,8 @@ class EagleConfig(ConfigFields):
             # vLLM's form: fields outside of `model` outrank those inside.
             named = ("architectures", "model_type", "model")
             outside = {name: value for name, value in self.config.items() if name not in named}
-            self.layers = self._object("model", required=True) | outside
+            inside = self._object("model", required=True)
+            self.layers = {**inside, **outside} if inside else {}
         self.inner = self._object("eagle_config", required=False)
         for name, harmless in _NOT_HONOURED.items():
             if (value := self.field(name, harmless)) != harmless:
@@ -86,7 +87,7 @@ class EagleConfig(ConfigFields):
         """Returns the decoder; None where something is wrong, which is noted or in `problems`."""
         if not self.layers:
             return None  # That is noted.
-        if self.layers != self.config:  # `check_config` has checked the sizes of config.json itself.
+        if self.layers != self.config:  # Those of config.json itself are checked when it is read.
             check_sizes(dict(self.layers), problems)
         model_type = self.layers.get("model_type", "llama")
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
@@ -104,7 +105,7 @@ class EagleConfig(ConfigFields):
         return cast(RotaryDecoderSpec | None, check_spec(family, self.layers, problems))
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the hidden states that EAGLE-3 takes, by the layers of the target that they enter.
+        """Returns the hidden states that EAGLE-3 takes, by the target's layers that they enter.
 
         At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which
         SpecForge and ModelOpt write and SGLang reads, they are of the layers that the states leave.
@@ -123,9 +124,7 @@ class EagleConfig(ConfigFields):
             self.note(WrongField(text))
             return usual
         if min(ids) + after < 0 or max(ids) + after > num_layers:
-            text = (
-                f"{LAYER_IDS} {ids} are {'outputs' if after else 'inputs'} of layers that do not exist: "
-                f"the model has {num_layers} layers"
-            )
-            self.note(WrongField(text))
+            kind = "outputs" if after else "inputs"
+            missing = f"{LAYER_IDS} {ids} are {kind} of layers that do not exist"
+            self.note(WrongField(f"{missing}: the model has {num_layers} layers"))
         return tuple(number + after for number in ids)

@@ -171,14 +171,17 @@ def describe_config(
 
 
 def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) -> ModelSpec | None:
-    """What the family makes of config.json; None if something is wrong with it, all of which is added to `problems`."""
-    out = out_of_bounds(config)  # These are in `problems` already, and so is whatever they take part in.
+    """Returns what the family makes of config.json.
+
+    None if something is wrong with it, all of which is added to `problems`.
+    """
+    out = out_of_bounds(config)  # These are in `problems` already.
     spec = None
     try:
         try:
             spec = family.Spec.from_config({**config, **dict.fromkeys(out)})
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if not out:  # A family checks its fields by name; what still fails is a config of an unknown form.
+            if not out:  # A family checks its fields by name: this is a config of an unknown form.
                 problems.add(f"config.json cannot be understood: {type(error).__name__}: {error}")
     except* (CheckpointError, UnsupportedError) as group:
         for error in group.exceptions:

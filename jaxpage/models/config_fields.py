@@ -1,11 +1,11 @@
 """Reads the fields of an object of config.json so that one reading finds everything that is wrong.
 
-A wrong field is noted, and from then on a value that it could have is read in its place, so that the
-fields after it are read too:
+A wrong field is noted, and from then on a value that it could have is read in its place, so that
+the fields after it are read too:
 
-    with Fields(config, "llama") as fields:      hidden_size = "48"     noted, read as 64 from here on
-        ...                                      hidden_act = "wavy"    noted, read as "silu"
-                                                 the end of the block raises both
+    with Fields(config, "llama") as fields:     hidden_size = "48"    noted, read as 64 from now on
+        ...                                     hidden_act = "wavy"   noted, read as "silu"
+                                                the end of the block raises both
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ class RefusedField(FieldError, UnsupportedError):
 
 
 class ConfigFields:
-    """The fields of an object of config.json; what is wrong with them is raised at the end of a `with` block.
+    """The fields of an object of config.json.
 
-    One error is raised as it is, several as an ExceptionGroup. Outside of a block each error is raised
-    at once, so that a reader without one refuses a wrong field too.
+    What is wrong with them is raised at the end of a `with` block: one error as it is, several as
+    an ExceptionGroup. Outside of a block each error is raised at once, so that a reader without one
+    refuses a wrong field too.
     """
 
     def __init__(self, config: Mapping[str, Any], parent: ConfigFields | None = None) -> None:
@@ -63,7 +64,10 @@ class ConfigFields:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         errors = self._top._errors
         if error is not None:
@@ -71,14 +75,14 @@ class ConfigFields:
             if all(isinstance(each, CheckpointError | UnsupportedError) for each in raised):
                 errors.update({str(each): each for each in raised})
             elif not isinstance(error, Exception) or not errors:
-                return  # It is not about fields that are wrong, nor caused by what was read instead of them.
+                return  # Neither about wrong fields nor caused by what was read in their place.
         self._raise_noted()
 
     def note(self, *errors: FieldError, **instead: Any) -> None:
         """Notes what is wrong with fields, and puts values in their place.
 
-        An error in which a field takes part that is noted already is passed over: what was put in its
-        place may have caused it.
+        An error is passed over if one of its fields is noted already: what was put in its place may
+        have caused it.
 
         Args:
             errors: all that is wrong with these fields.

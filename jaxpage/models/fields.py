@@ -1,4 +1,4 @@
-"""Reads config.json of a model family, whose fields have the defaults of the class in transformers."""
+"""Reads config.json of a model family, with the defaults of its class in transformers."""
 
 from __future__ import annotations
 
@@ -54,11 +54,12 @@ class Fields(ConfigFields):
         Args:
             config: the config, in which nothing of a text model is nested.
             model_type: the family's.
-            aliases: other names of fields, as in `attribute_map` of the class: {name here: other name}.
+            aliases: other names of fields, as the class has them in `attribute_map`.
         """
         super().__init__(config)
         self.aliases = aliases or {}
-        self._collects = True  # What is wrong is raised at the end of the block, or when the first field is read.
+        # What is wrong is raised at the end of the block, or when the first field is read.
+        self._collects = True
         if config.get("model_type", model_type) != model_type:
             self.note(
                 WrongField(
@@ -78,7 +79,7 @@ class Fields(ConfigFields):
     def get(self, name: str, default: Any = REQUIRED) -> Any:
         """Returns the raw value of a field, under its name or its alias."""
         self._raise_outside()
-        present = [key for key in (name, self.aliases.get(name)) if key is not None and key in self.config]
+        present = [key for key in self._names(name) if key in self.config]
         if len({repr(self.config[key]) for key in present}) > 1:
             values = " and ".join(f"{key} = {self.config[key]!r}" for key in present)
             self._instead(WrongField(f"{values} contradict each other"), name, self.config[name])
@@ -90,10 +91,13 @@ class Fields(ConfigFields):
         return default
 
     def _instead(self, error: FieldError, name: str, value: T) -> T:
-        """Notes what is wrong with a field; puts a value under its name and alias, and returns it."""
-        keys = [key for key in (name, self.aliases.get(name)) if key is not None]
-        self.note(error, **dict.fromkeys(keys, value))
+        """Notes what is wrong with a field, and returns a value, which is read from now on."""
+        self.note(error, **dict.fromkeys(self._names(name), value))
         return value
+
+    def _names(self, name: str) -> list[str]:
+        """Returns the name of a field, and its alias if it has one."""
+        return [name, self.aliases[name]] if name in self.aliases else [name]
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         value = self.get(name, default)
@@ -154,9 +158,10 @@ class Fields(ConfigFields):
         value, divisor = self.integer(name), self.integer(divisor_name)
         if value % divisor:
             error = WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}")
-            sizes = {divisor_name: divisor, name: divisor * _SIZE}
-            aliases = {self.aliases[key]: size for key, size in sizes.items() if key in self.aliases}
-            self.note(error, **sizes, **aliases)
+            sizes: dict[str, int] = {}
+            for key, size in ((divisor_name, divisor), (name, divisor * _SIZE)):
+                sizes |= dict.fromkeys(self._names(key), size)
+            self.note(error, **sizes)
             return _SIZE
         return value // divisor
 
@@ -192,7 +197,8 @@ class Fields(ConfigFields):
             self.note(WrongField(text), **NO_ROPE)
             given = {}
         if not isinstance(scaling, dict):
-            self.note(WrongField(f"rope_scaling must be an object or null, not {scaling!r}"), **NO_ROPE)
+            text = f"rope_scaling must be an object or null, not {scaling!r}"
+            self.note(WrongField(text), **NO_ROPE)
             scaling = {}
         ropes, limit = {}, max_position_embeddings
         for kind, (name, default) in theta.items():
@@ -272,7 +278,8 @@ class Fields(ConfigFields):
         value = self.get(name, None)
         if value is None or isinstance(value, dict):
             return value
-        return self._instead(WrongField(f"{name} must be an object or null, not {value!r}"), name, None)
+        error = WrongField(f"{name} must be an object or null, not {value!r}")
+        return self._instead(error, name, None)
 
     def _completed(self, given: Mapping[str, Any], longest: int, theta: float, original: int | None) -> dict[str, Any]:
         """Returns rope parameters with what other fields say, and the defaults."""
@@ -288,7 +295,7 @@ class Fields(ConfigFields):
 
 
 def _plain_rope(longest: int) -> dict[str, Any]:
-    """Returns rope parameters in the place of those that are wrong, while the other fields are read."""
+    """Returns rope parameters in the place of wrong ones, while the other fields are read."""
     return {"rope_type": "default", "rope_theta": 10_000.0, LENGTH: longest}
 
 

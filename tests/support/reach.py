@@ -1,8 +1,8 @@
 """Finds the modules of the wheel that no user can reach.
 
 A user enters by a public module, by `python -m jaxpage`, or by a command or an entry point that
-pyproject.toml names. From there a module leads to those that it imports, anywhere in its text, and to
-those that it names in a string: registries import by such names, when one is asked for.
+pyproject.toml names. From there a module leads to those that it imports, anywhere in its text, and
+to those that it names in a string: registries import by such names, when one is asked for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads the project's modules: their syntax trees, imports, tokens and functions.
 
-Shared by the laws of the house (`house.py`), by what the wheel reaches (`reach.py`) and by the table
-that `tools/house.py` prints. It needs Python's standard library only.
+Shared by the laws of the house (`house.py`), by what the wheel reaches (`reach.py`) and by the
+table that `tools/house.py` prints. It needs Python's standard library only.
 """
 
 from __future__ import annotations
