@@ -18,7 +18,7 @@ from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.serve_comparison import COMPARED, check_same_work, compare, described, read_baseline
 from jaxpage.bench.serve_report import rate_notes, table
-from jaxpage.bench.server_metrics import ServerMetrics
+from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import resolve_tokenizer
@@ -118,7 +118,7 @@ async def _measured(
 
 
 async def _run(client: Client, load: Load, work: Sequence[WorkItem], goals: dict[str, float]) -> dict[str, Any]:
-    async with ServerMetrics(client) as metrics:
+    async with MetricsPoller(client) as metrics:
         answers, start = await load.run()
         duration = perf_counter() - start
     arriving = [answer for answer, item in zip(answers, work, strict=True) if item.after is None]
