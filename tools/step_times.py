@@ -252,7 +252,7 @@ def _seconds(run: Callable[[], Any], round_s: float) -> float:
         began = time.perf_counter()
         for _ in range(count):
             last = run()
-        jax.block_until_ready(last)  # type: ignore[no-untyped-call]
+        jax.block_until_ready(last)
         return (time.perf_counter() - began) / count
 
     round_of(2)  # the first may make a CUDA graph

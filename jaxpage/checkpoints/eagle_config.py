@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
@@ -36,7 +36,7 @@ class EagleConfig(ConfigFields):
         self.inner: Mapping[str, Any] = {}
         self.layers: Mapping[str, Any] = self.config
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> EagleConfig:
         """Finds the parts, and notes whatever no head honours."""
         super().__enter__()
         kind = self.config.get("speculators_model_type")

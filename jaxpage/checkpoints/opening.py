@@ -184,7 +184,7 @@ def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) ->
             if not out:  # A family checks its fields by name: this is a config of an unknown form.
                 problems.add(f"config.json cannot be understood: {type(error).__name__}: {error}")
     except* (CheckpointError, UnsupportedError) as group:
-        for error in group.exceptions:
-            if not (isinstance(error, FieldError) and error.fields.intersection(out)):
-                problems.add(str(error))
+        for each in group.exceptions:
+            if not (isinstance(each, FieldError) and each.fields.intersection(out)):
+                problems.add(str(each))
     return None if out else spec

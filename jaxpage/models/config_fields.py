@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from jaxpage.errors import CheckpointError, UnsupportedError
+
+Reader = TypeVar("Reader", bound="ConfigFields")
 
 
 class FieldError(Exception):
@@ -59,7 +61,7 @@ class ConfigFields:
         self._wrong: set[str] = set()
         self._collects = False
 
-    def __enter__(self) -> Self:
+    def __enter__(self: Reader) -> Reader:
         self._top._collects = True
         return self
 
@@ -72,8 +74,9 @@ class ConfigFields:
         errors = self._top._errors
         if error is not None:
             raised = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            if all(isinstance(each, CheckpointError | UnsupportedError) for each in raised):
-                errors.update({str(each): each for each in raised})
+            known = [each for each in raised if isinstance(each, CheckpointError | UnsupportedError)]
+            if len(known) == len(raised):
+                errors.update({str(each): each for each in known})
             elif not isinstance(error, Exception) or not errors:
                 return  # Neither about wrong fields nor caused by what was read in their place.
         self._raise_noted()
