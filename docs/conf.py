@@ -16,6 +16,5 @@ html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
 smartquotes = False  # they would make one dash of the two before a flag
 autodoc_member_order = "bysource"
-autodoc_mock_imports = ["tunix"]
 autodoc_typehints = "signature"
 autodoc_class_signature = "separated"

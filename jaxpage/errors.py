@@ -9,6 +9,10 @@ class ConfigError(JaxpageError, ValueError):
     """An engine setting is unknown, out of range, or contradicts another."""
 
 
+class UsageError(JaxpageError):
+    """The command line asks for something that cannot be; its exit status is 2."""
+
+
 class CheckpointError(JaxpageError):
     """A checkpoint does not fit; the text lists everything that is wrong with it at once."""
 

@@ -22,12 +22,12 @@ from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import unpack
 from jaxpage.layers.sharding import Sharding
 from jaxpage.shapes import NOT_FINITE
-from pallas_kernels.inspection import hlo
 from tests.support.engines import LLAMA, invariants
 from tests.support.executables import when_used
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn
 from tests.test_sampler import BUCKET, NUM_ROWS, TABLES, flags_of, inputs_for
+from tools.kernel_lab.inspection import hlo
 
 # Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
 SETTINGS: dict[str, Any] = {

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import house
+from tests.support import house, reach
+from tests.support.sources import read_modules
+from tools import house as house_table
 from tools import mutate
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +25,6 @@ OPTIONAL = {  # import name -> the one file that may import it
     "matplotlib": "jaxpage/bench/memory_plot.py",
     "msgpack": "jaxpage/serving/kv_publisher.py",
     "zmq": "jaxpage/serving/kv_publisher.py",
-    "tunix": "jaxpage/tunix_rollout.py",
     "flash_attn3_jax": "pallas_kernels/sets/fa3.py",
 }
 
@@ -93,7 +94,7 @@ def test_importing_jaxpage_touches_no_device() -> None:
 def test_the_host_side_runs_without_jax() -> None:
     names = [
         module.name
-        for module in house.read_modules(ROOT)
+        for module in read_modules(ROOT)
         if house.place(module.name)[1] in ("host", "ground") and module.name.startswith("jaxpage.")
     ]
     assert len(names) > 10
@@ -105,7 +106,7 @@ def test_the_host_side_runs_without_jax() -> None:
 
 def test_jaxpage_names_no_kernel_set() -> None:
     """A set is added in `pallas_kernels` alone. "cpu" is a platform, too."""
-    modules = house.read_modules(ROOT)
+    modules = read_modules(ROOT)
     names = {Path(module.path).stem for module in modules if module.path.startswith("pallas_kernels/sets/")} - {"cpu"}
     assert {"reference", "triton"} <= names
     found = [
@@ -115,6 +116,93 @@ def test_jaxpage_names_no_kernel_set() -> None:
         if module.path.startswith("jaxpage/") and isinstance(node, ast.Constant) and node.value in names
     ]
     assert found == []
+
+
+def test_every_module_of_the_wheel_is_reached() -> None:
+    """A module that only tools or tests import is theirs: it belongs into tools/ or tests/support/."""
+    found = reach.unreached(ROOT)
+    assert not found, "no public name, command or entry point leads to: " + ", ".join(found)
+
+
+def test_public_modules_are_those_that_the_documentation_names() -> None:
+    pages = {name: (ROOT / page).read_text(encoding="utf-8") for name, page in reach.PUBLIC.items()}
+    assert [name for name, text in pages.items() if name not in text] == []
+
+
+def test_a_module_that_nothing_reaches_is_named(tmp_path: Path) -> None:
+    """Each of the others is reached in a way of its own."""
+    files = {
+        "pyproject.toml": '[project.scripts]\na = "jaxpage.script:main"\n'
+        '[project.entry-points."group"]\nb = "jaxpage.entry"\n',
+        "jaxpage/__init__.py": 'HOMES = {"LLM": "jaxpage.lazy"}',
+        "jaxpage/__main__.py": "",
+        "jaxpage/script.py": "def main():\n    from jaxpage.room import inside",
+        "jaxpage/entry.py": "",
+        "jaxpage/lazy.py": "from .room.relative import x",
+        "jaxpage/room/__init__.py": "",
+        "jaxpage/room/inside.py": "import jaxpage.models.registry",
+        "jaxpage/room/relative.py": "",
+        "jaxpage/models/__init__.py": "",
+        "jaxpage/models/registry.py": 'NAMES = ["llama"]\nimport_module(f"jaxpage.models.{name}")',
+        "jaxpage/models/llama.py": "",
+        "jaxpage/models/mamba.py": "from jaxpage.room import laboratory",
+        "jaxpage/room/laboratory.py": "",
+        "tools/program.py": "import jaxpage.models.mamba",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert reach.unreached(tmp_path) == ["jaxpage.models.mamba", "jaxpage.room.laboratory"]
+
+
+def test_the_table_of_the_house_counts_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = """\"\"\"What steps.\"\"\"
+from jaxpage.memory import BlockPool
+from jaxpage.memory.block_pool import BlockPool
+from jaxpage.step.plan import StepPlan
+
+x, y = 1, 2
+
+def run(a):
+    \"\"\"Whether it runs.\"\"\"
+    return a
+
+def stop():
+    \"\"\"Returns nothing.\"\"\"
+"""
+    files = {
+        "pyproject.toml": "[project]\n",
+        "jaxpage/__init__.py": '"""The engine."""\nimport jaxpage.engine\n',
+        "jaxpage/engine.py": engine + "# " + 99 * "-" + "\n",
+        "jaxpage/memory/__init__.py": '"""Of blocks."""\n__all__ = ["BlockPool"]\n',
+        "jaxpage/memory/block_pool.py": '"""Blocks."""\n',
+        "jaxpage/memory/forgotten.py": '"""Blocks."""\nz = 1\n',
+        "pallas_kernels/__init__.py": "",
+        "pallas_kernels/block_pool.py": "import pallas_kernels",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    table = house_table.measure(tmp_path)
+    assert (table["jaxpage: modules"], table["jaxpage: lines"]) == (5, 21)
+    # One of the five modules is a docstring alone; the others have 4, 5, 6 and 45 tokens.
+    assert table["module, tokens: median"] == 5.5 and table["module, tokens: most"] == 45
+    assert table["function, lines: median"] == 2.5 and table["function, lines: most"] == 3
+    # Ten lines of code have 4, 6 + 8 + 8 + 7 + 6 + 2 + 5, 5 and 3 tokens.
+    assert table["tokens a line"] == 5.4
+    assert (table["lines over 100 characters"], table["lines over 100 characters, %"]) == (1, 5.6)
+    assert (table["tuple assignments"], table["tuple assignments, % of assignments"]) == (1, 33.3)
+    assert table["modules of the wheel that nothing reaches"] == 2
+    assert table["imports past doors"] == 1, "a name in __all__ and the plan of a step go by the door"
+    assert table["file names in two or more folders"] == 1, "block_pool"
+    words = [table[f'docstrings that begin with "{word}"'] for word in house_table.FIRST_WORDS]
+    assert words == [1, 1, 1, 0, 0] and table["docstrings"] == 7
+    assert table["docstrings of functions that begin with no verb"] == 1
+    assert house_table.percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == 9
+    assert house_table.markdown({"a": {"lines": 12345}, "b": {"lines": 0.5}}).endswith("| lines | 12,345 | 0.5 |")
+    with pytest.raises(SystemExit):
+        house_table.main(["--tree", str(tmp_path / "jaxpage")])
+    assert "there is no jaxpage/ in it" in capsys.readouterr().err
 
 
 PLANTED = [
@@ -147,6 +235,8 @@ PLANTED = [
     ("pallas_kernels/a.py", "from jaxpage import shapes", "pallas_kernels stands alone, but imports jaxpage"),
     ("pallas_kernels/a.py", "import flax", "pallas_kernels stands alone, but imports flax"),
     ("tools/a.py", "from jaxpage.engine.engine import Engine", "tools import the front door only"),
+    ("tools/kernel_lab/a.py", "import jaxpage.shapes", "tools.kernel_lab runs where jaxpage is not installed"),
+    ("tools/kernel_lab/a.py", "from tools import b", "tools.kernel_lab runs where jaxpage is not installed"),
     ("jaxpage/engine/a.py", "def f():\n    import json", "imports json inside a function"),
     ("jaxpage/engine/a.py", "class A:\n    def f(self):\n        from os import path", "imports os inside a function"),
     ("jaxpage/engine/a.py", "import importlib\nimportlib.import_module('x')", "imports by name"),
@@ -194,6 +284,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/errors.py": "import os",
         "jaxpage/cli/commands.py": "def generate():\n    import jaxpage.llm",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",
+        "tools/paper/orca.py": "from jaxpage.memory import c",
         "tools/bench.py": "import torch\nfrom jaxpage import LLM\nimport pallas_kernels\nmodel.eval()\nre.compile('x')",
     }
     for name, text in files.items():

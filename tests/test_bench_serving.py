@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from jaxpage import cli
+from jaxpage.bench.answer_latencies import rate_held, summary
 from jaxpage.bench.http_client import Answer, Client
-from jaxpage.bench.latencies import rate_held, summary
 from jaxpage.bench.load import Places
 from jaxpage.bench.serve_report import rate_notes
 from tests.support.random_checkpoints import random_checkpoint

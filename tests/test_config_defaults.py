@@ -36,11 +36,13 @@ def completed(config: Mapping[str, Any]) -> Config | None:
 
 
 def read(config: Config) -> Any:
-    """The spec, or the text of what is wrong."""
+    """Returns the spec, or the text of what is wrong first."""
     try:
         return load_family(config).Spec.from_config(config)
     except JaxpageError as error:
         return str(error)
+    except ExceptionGroup as group:
+        return str(group.exceptions[0])
 
 
 def difference(config: Config) -> str | None:

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpage.bench.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 from jaxpage.device.executables import compiler_options
 from jaxpage.device.sampler import PROCESSED_AT_ONCE
 from jaxpage.layers import norms
-from pallas_kernels.bench.cases import shape_of_spec
-from pallas_kernels.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
-from pallas_kernels.inspection.cases import (
+from pallas_kernels.sets import fa3, triton
+from pallas_kernels.triton import backend as triton_backend
+from tests.support.sweeps import few
+from tools.kernel_lab.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
+from tools.kernel_lab.inspection.compiled_cases import (
     Case,
     attention_case,
     copy_case,
@@ -28,10 +29,9 @@ from pallas_kernels.inspection.cases import (
     selection_case,
     write_case,
 )
-from pallas_kernels.sets import fa3, triton
-from pallas_kernels.specs import PRODUCTS, find
-from pallas_kernels.triton import backend as triton_backend
-from tests.support.sweeps import few
+from tools.kernel_lab.kernel_cases import shape_of_spec
+from tools.kernel_lab.specs import PRODUCTS, find
+from tools.step_shapes import BUCKETS, LLAMA_3_8B, step_shapes
 
 reason = unavailable()
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))

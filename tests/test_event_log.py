@@ -42,9 +42,9 @@ from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrubbed
 from jaxpage.replay.log_header import header, read_header, weights_hash
+from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
 from jaxpage.replay.replay import Replay, Report
-from jaxpage.replay.walk import Walk
 from jaxpage.scheduling import POLICIES
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score

@@ -21,11 +21,11 @@ from jaxpage.device.kv_pages import LayerPages
 from pallas_kernels import Call, Tiles, candidates, paged_attention, tiles
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import described_gpu
-from pallas_kernels.inspection.cases import attention_case
 from pallas_kernels.sets import fa3, set_for
-from pallas_kernels.specs import find
 from tests.support import flash_attention
 from tests.support.attention import hidden, make_case, oracle
+from tools.kernel_lab.inspection.compiled_cases import attention_case
+from tools.kernel_lab.specs import find
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
 

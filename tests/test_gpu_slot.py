@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pallas_kernels import specs
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.cases import label
-from pallas_kernels.bench.check import Check
-from pallas_kernels.bench.children import Child
-from pallas_kernels.bench.compare import Row
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read
-from pallas_kernels.bench.parts import chosen
-from pallas_kernels.bench.timing import Timing
 from tools import bench_engine, bench_kernels, bench_step, gpu_slot, slot_parts, slot_results
+from tools.kernel_lab import specs
+from tools.kernel_lab.bounds import Ceilings
+from tools.kernel_lab.check import Check
+from tools.kernel_lab.children import Child
+from tools.kernel_lab.compare_sets import Row
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, read
+from tools.kernel_lab.kernel_cases import label
+from tools.kernel_lab.parts import chosen
+from tools.kernel_lab.timing import Timing
 from tools.slot_parts import Part
 from tools.slot_results import Results, Screen
 

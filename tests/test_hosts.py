@@ -35,9 +35,9 @@ from jaxpage.serving.config import ServerConfig, resolve_both
 from jaxpage.serving.hosts import follower, joining
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.follower import Follower
+from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.serving.hosts.job import hosts_of_job
 from jaxpage.serving.hosts.leader import HostLost, Leader
-from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest

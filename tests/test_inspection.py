@@ -10,12 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pallas_kernels.inspection import deviceless, findings, hlo, report, sass
-from pallas_kernels.inspection.cubin import Machine, images, machines
-from pallas_kernels.inspection.executable import kernels
-from pallas_kernels.inspection.records import FormatError, leaves, unpack_snappy
 from tests.support.packing import image, message, riegeli, snappy
 from tools import inspect_kernels
+from tools.kernel_lab.inspection import deviceless, executable_findings, hlo, kernel_tables, sass
+from tools.kernel_lab.inspection.cubin import Machine, images, machines
+from tools.kernel_lab.inspection.executable import kernels
+from tools.kernel_lab.inspection.riegeli_records import FormatError, leaves, unpack_snappy
 
 repetitive = st.lists(st.sampled_from([b"abcd", b"abcdabcdabcde", b"\0", b"xy", bytes(range(70))]), max_size=60).map(
     b"".join
@@ -171,7 +171,9 @@ def test_large_arrays_that_are_made_are_found() -> None:
 
 def test_calls_of_pallas_kernels_are_counted_by_their_names() -> None:
     assert hlo.kernel_calls(hlo.computations(HLO)) == {"attend": 2, "write": 1}
-    assert [findings.stem(name) for name in ("attend", "attend__12", "attend_mosaic_gpu_kernel", "write_2")] == [
+    assert [
+        executable_findings.stem(name) for name in ("attend", "attend__12", "attend_mosaic_gpu_kernel", "write_2")
+    ] == [
         *["attend"] * 3,
         "write_2",
     ]
@@ -223,7 +225,7 @@ def test_the_tables_of_the_document_are_replaced_and_nothing_else() -> None:
 def test_a_table_is_written_checked_and_found_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [report.Row("attend (triton)", "decode", 116, 0, 39117, (0, 32, 32, 0))]
+    rows = [kernel_tables.Row("attend (triton)", "decode", 116, 0, 39117, (0, 32, 32, 0))]
     monkeypatch.setattr(inspect_kernels, "unavailable", lambda: None)
     monkeypatch.setattr(inspect_kernels.sass, "disassembler", lambda: "nvdisasm")
     monkeypatch.setattr(inspect_kernels, "kernel_rows", lambda *_: (rows, ["attend mosaic, int8: reads what lies"]))
@@ -235,7 +237,7 @@ def test_a_table_is_written_checked_and_found_old(
     inspect_kernels.main(words)
     assert "| attend (triton) | decode | 116 | 0 | 38.2 | 0 | 32 | 32 | 0 |" in path.read_text()
     inspect_kernels.main([*words, "--check"])
-    rows[0] = report.Row("attend (triton)", "decode", 255, 24, None, None)
+    rows[0] = kernel_tables.Row("attend (triton)", "decode", 255, 24, None, None)
     with pytest.raises(SystemExit) as stopped:
         inspect_kernels.main([*words, "--check"])
     assert stopped.value.code == 1 and "+| attend (triton) | decode | 255 | 24 | ? | ? |" in capsys.readouterr().out

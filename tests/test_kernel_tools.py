@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import grouped_product, specs, tiles, write_kv
-from pallas_kernels.bench import check, oracle, pages, parity, parts, products, record, stability, timing, tuner
-from pallas_kernels.bench.bounds import Ceilings, work
-from pallas_kernels.bench.cases import Case, label, make_case, seen_slots, shape_of_spec, tree_masks
-from pallas_kernels.bench.children import Child, run_all
-from pallas_kernels.bench.compare import Row, compare, table
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged, read, worst
-from pallas_kernels.bench.goals import table as goals_table
-from pallas_kernels.specs import Spec
+from pallas_kernels import grouped_product, tiles, write_kv
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
 from tools import bench_kernels, bench_step, check_engine, gpu_check, time_contiguous_attention
+from tools.kernel_lab import check, oracle, pages, parity, parts, products, record, specs, stability, timing, tuner
+from tools.kernel_lab.bounds import Ceilings, work
+from tools.kernel_lab.children import Child, run_all
+from tools.kernel_lab.compare_sets import Row, compare, table
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged, read, worst
+from tools.kernel_lab.goals import table as goals_table
+from tools.kernel_lab.kernel_cases import Case, label, make_case, seen_slots, shape_of_spec, tree_masks
+from tools.kernel_lab.specs import Spec
 
 CEILINGS = Ceilings(copied=2.0e12, read=3.0e12, matmul=6.0e14)
 SMALL = Spec(name="small", num_heads=4, num_kv_heads=2, head_width=16, contexts=(30, 9), queries=(1, 1), block_size=8)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
@@ -31,6 +30,7 @@ from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import product
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tools.step_shapes import LLAMA_3_8B
 
 pytestmark = pytest.mark.optimized
 
@@ -278,8 +278,8 @@ sys.modules["jax.experimental.pallas.triton"] = None
 from jaxpage import LLM, SamplingParams
 from jaxpage.errors import UnsupportedError
 from pallas_kernels.compat import described_gpu
-from pallas_kernels.inspection.cases import attention_case, copy_case, write_case
-from pallas_kernels.specs import find
+from tools.kernel_lab.inspection.compiled_cases import attention_case, copy_case, write_case
+from tools.kernel_lab.specs import find
 settings = {"use_tqdm": False, "max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_blocks": 16}
 with LLM("demo", **settings) as llm:
     print(len(llm.generate("Once", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids))

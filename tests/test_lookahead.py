@@ -20,7 +20,6 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import Lookahead
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
-from jaxpage.simulation.speculating import Guesses, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import lookahead as under_test
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.lookahead import LookaheadProposer, Pool, Window
@@ -33,6 +32,7 @@ from jaxpage.step.request import SequenceGroup
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.simulated_speculation import Guesses, ShapedDevice, SpeculativeLoop
 
 Model = Callable[[Sequence[int]], int]  # the token behind a text
 VOCAB = 1 << 20

@@ -16,7 +16,7 @@ from jaxpage.device import drafter
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import make_proposer
 from jaxpage.speculation.lookahead import LookaheadProposer
-from jaxpage.speculation.methods import Target
+from jaxpage.speculation.methods import DraftedModel
 from jaxpage.speculation.recycling import NUM_RECYCLED
 from jaxpage.step.plan import StepPlan, StepResult
 from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
@@ -74,7 +74,9 @@ def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
     def engine(name: str, method: str | None = None) -> LLM:
         llm = made[name] = made.get(name) or make_llm(directory, **ENGINES[name])
         if method is not None:
-            proposer = make_proposer(SpeculativeConfig(method=method, **METHODS[method]), Target(LLAMA["vocab_size"]))  # type: ignore[arg-type]
+            proposer = make_proposer(
+                SpeculativeConfig(method=method, **METHODS[method]), DraftedModel(LLAMA["vocab_size"])
+            )  # type: ignore[arg-type]
             draft_with(llm._engine, proposer, learns_top_ids=method == "token_recycling")
         return llm
 

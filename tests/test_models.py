@@ -29,6 +29,7 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.parameter import AXES
 from jaxpage.models import registry
 from jaxpage.models.base import abstract_model, model_weights
+from jaxpage.models.fields import Fields
 from jaxpage.models.registry import FAMILIES, load_family
 from jaxpage.training import dense_recur
 from tests.support.dense import dense_attend, logits_of
@@ -468,6 +469,31 @@ def test_all_wrong_fields_of_a_config_are_told_at_once():
     wanted += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
     assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted)
     assert len(problems.lines) == 8, problems.lines
+
+
+def test_a_reader_of_fields_raises_all_at_the_end_of_its_block_and_at_once_outside_of_one():
+    config = config_json("llama-grouped") | {"hidden_act": "wavy", "mlp_bias": 0, "is_causal": False}
+    with pytest.raises(ExceptionGroup) as caught:
+        load_family(config).Spec.from_config(config)
+    named = {field for error in caught.value.exceptions for field in error.fields}
+    assert named == {"hidden_act", "mlp_bias", "is_causal"}
+    assert [isinstance(error, CheckpointError) for error in caught.value.exceptions] == [False, True, False]
+    with pytest.raises(UnsupportedError, match="is_causal"):
+        Fields(config, "llama").integer("vocab_size")
+    fields = Fields({"mlp_bias": 0}, "llama")
+    with pytest.raises(CheckpointError, match="mlp_bias"):
+        fields.flag("mlp_bias", False)
+
+
+def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_noted():
+    with pytest.raises(CheckpointError, match="hidden_size is missing"), Fields({}, "llama") as fields:
+        print(1 / (fields.integer("hidden_size") - 64))
+    with pytest.raises(ZeroDivisionError), Fields({"hidden_size": 64}, "llama") as fields:
+        print(1 / (fields.integer("hidden_size") - 64))
+    with pytest.raises(ExceptionGroup) as caught, Fields({}, "llama") as fields:
+        fields.integer("hidden_size")
+        raise CheckpointError("a sum of the family's own")
+    assert len(caught.value.exceptions) == 2
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Tiles, compat, paged_attention
-from pallas_kernels.mosaic import compat as mosaic_compat
+from pallas_kernels.mosaic import jax_versions
 from pallas_kernels.mosaic import kernel as mosaic_kernel
 from pallas_kernels.sets import mosaic
-from pallas_kernels.specs import SPECS, Spec
 from tests.support.attention import hidden, make_case, oracle
+from tools.kernel_lab.specs import SPECS, Spec
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
 
@@ -33,8 +33,8 @@ ONE_CONSUMER = Tiles(query_rows=64, context=64, max_splits=3, split_context=64, 
 @pytest.fixture
 def looks_for_races(monkeypatch):
     """Interprets with a look for data races, which fail."""
-    parameters = mosaic_compat.mosaic_interpreter()
-    monkeypatch.setattr(mosaic_compat, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
+    parameters = jax_versions.mosaic_interpreter()
+    monkeypatch.setattr(jax_versions, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
 
 
 def attend(case, tiles, **options):

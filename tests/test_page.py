@@ -22,8 +22,8 @@ from jaxpage.engine.engine import Engine
 from jaxpage.engine.events import Both
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
+from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
-from jaxpage.replay.walk import Walk
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector

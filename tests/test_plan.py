@@ -20,9 +20,9 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.simulation.capacity import PRECISION, Question, highest_rate
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.shape_costs import ShapeCost
+from jaxpage.simulation.sustained_rate import PRECISION, Question, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import LLAMA, make_llm

@@ -20,7 +20,7 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
-from jaxpage.speculation.methods import METHODS, Target
+from jaxpage.speculation.methods import METHODS, DraftedModel
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -28,11 +28,12 @@ from jaxpage.speculation.suffix_tree import SuffixTree
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.request import SequenceGroup
-from tests.support import house, proposers
+from tests.support import proposers
 from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import draft_with
+from tests.support.sources import read_modules
 from tests.support.synthetic import SyntheticProposer, rates_of
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -539,7 +540,7 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
-    target = Target(VOCAB)
+    target = DraftedModel(VOCAB)
     ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target)
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
@@ -572,7 +573,7 @@ def decisions_by_method(tree: ast.AST) -> list[int]:
 def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     planted = "method == 'ngram'\nby_name = {'medusa': 1}\nmethod in ('eagle', 'suffix')"
     assert set(decisions_by_method(ast.parse(planted))) == {1, 2, 3}
-    modules = house.read_modules(Path(__file__).parents[1])
+    modules = read_modules(Path(__file__).parents[1])
     found = {module.path for module in modules if decisions_by_method(module.tree)}
     field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
     assert {path for path in found if not path.startswith(HOMES)} == {field}

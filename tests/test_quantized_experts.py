@@ -27,12 +27,12 @@ from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import replace_modules
-from pallas_kernels.inspection import compile_for, unavailable
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL
 from tests.support.mixed_requests import CONFIG, PROMPTS, texts
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.test_quantization import FORMATS, float8
+from tools.kernel_lab.inspection import compile_for, unavailable
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 from tests.support.hf_models import save_model  # noqa: E402

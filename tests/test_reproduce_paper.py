@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from jaxpage.bench.swapping import SwapCost
-from jaxpage.simulation.paper import block_sizes, sharing
-from jaxpage.simulation.paper import main as program
-from jaxpage.simulation.paper.cases import PAGED, Case, Outcome, Workload, run_case
-from jaxpage.simulation.paper.curves import highest_rate
-from jaxpage.simulation.paper.document import document
-from jaxpage.simulation.paper.plan import Effort
-from jaxpage.simulation.paper.plots import save
-from jaxpage.simulation.paper.pool import Pool
-from jaxpage.simulation.paper.results import Check, Figure, Interval, Row
+from tools.bench_swap import SwapCost
+from tools.paper import block_sizes, sharing_figures
+from tools.paper import main as program
+from tools.paper.curves import highest_rate
+from tools.paper.document import document
+from tools.paper.effort import Effort
+from tools.paper.plots import save
+from tools.paper.pool import Pool
+from tools.paper.results import Check, Figure, Interval, Row
+from tools.paper.simulated_cases import PAGED, Case, Outcome, Workload, run_case
 from tools.reproduce_paper import measure_attention
 
 
@@ -133,8 +133,11 @@ class Tiny(Effort):
 
 
 def test_every_figure_has_all_its_panels_and_curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    savings = {key: [0.1, 0.2] for key in itertools.product(sharing.METHODS, sharing.RATES, sharing.WIDTHS)}
-    decoded = sharing.Decoded(savings, {width: [[[], [(1, 0)]]] for width in sharing.WIDTHS})
+    savings = {
+        key: [0.1, 0.2]
+        for key in itertools.product(sharing_figures.METHODS, sharing_figures.RATES, sharing_figures.WIDTHS)
+    }
+    decoded = sharing_figures.Decoded(savings, {width: [[[], [(1, 0)]]] for width in sharing_figures.WIDTHS})
     monkeypatch.setattr(program, "decode", lambda effort: decoded)
     monkeypatch.setattr(block_sizes, "measure_swapping", lambda model, size, **_: SwapCost(size, 1, 0.1, 0.1, 0.4))
     times = [block_sizes.AttentionTime(64, 8, 120.0, 100.0)]

@@ -13,7 +13,7 @@ import pytest
 from jaxpage.device import sampler
 from jaxpage.device.backends import Backend
 from jaxpage.device.sampler import log_probabilities
-from jaxpage.device.selection import selection_kernels
+from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.truncation import truncate
 from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 from pallas_kernels import selection

@@ -16,20 +16,20 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.simulation.accounting import Run, State, TimeAverage
-from jaxpage.simulation.buddy import BuddyAllocator
 from jaxpage.simulation.costs import AnalyticCost
-from jaxpage.simulation.orca import RESERVATIONS, Orca
-from jaxpage.simulation.paper.sharing import read_ancestries
 from jaxpage.simulation.policies import PagedScheduler, Policy
-from jaxpage.simulation.prefix import pin_prefix
 from jaxpage.simulation.scripts import ScriptedRequests
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.simulator import Simulator
-from jaxpage.simulation.static_batching import StaticBatcher
 from jaxpage.simulation.traces import Arrival, poisson_trace
 from jaxpage.step.plan import StepPlan
 from tests.support.engines import ENGINES, LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
+from tools.paper.buddy import BuddyAllocator
+from tools.paper.orca import RESERVATIONS, Orca
+from tools.paper.pinned_prefix import pin_prefix
+from tools.paper.sharing_figures import read_ancestries
+from tools.paper.static_batching import StaticBatcher
 
 # A step takes a second, whatever it does, and so does a step that swaps.
 ONE_SECOND = AnalyticCost(

@@ -17,17 +17,17 @@ import pytest
 
 from jaxpage.errors import CapacityError
 from jaxpage.scheduling import Preemption, Scheduler
-from jaxpage.simulation import benchmark
 from jaxpage.simulation.accounting import Run, State, TimeAverage
 from jaxpage.simulation.costs import A100_OPT_13B, AnalyticCost
-from jaxpage.simulation.host_time import Decoding, Queue, WaitingTime, least
 from jaxpage.simulation.policies import PagedScheduler
-from jaxpage.simulation.pressure import Mode, press, requests_at_once
-from jaxpage.simulation.saturation import saturate
 from jaxpage.simulation.setup import Setup
 from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import Arrival, poisson_trace
 from jaxpage.step.plan import StepPlan
+from tools import bench_scheduler
+from tools.scheduler_lab.host_time import Decoding, Queue, WaitingTime, least
+from tools.scheduler_lab.pressure import Mode, press, requests_at_once
+from tools.scheduler_lab.saturation import saturate
 
 # A step takes a second, whatever it does; a block takes a hundred to swap.
 ONE_SECOND = AnalyticCost(
@@ -293,11 +293,11 @@ def test_of_repeated_measurements_the_least_counts() -> None:
 def test_the_benchmark_prints_tables_and_one_object(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "NUMS_WAITING", (2, 5))
-    monkeypatch.setattr(benchmark, "NUMS_RUNNING", (4,))
-    monkeypatch.setattr(benchmark, "PRESSED", 16)
-    monkeypatch.setattr(benchmark, "ROUNDS", 1)
-    assert benchmark.main(["--seconds", "20", "--rates", "1", "4", "--seeds", "2", "--json"]) == 0
+    monkeypatch.setattr(bench_scheduler, "NUMS_WAITING", (2, 5))
+    monkeypatch.setattr(bench_scheduler, "NUMS_RUNNING", (4,))
+    monkeypatch.setattr(bench_scheduler, "PRESSED", 16)
+    monkeypatch.setattr(bench_scheduler, "ROUNDS", 1)
+    assert bench_scheduler.main(["--seconds", "20", "--rates", "1", "4", "--seeds", "2", "--json"]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert [rate["request_rate"] for rate in result["waste"]["rates"]] == [1, 4]
@@ -316,12 +316,12 @@ def test_the_benchmark_prints_tables_and_one_object(
 
 
 def test_one_section_alone_and_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
-    assert benchmark.main(["--waste", "--seconds", "10", "--rates", "2", "--seeds", "1"]) == 0
+    assert bench_scheduler.main(["--waste", "--seconds", "10", "--rates", "2", "--seeds", "1"]) == 0
     title, header, row, *rest = capsys.readouterr().out.splitlines()
     assert title.startswith("Memory: 983 blocks of 16") and rest == [""]
     assert header.split()[0] == "requests/s" and row.split()[0] == "2"
     with pytest.raises(SystemExit):
-        benchmark.main(["--rates", "0"])
+        bench_scheduler.main(["--rates", "0"])
     assert "--rates and --seconds must be positive" in capsys.readouterr().err
 
 

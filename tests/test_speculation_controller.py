@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxpage.simulation import speculating
-from jaxpage.simulation.speculating import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
 from jaxpage.speculation import controller as controlling
 from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller, Costs
 from jaxpage.step.draft import chain
 from jaxpage.step.limits import StepLimits
+from tests.support import simulated_speculation
+from tests.support.simulated_speculation import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
 from tests.support.sweeps import few
 
 # A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
@@ -224,7 +224,7 @@ def test_the_same_events_give_the_same_choices() -> None:
 @pytest.mark.parametrize("num_outputs", [8, 20])
 def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs: int) -> None:
     """Steps in which nothing is decided must not end between two requests each time."""
-    monkeypatch.setattr(speculating, "NUM_OUTPUT_TOKENS", num_outputs)
+    monkeypatch.setattr(simulated_speculation, "NUM_OUTPUT_TOKENS", num_outputs)
     loop = loop_of(CPU, lambda place, step: (0.0 if step < 1000 else 0.9,) * 7, 1)
     loop.run(1000)
     assert loop.controller is not None and not loop.controller.drafts

@@ -16,11 +16,11 @@ from pallas_kernels import Tiles, paged_attention
 from pallas_kernels.compat import described_gpu
 from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import triton
-from pallas_kernels.specs import SPECS
 from pallas_kernels.tiles import Shape
 from pallas_kernels.triton import attention as triton_kernel
 from tests.support.attention import Case, make_case, oracle, run
 from tests.support.sweeps import few
+from tools.kernel_lab.specs import SPECS
 
 SMALL = Tiles(query_rows=16, context=16, max_splits=3, split_context=32, num_warps=4, num_stages=3)
 UNSPLIT = dataclasses.replace(SMALL, max_splits=1)

@@ -16,7 +16,7 @@ from tests.support.engines import BLOCKS_OF_16
 
 base_rollout = pytest.importorskip("tunix.rl.rollout.base_rollout", reason="google-tunix is not installed")
 
-from jaxpage.tunix_rollout import JaxpageRollout  # noqa: E402
+from examples.tunix_rollout import JaxpageRollout  # noqa: E402
 
 DEMO = Path(os.fspath(__file__)).parents[1] / "jaxpage" / "demo"
 PROMPTS = ["Once upon a time", "The old house", "Once upon a time"]

@@ -25,13 +25,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
 
 try:
     from jaxpage import LLM, SamplingParams
     from jaxpage.bench.measure import parameters
-    from jaxpage.bench.step_times import BLOCK_SIZE, MODELS, random_model
     from jaxpage.bench.workloads import make_workload
+    from tools.step_times import BLOCK_SIZE, MODELS, random_model
 
     MISSING = ""
 except ImportError as absent:

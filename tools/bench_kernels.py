@@ -5,7 +5,7 @@
     python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
 
 A time is that of a call on the device among many in one program, which read other keys and values each time (see
-pallas_kernels/bench/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
+tools/kernel_lab/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
 tiles; what was tuned before and is not now stays in it. A backend that refuses a call, and tiles that do not compile, are reported with
 the reason. An error of CUDA spoils the process, so nothing is timed after it: then time the other backends in a run of their own, as
 tools/gpu_check.py does. The last line of standard output is JSON.
@@ -28,17 +28,17 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
-from pallas_kernels.bench import ceilings, environment, goals, pages
-from pallas_kernels.bench.bounds import Ceilings
-from pallas_kernels.bench.cases import label
-from pallas_kernels.bench.compare import ceilings_table, compare, table
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding, Table, append, read
-from pallas_kernels.bench.parts import best_of, chosen, contiguous_seconds, measured_ceilings
-from pallas_kernels.bench.record import append_section, section
-from pallas_kernels.bench.tuner import RULES, OnDevice, Tuned, by_shape, fastest, refusal, starts, tune
 from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
-from pallas_kernels.specs import Spec
 from pallas_kernels.tiles import TUNED, Shape, Tiles, read_tuned, write_tuned
+from tools.kernel_lab import environment, goals, machine_ceilings, pages
+from tools.kernel_lab.bounds import Ceilings
+from tools.kernel_lab.compare_sets import ceilings_table, compare, table
+from tools.kernel_lab.findings import FAILED, PASSED, Finding, Table, append, read
+from tools.kernel_lab.kernel_cases import label
+from tools.kernel_lab.parts import best_of, chosen, contiguous_seconds, measured_ceilings
+from tools.kernel_lab.record import append_section, section
+from tools.kernel_lab.specs import Spec
+from tools.kernel_lab.tuner import RULES, OnDevice, Tuned, by_shape, fastest, refusal, starts, tune
 from tools.progress import Bar
 
 ROOT = Path(__file__).parents[1]
@@ -221,7 +221,7 @@ def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) 
     if arguments.out:
         date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         append_section(arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py"))
-    data = json.dumps({**finding.data, "ceilings": ceilings.as_data(measured), "environment": where})
+    data = json.dumps({**finding.data, "ceilings": machine_ceilings.as_data(measured), "environment": where})
     if arguments.json:
         arguments.json.write_text(data + "\n", encoding="utf-8")
     print(data, flush=True)

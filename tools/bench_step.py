@@ -25,10 +25,10 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
 
 try:
-    from jaxpage.bench.step_times import COLUMNS, MODELS, SAMPLING, StepCase, cells, time_step, usual_cases
+    from tools.step_times import COLUMNS, MODELS, SAMPLING, StepCase, cells, time_step, usual_cases
 
     MISSING = ""
 except ImportError as absent:

@@ -16,7 +16,7 @@ import jax
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged
 
 try:
     from jaxpage import LLM, SamplingParams

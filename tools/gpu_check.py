@@ -22,10 +22,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
 
-from pallas_kernels.bench.check import Check, exit_status, has_gpu
-from pallas_kernels.bench.findings import FAILED, Finding
-from pallas_kernels.bench.record import append_section, as_data, counted, line, section
 from pallas_kernels.sets import GPU_BACKENDS
+from tools.kernel_lab.check import Check, exit_status, has_gpu
+from tools.kernel_lab.findings import FAILED, Finding
+from tools.kernel_lab.record import append_section, as_data, counted, line, section
 from tools.progress import Bar
 
 NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a miniature on CPU."

@@ -28,10 +28,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.check import Check, has_gpu, nothing
-from pallas_kernels.bench.children import Child, run_all
-from pallas_kernels.bench.findings import FAILED, PASSED, Finding
-from pallas_kernels.bench.record import counted
+from tools.kernel_lab.check import Check, has_gpu, nothing
+from tools.kernel_lab.children import Child, run_all
+from tools.kernel_lab.findings import FAILED, PASSED, Finding
+from tools.kernel_lab.record import counted
 from tools.slot_parts import Part, groups
 from tools.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
 

@@ -20,11 +20,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from jaxpage.bench.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
-from jaxpage.bench.step_times import GPU_OPTIONS
-from pallas_kernels.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
-from pallas_kernels.inspection.cases import cases
-from pallas_kernels.inspection.report import Row, markdown, rows
+from tools.kernel_lab.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
+from tools.kernel_lab.inspection.compiled_cases import cases
+from tools.kernel_lab.inspection.kernel_tables import Row, markdown, rows
+from tools.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
+from tools.step_times import GPU_OPTIONS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "internals" / "kernels.md"
 BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspect_kernels.py -->"

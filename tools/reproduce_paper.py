@@ -12,14 +12,17 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.simulation.paper.block_sizes import AttentionTime
-from jaxpage.simulation.paper.main import main
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+
 from pallas_kernels import paged_attention
+from tools.paper.block_sizes import AttentionTime
+from tools.paper.main import main
 
 NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # of OPT-13B, in float32
 ROUNDS = 15

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pallas_kernels.bench.check import Check
-from pallas_kernels.bench.children import Child
 from pallas_kernels.sets import KERNEL_BACKENDS
+from tools.kernel_lab.check import Check
+from tools.kernel_lab.children import Child
 
-PRODUCTS_AND_SAMPLER = ("products", "sampler")  # parts of pallas_kernels.bench
+PRODUCTS_AND_SAMPLER = ("products", "sampler")  # parts of tools.kernel_lab
 SWEPT = "fa3"  # the kernel set that is timed with several numbers of splits, last
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 SKIP_PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"

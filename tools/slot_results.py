@@ -9,10 +9,10 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from pallas_kernels.bench.environment import commit
-from pallas_kernels.bench.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, read, worst
-from pallas_kernels.bench.parts import bench_tables
-from pallas_kernels.bench.record import append_section, counted, section
+from tools.kernel_lab.environment import commit
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, read, worst
+from tools.kernel_lab.parts import bench_tables
+from tools.kernel_lab.record import append_section, counted, section
 
 RESULTS, REPORT, LOGS = "results.jsonl", "report.md", "logs.txt"
 ENVIRONMENT = "environment"

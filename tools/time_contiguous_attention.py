@@ -1,6 +1,6 @@
 """Times torch's scaled_dot_product_attention on contiguous keys and values: what the same call costs without paging.
 
-As in pallas_kernels/bench/timing.py, a program is many calls that depend on each other over several sets of keys and values (here a
+As in tools/kernel_lab/timing.py, a program is many calls that depend on each other over several sets of keys and values (here a
 CUDA graph, between two events), so that neither Python nor the cache is timed. The fastest of torch's own backends counts. Specs that
 have no contiguous equal are named with the reason. Run by tools/gpu_check.py and tools/bench_kernels.py in a process of its own, so that
 torch and JAX do not share memory.
@@ -18,11 +18,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
 
-from pallas_kernels.bench.cases import label
-from pallas_kernels.bench.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line
-from pallas_kernels.bench.parts import chosen
-from pallas_kernels.bench.timing import num_layers
-from pallas_kernels.specs import Spec
+from tools.kernel_lab.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line
+from tools.kernel_lab.kernel_cases import label
+from tools.kernel_lab.parts import chosen
+from tools.kernel_lab.specs import Spec
+from tools.kernel_lab.timing import num_layers
 
 try:
     import torch

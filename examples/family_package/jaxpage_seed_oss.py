@@ -19,11 +19,10 @@ class Spec:
 
     @staticmethod
     def from_config(config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "seed_oss")
         defaults = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
         as_llama = {**defaults, **config, "model_type": "llama", "attention_bias": False}
-        return replace(
-            llama.Spec.from_config(as_llama),
-            attention_input_bias=fields.flag("attention_bias", True),
-            attention_output_bias=fields.flag("attention_out_bias", False),
-        )
+        with Fields(config, "seed_oss") as fields:  # its end raises all that is wrong, here and in Llama's
+            on_input = fields.flag("attention_bias", True)
+            on_output = fields.flag("attention_out_bias", False)
+            llamas = llama.Spec.from_config(as_llama)
+            return replace(llamas, attention_input_bias=on_input, attention_output_bias=on_output)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 from jaxpage.settings.argument_checks import shown
 
 _Count = Annotated[int, Field(ge=1, lt=10**12)]

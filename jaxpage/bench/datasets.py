@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 
 KINDS = (*DATASETS, "prefix_repetition", "chat", "trace", "custom")
 _FILES = ("sharegpt", "alpaca", "trace", "custom")  # may or must be read from a file

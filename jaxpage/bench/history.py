@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.bench.report import fingerprint
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 
 BEGIN = "<!-- rows by `jaxpage bench throughput --record` -->"
 END = "<!-- end of these rows -->"

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import h11
 
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 
 READ_BYTES = 1 << 16
 CONNECT_SECONDS = 10.0

@@ -18,7 +18,7 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import baseline, changes_of, check_baseline, check_writable, started
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned

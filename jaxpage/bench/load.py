@@ -16,8 +16,8 @@ from jaxpage.bench.workloads import WorkItem
 
 
 @dataclass(frozen=True)
-class Target:
-    """A model of a server, and fields of the body that only some servers know."""
+class Endpoint:
+    """A model of a server, with the fields of the body that only some servers know."""
 
     client: Client
     model: str
@@ -41,7 +41,7 @@ class Load:
 
     def __init__(
         self,
-        target: Target,
+        endpoint: Endpoint,
         work: Sequence[WorkItem],
         arrivals: Sequence[float],
         most: int | None,
@@ -49,11 +49,11 @@ class Load:
         whole: bool = False,
         is_closed: bool = False,
     ) -> None:
-        self._target, self._work, self._arrivals = target, work, arrivals
+        self._endpoint, self._work, self._arrivals = endpoint, work, arrivals
         self._places = Places(most or len(work), whole=whole)
         self.is_closed = is_closed
         self._salt = (
-            uuid.uuid4().hex if target.extensions else None
+            uuid.uuid4().hex if endpoint.extensions else None
         )  # no run finds another's prefixes in the server's cache
         self._title = "Static batches" if whole else "Requests"
         self._sent: list[tuple[int, ...]] = [()] * len(work)  # prompts
@@ -82,8 +82,8 @@ class Load:
             if self.is_closed:
                 due = perf_counter()
             self._sent[index] = prompt
-            body = self._target.body(item, prompt)
-            return await self._target.client.complete(
+            body = self._endpoint.body(item, prompt)
+            return await self._endpoint.client.complete(
                 {**body, **({"cache_salt": self._salt} if self._salt else {})}, due
             )
         finally:

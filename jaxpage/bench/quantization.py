@@ -18,10 +18,9 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
-from jaxpage.cli.flags import UsageError
 from jaxpage.device.kv_pages import page_dtype
 from jaxpage.engine.capacity import choose_dtype, device_spec_of
-from jaxpage.errors import CheckpointError
+from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 

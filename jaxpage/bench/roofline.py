@@ -24,13 +24,13 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
-from jaxpage.cli.flags import UsageError
 from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
 from jaxpage.engine.batch_builder import Batch
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import UsageError
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.replacing import Rule
 from jaxpage.models.weights import Weight, num_bytes

@@ -11,19 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from jaxpage.bench.answer_latencies import goals_of, rate_held, summary
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.http_client import Client
-from jaxpage.bench.latencies import goals_of, rate_held, summary
-from jaxpage.bench.load import Load, Target
+from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.serve_comparison import COMPARED, check_same_work, compare, described, read_baseline
 from jaxpage.bench.serve_report import rate_notes, table
-from jaxpage.bench.server_metrics import ServerMetrics
+from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import resolve_tokenizer
-from jaxpage.cli.flags import UsageError
 from jaxpage.engine.text import load_tokenizer
+from jaxpage.errors import UsageError
 
 _EXTENSIONS = {
     "ignore_eos": True,
@@ -98,13 +98,13 @@ async def _measured(
         rate = None if math.isinf(rates[0]) else rates[0]
         check_same_work(arguments.compare, earlier, {**context, "request_rate": rate})
     begin = perf_counter()
-    target = await _warmed_up(client, card["id"], work[0])
+    endpoint = await _warmed_up(client, card["id"], work[0])
     context["warmup_seconds"] = perf_counter() - begin
     measured = []
     for rate in rates:
         most, is_closed = arguments.max_concurrency, schedule == "closed loop"
         loads = [
-            Load(target, work, _times(arguments, work, rate), most, is_closed=is_closed)
+            Load(endpoint, work, _times(arguments, work, rate), most, is_closed=is_closed)
             for _ in range(arguments.repeats)
         ]
         result = _median([await _run(client, load, work, goals) for load in loads])
@@ -112,13 +112,13 @@ async def _measured(
         measured.append((name, {"request_rate": None if math.isinf(rate) else rate, **result}))
     if arguments.baseline:
         size = arguments.baseline_batch_size
-        load = Load(target, work, _times(arguments, work, rates[0]), size, whole=True)
+        load = Load(endpoint, work, _times(arguments, work, rates[0]), size, whole=True)
         measured.append((f"static batches of {size}", await _run(client, load, work, goals)))
     return measured, context
 
 
 async def _run(client: Client, load: Load, work: Sequence[WorkItem], goals: dict[str, float]) -> dict[str, Any]:
-    async with ServerMetrics(client) as metrics:
+    async with MetricsPoller(client) as metrics:
         answers, start = await load.run()
         duration = perf_counter() - start
     arriving = [answer for answer, item in zip(answers, work, strict=True) if item.after is None]
@@ -164,12 +164,12 @@ def _workload(
     return work, {"max_input": max_input, "max_output": max_output}
 
 
-async def _warmed_up(client: Client, model: str, item: WorkItem) -> Target:
+async def _warmed_up(client: Client, model: str, item: WorkItem) -> Endpoint:
     """One request, which also shows whether the server takes what OpenAI does not have."""
-    for target in (Target(client, model, _EXTENSIONS), Target(client, model)):
-        warm_up = await client.complete(target.body(item, item.prompt_token_ids), perf_counter())
+    for endpoint in (Endpoint(client, model, _EXTENSIONS), Endpoint(client, model)):
+        warm_up = await client.complete(endpoint.body(item, item.prompt_token_ids), perf_counter())
         if warm_up.error is None:
-            return target
+            return endpoint
     raise UsageError(f"the first request failed: {warm_up.error}")
 
 

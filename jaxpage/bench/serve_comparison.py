@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from jaxpage.bench.comparison import Fields, read_result
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 from jaxpage.tables import aligned
 
 

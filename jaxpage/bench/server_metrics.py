@@ -25,14 +25,14 @@ _RATIOS = {
 }
 
 
-class ServerMetrics:
-    """Asks four times a second, from `with` to its end."""
+class MetricsPoller:
+    """Asks a server for its metrics four times a second, from the start of a `with` block to its end."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self._samples: list[tuple[float, Mapping[str, float]]] = []
 
-    async def __aenter__(self) -> ServerMetrics:
+    async def __aenter__(self) -> MetricsPoller:
         self._start = perf_counter()
         await self._look()
         self._polling = asyncio.ensure_future(self._poll())

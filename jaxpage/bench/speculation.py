@@ -13,11 +13,10 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxpage.bench.engine_process import EngineInTurns, Prompts, Run, engine_process
+from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.report import environment, print_result
-from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.cli.flags import UsageError
-from jaxpage.errors import UnsupportedError
+from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.speculative_config import FIXED

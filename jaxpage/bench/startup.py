@@ -21,8 +21,7 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import resolve_model
 from jaxpage.checkpoints.fetched import FETCHABLE
-from jaxpage.cli.flags import UsageError
-from jaxpage.errors import JaxpageError
+from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 

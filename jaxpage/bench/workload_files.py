@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.cli.flags import UsageError
+from jaxpage.errors import UsageError
 
 Encode = Callable[[str], list[int]]
 TRACE_BLOCK = 512  # tokens of each of a trace's `hash_ids`

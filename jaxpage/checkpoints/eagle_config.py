@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxpage.checkpoints.config_file import check_sizes
 from jaxpage.checkpoints.opening import check_spec
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.models.config_fields import ConfigFields, RefusedField, WrongField
 from jaxpage.models.registry import load_family
 from jaxpage.models.rotary_decoder import RotaryDecoderSpec
 
@@ -24,86 +23,108 @@ _ARCHITECTURES = {
 _NOT_HONOURED = {"use_aux_hidden_state": True, "add_para_norm": False, "logit_scale": 1, "parallel_drafting": False}
 
 
-@dataclass(frozen=True)
-class EagleConfig:
-    """config.json, `eagle_config` in it, and the fields of the head's decoder, which read like those of an ordinary model."""
+class EagleConfig(ConfigFields):
+    """config.json of a head, `eagle_config` in it, and the fields of the head's decoder.
 
-    outer: Mapping[str, Any]
-    inner: Mapping[str, Any]
-    layers: Mapping[str, Any]
+    Attributes:
+        inner: `eagle_config`.
+        layers: the decoder's fields, which read like those of an ordinary model.
+    """
 
-    @classmethod
-    def read(cls, config: Mapping[str, Any], problems: Problems) -> EagleConfig:
-        """Raises CheckpointError, UnsupportedError."""
-        kind, layers = config.get("speculators_model_type"), dict(config)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.inner: Mapping[str, Any] = {}
+        self.layers: Mapping[str, Any] = self.config
+
+    def __enter__(self) -> EagleConfig:
+        """Finds the parts, and notes whatever no head honours."""
+        super().__enter__()
+        kind = self.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
-            raise UnsupportedError(
-                f"config.json: speculators_model_type {quoted(kind)} is not supported, only 'eagle3'"
-            )
+            text = f"speculators_model_type {quoted(kind)} is not supported, only 'eagle3'"
+            self.note(RefusedField(text), speculators_model_type="eagle3")
         if kind is not None:
-            layers = _object(config, "transformer_layer_config")
-        elif config.get("model_type") == "eagle":  # vLLM's: what stands outside outranks what stands inside
+            self.layers = self._object("transformer_layer_config", required=True)
+        elif self.config.get("model_type") == "eagle":
+            # vLLM's form: fields outside of `model` outrank those inside.
             named = ("architectures", "model_type", "model")
-            layers = _object(config, "model") | {name: value for name, value in config.items() if name not in named}
-        if layers != config:  # which has been checked
-            check_sizes(layers, problems)
-        read = cls(config, _object(config, "eagle_config", {}), layers)
+            outside = {name: value for name, value in self.config.items() if name not in named}
+            inside = self._object("model", required=True)
+            self.layers = {**inside, **outside} if inside else {}
+        self.inner = self._object("eagle_config", required=False)
         for name, harmless in _NOT_HONOURED.items():
-            if read.field(name, harmless) != harmless:
-                raise UnsupportedError(f"config.json: {name} = {quoted(read.field(name))} is not supported")
-        return read
+            if (value := self.field(name, harmless)) != harmless:
+                error = RefusedField(f"{name} = {quoted(value)} is not supported")
+                self.note(error, **{name: harmless})
+        return self
+
+    def _object(self, name: str, *, required: bool) -> dict[str, Any]:
+        value = self.config.get(name) or (None if required else {})
+        if isinstance(value, dict):
+            return value
+        self.note(WrongField(f"{name} must be an object, not {quoted(value)}"), **{name: {}})
+        return {}
 
     def field(self, name: str, default: Any = None) -> Any:
-        """Of the head itself. Null is no value."""
-        found = [place[name] for place in (self.outer, self.inner) if place.get(name) is not None]
+        """Returns a field of the head itself. Null is no value."""
+        found = [place[name] for place in (self.config, self.inner) if place.get(name) is not None]
         return found[0] if found else default
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.field(name, default)
-        if not isinstance(value, bool):
-            raise CheckpointError(f"config.json: {name} must be true or false, not {quoted(value)}")
-        return value
+        if isinstance(value, bool):
+            return value
+        error = WrongField(f"{name} must be true or false, not {quoted(value)}")
+        self.note(error, **{name: default})
+        return default
 
     @property
     def norm_before_residual(self) -> bool:
-        """Left out, it is true for speculators and false for everyone else."""
-        return self.flag("norm_before_residual", "speculators_model_type" in self.outer)
+        """Returns the flag. Left out, it is true for speculators and false for everyone else."""
+        return self.flag("norm_before_residual", "speculators_model_type" in self.config)
 
     def decoder(self, problems: Problems) -> RotaryDecoderSpec | None:
-        """None: what is wrong is in `problems`. Raises UnsupportedError."""
+        """Returns the decoder; None where something is wrong, which is noted or in `problems`."""
+        if not self.layers:
+            return None  # That is noted.
+        if self.layers != self.config:  # Those of config.json itself are checked when it is read.
+            check_sizes(dict(self.layers), problems)
         model_type = self.layers.get("model_type", "llama")
         if not isinstance(model_type, str) or model_type not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
-            raise UnsupportedError(f"config.json: layers of model_type {quoted(model_type)} are not among {supported}")
+            text = f"layers of model_type {quoted(model_type)} are not among {supported}"
+            self.note(RefusedField(text))
+            return None
         window = self.layers.get("sliding_window") and self.layers.get("use_sliding_window", True)
-        if model_type == "llama" and (window or "sliding_attention" in (self.layers.get("layer_types") or ())):
-            raise UnsupportedError("config.json: layers of model_type 'llama' with a sliding window are not supported")
+        types = self.layers.get("layer_types") or ()
+        if model_type == "llama" and (window or "sliding_attention" in types):
+            text = "layers of model_type 'llama' with a sliding window are not supported"
+            self.note(RefusedField(text))
+            return None
         family = load_family({"architectures": [_ARCHITECTURES[model_type]]})
         return cast(RotaryDecoderSpec | None, check_spec(family, self.layers, problems))
 
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The hidden states of a target of so many layers that EAGLE-3 takes, by the layers that they enter.
+        """Returns the hidden states that EAGLE-3 takes, by the target's layers that they enter.
 
-        At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which SpecForge and ModelOpt write and SGLang
-        reads, they are of the layers that the states leave. Where there are none, those of the authors' code.
+        At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which
+        SpecForge and ModelOpt write and SGLang reads, they are of the layers that the states leave.
+        Where there are none, those of the authors' code are taken.
+
+        Args:
+            num_layers: the target's.
         """
-        ids, behind = self.outer.get(LAYER_IDS), 0
-        if not ids:
-            ids, behind = self.inner.get(LAYER_IDS), 1
-        if not ids:
-            ids, behind = [2, num_layers // 2, num_layers - 3], 0
+        usual = (2, num_layers // 2, num_layers - 3)
+        outside = self.config.get(LAYER_IDS)
+        ids = outside or self.inner.get(LAYER_IDS)
+        after = 1 if ids and not outside else 0
+        ids = ids or list(usual)
         if not isinstance(ids, list) or any(type(number) is not int for number in ids):
-            raise CheckpointError(f"config.json: {LAYER_IDS} must be a list of whole numbers, not {quoted(ids)}")
-        if min(ids) + behind < 0 or max(ids) + behind > num_layers:
-            raise CheckpointError(
-                f"config.json: {LAYER_IDS} {ids} are {'outputs' if behind else 'inputs'} of layers that do not exist: "
-                f"the model has {num_layers} layers"
-            )
-        return tuple(number + behind for number in ids)
-
-
-def _object(config: Mapping[str, Any], name: str, default: Any = None) -> dict[str, Any]:
-    value = config.get(name) or default
-    if not isinstance(value, dict):
-        raise CheckpointError(f"config.json: {name} must be an object, not {quoted(value)}")
-    return value
+            text = f"{LAYER_IDS} must be a list of whole numbers, not {quoted(ids)}"
+            self.note(WrongField(text))
+            return usual
+        if min(ids) + after < 0 or max(ids) + after > num_layers:
+            kind = "outputs" if after else "inputs"
+            missing = f"{LAYER_IDS} {ids} are {kind} of layers that do not exist"
+            self.note(WrongField(f"{missing}: the model has {num_layers} layers"))
+        return tuple(number + after for number in ids)

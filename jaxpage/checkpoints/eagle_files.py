@@ -56,9 +56,9 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
     map_info = stored.pop(TOKEN_MAPS[method], None)
     spec = None
     if config and (stored or not problems):
-        with problems.collect():
+        with problems.collect(), EagleConfig(config) as fields:
             _check_method(method, stored)
-            spec = _spec(EagleConfig.read(config, problems), method, stored, map_info, target, problems)
+            spec = _spec(fields, method, stored, map_info, target, problems)
     plan, token_map = LoadPlan(directory, "safetensors"), None
     if spec is not None:
         plan = fit_stored(plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems)

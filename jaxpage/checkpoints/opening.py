@@ -15,14 +15,12 @@ from jaxpage.checkpoints.gguf_tensors import gguf_scheme
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import Family, ModelSpec, ignored_tensors, model_weights
-from jaxpage.models.fields import RefusedField, WrongField
+from jaxpage.models.config_fields import FieldError
 from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.registry import FIELDS, quantization_of, without_quantization
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
-
-MAX_WRONG_FIELDS = 100  # reported of one config.json
 
 
 @dataclass(frozen=True)
@@ -173,27 +171,20 @@ def describe_config(
 
 
 def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) -> ModelSpec | None:
-    """What the family makes of config.json; None if something is wrong with it, all of which is added to `problems`.
+    """Returns what the family makes of config.json.
 
-    A family stops at the first field that is wrong. It is read again with a value that it can have, until all fields have been read;
-    an error that only such a value causes is not reported.
+    None if something is wrong with it, all of which is added to `problems`.
     """
-    wrong = set(out_of_bounds(config))  # already in `problems`
-    config = {**config, **dict.fromkeys(wrong)}
-    for _ in range(MAX_WRONG_FIELDS):
+    out = out_of_bounds(config)  # These are in `problems` already.
+    spec = None
+    try:
         try:
-            spec = family.Spec.from_config(config)
-            return None if wrong else spec
-        except (WrongField, RefusedField) as error:
-            if not wrong & error.instead.keys():
-                for text in error.texts:
-                    problems.add(text)
-            wrong, config = {*wrong, *error.instead}, {**config, **error.instead}
-        except (CheckpointError, UnsupportedError) as error:
-            problems.add(str(error))
-            return None
+            spec = family.Spec.from_config({**config, **dict.fromkeys(out)})
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            if not wrong:  # a family checks its fields by name; what still fails is a config of an unknown form
+            if not out:  # A family checks its fields by name: this is a config of an unknown form.
                 problems.add(f"config.json cannot be understood: {type(error).__name__}: {error}")
-            return None
-    return None
+    except* (CheckpointError, UnsupportedError) as group:
+        for each in group.exceptions:
+            if not (isinstance(each, FieldError) and each.fields.intersection(out)):
+                problems.add(str(each))
+    return None if out else spec

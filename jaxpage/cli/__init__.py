@@ -10,9 +10,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from jaxpage.cli.flags import UsageError
 from jaxpage.cli.parsers import make_parser
-from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, UnsupportedError
+from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, UnsupportedError, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:

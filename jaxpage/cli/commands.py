@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from jaxpage.cli.flags import PLANNED_SETTINGS, UsageError
+from jaxpage.cli.flags import PLANNED_SETTINGS
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
+from jaxpage.errors import UsageError
 from jaxpage.serving.config import AUTO
 from jaxpage.serving.listening import bound_socket
 from jaxpage.settings.argument_checks import counted
@@ -165,7 +166,7 @@ def replay(arguments: argparse.Namespace) -> int:
         return 0
     if arguments.request is not None or arguments.texts is not None:
         from jaxpage.replay.event_log import check_new, write_log
-        from jaxpage.replay.texts import tokenizer_of_log, with_texts
+        from jaxpage.replay.token_texts import tokenizer_of_log, with_texts
         from jaxpage.serving.wire.logprobs import TokenTexts
 
         tokenizer = tokenizer_of_log(log, arguments.model)

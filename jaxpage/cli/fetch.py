@@ -16,9 +16,8 @@ from typing import IO
 from tqdm import tqdm
 
 from jaxpage.checkpoints.fetched import FETCHABLE, Fetchable, fetched_path
-from jaxpage.cli.flags import UsageError
 from jaxpage.cli.resolving import Say, teller
-from jaxpage.errors import CheckpointError, ModelNotFoundError
+from jaxpage.errors import CheckpointError, ModelNotFoundError, UsageError
 from jaxpage.settings.argument_checks import close_names
 
 _CHUNK_BYTES = 1 << 20

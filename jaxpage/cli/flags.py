@@ -11,10 +11,6 @@ from typing import Any
 from jaxpage.settings.byte_sizes import parse_bytes
 
 
-class UsageError(Exception):
-    """The command line asks for something that cannot be; exit status 2."""
-
-
 class OneModel(argparse.Action):
     """The model's name, by position or as a flag, and not twice."""
 

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.cli.flags import UsageError
 from jaxpage.cli.resolving import (
     Say,
     engine_for_one,
@@ -20,6 +19,7 @@ from jaxpage.cli.resolving import (
     teller,
 )
 from jaxpage.cli.wrapping import Wrapper
+from jaxpage.errors import UsageError
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.settings.sampling_params import SamplingParams
 

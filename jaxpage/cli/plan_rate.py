@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from jaxpage.cli.flags import UsageError
 from jaxpage.cli.plan import spec_of
 from jaxpage.engine.engine_spec import EngineSpec
+from jaxpage.errors import UsageError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.replay.opening import open_engine
 from jaxpage.scheduling import Preemption
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.simulation.capacity import SEEDS, SUSTAINED, AtRate, Question, at_rate, highest_rate
 from jaxpage.simulation.costs import CostModel
 from jaxpage.simulation.policies import PagedScheduler
 from jaxpage.simulation.shape_costs import as_dict, measure, read_costs
+from jaxpage.simulation.sustained_rate import SEEDS, SUSTAINED, AtRate, Question, at_rate, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.tables import aligned
 

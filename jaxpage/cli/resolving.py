@@ -8,8 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jaxpage.cli.flags import UsageError, engine_settings, sampling_settings, server_settings
-from jaxpage.errors import UnsupportedError
+from jaxpage.cli.flags import engine_settings, sampling_settings, server_settings
+from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.serving.config import ServerConfig, resolve_both
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams

@@ -77,7 +77,7 @@ class ModelDrafter:
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
         """Candidates [B, J, G, Y]: see `_draft_ahead`."""
-        drafting = _Drafting(join(self.graph, parameters), self, target)
+        drafting = _DraftStep(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
         if target.bucket.trees:  # the right drafts of a chain are in place
             slots = moves(target.paths_BQ, target.inputs.slots_ZT[0], target.inputs.query_start)
@@ -109,7 +109,7 @@ class _Tree(NamedTuple):
     candidates_BJGY: jax.Array
 
 
-class _Drafting(NamedTuple):
+class _DraftStep(NamedTuple):
     """A drafter in a step of its target."""
 
     drafter: Drafter
@@ -117,7 +117,7 @@ class _Drafting(NamedTuple):
     target: TargetStep
 
 
-def _extend(drafting: _Drafting, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
+def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
     """The drafter's layers over the step's own stream, behind the target's; zeros, and nothing is done, where the step does not ask."""
     drafter, options, target = drafting
     inputs, token_ids_R = target.inputs, target.token_ids_R
@@ -161,7 +161,7 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
 
 
 def _draft_ahead(
-    drafting: _Drafting, pages: KVPages, output_TD: Float[Array, "T D"]
+    drafting: _DraftStep, pages: KVPages, output_TD: Float[Array, "T D"]
 ) -> tuple[Int[Array, "B J G Y"], KVPages]:
     """Grows a tree of drafts behind each of `target.last_B`, level by level: the best X candidates of a level are followed, each by its own
     best X.
@@ -215,7 +215,7 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafte
     )
 
 
-def _grow(drafting: _Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
+def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     """The candidates behind the branches, and the best of them as the new branches."""
     num_rows, width = tree.token_id_BX.shape
     draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
@@ -236,7 +236,7 @@ def _grow(drafting: _Drafting, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     )
 
 
-def _best(drafting: _Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+def _best(drafting: _DraftStep, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Of each branch the X tokens that it may go on with, their log probabilities, and what they were drawn from, if they were."""
     width, choice, target = drafting.options.shape.num_branches, drafting.options.choice, drafting.target
     if choice == "drawn":
@@ -248,7 +248,7 @@ def _best(drafting: _Drafting, logits: jax.Array, draws: Draws) -> tuple[jax.Arr
     return token_ids, scores, []
 
 
-def _follow(drafting: _Drafting, ends: Ends, tree: _Tree, index: Any) -> _Tree:
+def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     """One pass over the last token of each branch, the `index`-th of those that stand in scratch."""
     drafter, options, target = drafting
     backend = target.backend

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.logits_processors import are_processed, penalties_of, process_logits, process_rows
-from jaxpage.device.selection import bound_kernels
+from jaxpage.device.selection_kernels import bound_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.device.truncation import Asked, truncate, where_wanted
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED

@@ -21,7 +21,7 @@ from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
-from jaxpage.device.selection import selection_kernels
+from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext

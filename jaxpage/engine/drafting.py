@@ -85,7 +85,7 @@ class Drafting:
     ) -> Speculator:
         if self.config is None:
             return NoSpeculation()
-        proposer = make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ())))
+        proposer = make_proposer(self.config, methods.DraftedModel(vocab_size, getattr(self.drafter, "choices", ())))
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
         has_kv, depths = bool(self.kvs), cast(Sequence[int], ())

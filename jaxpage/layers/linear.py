@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.lora import LoRA
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import Weight, product
+from jaxpage.layers.product import StoredWeight, product
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Linear(nnx.Module):
         self.bias = spec.declare("bias") if spec.bias else None
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> StoredWeight:
         return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:

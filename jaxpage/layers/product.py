@@ -51,7 +51,7 @@ class ProductKernels(NamedTuple):
     by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
 
 
-Weight = jax.Array | Scaled | Grouped
+StoredWeight = jax.Array | Scaled | Grouped
 _kernels: ContextVar[ProductKernels | None] = ContextVar("product_kernels", default=None)
 
 
@@ -66,7 +66,7 @@ def product_kernels(kernels: ProductKernels) -> Iterator[None]:
 
 
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
-def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
+def product(x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
     """`x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
@@ -112,7 +112,7 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     return _for_grouped().numbers(rows)
 
 
-def weight_numbers(weight: Weight) -> Float[Array, "O I"]:
+def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
     """The weight itself, dequantised, for what is not its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
@@ -163,7 +163,7 @@ def has_product_by_group() -> bool:
 
 @jax.named_scope("product")
 def product_by_group(
-    x_PI: Float[Array, "P I"], weight: Weight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
+    x_PI: Float[Array, "P I"], weight: StoredWeight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
 ) -> Float[Array, "P O"] | None:
     """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
 

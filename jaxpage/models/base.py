@@ -81,7 +81,13 @@ class Model(Protocol):
 @runtime_checkable
 class SpecFactory(Protocol):
     def from_config(self, config: Mapping[str, Any]) -> ModelSpec:
-        """Read config.json. Raises CheckpointError for nonsense, UnsupportedError for what is not honoured."""
+        """Reads config.json.
+
+        Raises:
+            CheckpointError: a field makes no sense.
+            UnsupportedError: what a field asks for is not honoured.
+            ExceptionGroup: several fields are wrong; it has an error of these kinds for each.
+        """
 
 
 @runtime_checkable

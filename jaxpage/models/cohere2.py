@@ -30,22 +30,22 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "cohere2")
-        head_width = head_width_or_quotient(fields)
-        types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
-        rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 8192))
-        rope = replace(rope, interleaved=True)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, None),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
-            attention_bias=fields.flag("attention_bias", False),
-            rope=(rope, longest),
-            rope_by_layer=tuple(rope if kind == "sliding_attention" else None for kind in types),
-            epsilon=("layer_norm_eps", 1e-5),
-            logit_scale=fields.number("logit_scale", 0.0625),
-            form=FORM,
-            tied=True,
-        )
+        with Fields(config, "cohere2") as fields:
+            head_width = head_width_or_quotient(fields)
+            types = layer_types(fields, fields.integer("sliding_window_pattern", 4))
+            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 8192))
+            rope = replace(rope, interleaved=True)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                attention_bias=fields.flag("attention_bias", False),
+                rope=(rope, longest),
+                rope_by_layer=tuple(rope if kind == "sliding_attention" else None for kind in types),
+                epsilon=("layer_norm_eps", 1e-5),
+                logit_scale=fields.number("logit_scale", 0.0625),
+                form=FORM,
+                tied=True,
+            )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.deepseek_v3 import latent_knobs, read_groups
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -20,28 +21,31 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "deepseek_v2", {"n_routed_experts": "num_experts"})
-        if fields.get("norm_topk_prob", False):
-            raise RefusedField("norm_topk_prob = true is not supported for this family", norm_topk_prob=False)
-        method = fields.get("topk_method", "greedy")
-        if method not in ("greedy", "group_limited_greedy"):
-            raise RefusedField(f"topk_method = {method!r} is not greedy or group_limited_greedy", topk_method="greedy")
-        count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
-        groups = None if method == "greedy" else read_groups(fields, count, best=1)
-        first = fields.integer("first_k_dense_replace", 0, least=0)
-        return cls._from_fields(
-            fields,
-            mlp_bias=fields.flag("mlp_bias", False),
-            experts=read_experts(
+        with Fields(config, "deepseek_v2", {"n_routed_experts": "num_experts"}) as fields:
+            if fields.get("norm_topk_prob", False):
+                error = RefusedField("norm_topk_prob = true is not supported for this family")
+                fields.note(error, norm_topk_prob=False)
+            method = fields.get("topk_method", "greedy")
+            if method not in ("greedy", "group_limited_greedy"):
+                error = RefusedField(f"topk_method = {method!r} is not greedy or group_limited_greedy")
+                fields.note(error, topk_method="greedy")
+                method = "greedy"
+            count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
+            groups = None if method == "greedy" else read_groups(fields, count, best=1)
+            first = fields.integer("first_k_dense_replace", 0, least=0)
+            return cls._from_fields(
                 fields,
-                count=count,
-                per_token=None,
-                width=width,
-                normalized=False,
-                routing={"groups": groups, "factor": fields.number("routed_scaling_factor", 1.0)},
-                shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
-            ),
-            expert_names=DEEPSEEK_NAMES,
-            sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
-            **latent_knobs(fields, longest=2048, query_rank=1536),
-        )
+                mlp_bias=fields.flag("mlp_bias", False),
+                experts=read_experts(
+                    fields,
+                    count=count,
+                    per_token=None,
+                    width=width,
+                    normalized=False,
+                    routing={"groups": groups, "factor": fields.number("routed_scaling_factor", 1.0)},
+                    shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
+                ),
+                expert_names=DEEPSEEK_NAMES,
+                sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+                **latent_knobs(fields, longest=2048, query_rank=1536),
+            )

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.routing import Groups
+from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
-from jaxpage.models.fields import Fields, RefusedField, WrongField
+from jaxpage.models.fields import Fields
 from jaxpage.models.latent import read_latent
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
@@ -24,15 +25,15 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "deepseek_v3", {"n_routed_experts": "num_local_experts"})
-        first = fields.integer("first_k_dense_replace", 3, least=0)
-        return cls._from_fields(
-            fields,
-            experts=corrected_experts(fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5),
-            expert_names=DEEPSEEK_NAMES,
-            sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
-            **latent_knobs(fields, longest=4096, query_rank=1536),
-        )
+        with Fields(config, "deepseek_v3", {"n_routed_experts": "num_local_experts"}) as fields:
+            first = fields.integer("first_k_dense_replace", 3, least=0)
+            return cls._from_fields(
+                fields,
+                experts=corrected_experts(fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5),
+                expert_names=DEEPSEEK_NAMES,
+                sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+                **latent_knobs(fields, longest=4096, query_rank=1536),
+            )
 
 
 def corrected_experts(
@@ -64,17 +65,17 @@ def read_groups(
     kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
     if num_experts % number or kept > number or (number > 1 and num_experts // number < best):
-        raise WrongField(
-            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken",
-            **ONE_GROUP,
+        error = WrongField(
+            f"{num_experts} experts cannot be in n_group = {number} groups, of which topk_group = {kept} are taken"
         )
+        fields.note(error, **ONE_GROUP)
+        number = kept = 1
     per_token = fields.integer("num_experts_per_tok", per_token)
     if per_token > num_experts // number * kept:
-        raise WrongField(
-            f"topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts",
-            **ONE_GROUP,
-            num_experts_per_tok=1,
+        error = WrongField(
+            f"topk_group = {kept} of n_group = {number} have fewer than num_experts_per_tok = {per_token} experts"
         )
+        fields.note(error, **ONE_GROUP, num_experts_per_tok=1)
     return Groups(number, kept, best) if kept < number else None
 
 
@@ -84,7 +85,8 @@ def latent_knobs(
     """Returns arguments of `RotaryDecoderSpec._from_fields`. The defaults of fields: see `read_latent`."""
     for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
         if fields.get(name, None) not in (None, only):
-            raise RefusedField(f"{name} = {fields.get(name)!r} is not supported", **{name: None})
+            error = RefusedField(f"{name} = {fields.get(name)!r} is not supported")
+            fields.note(error, **{name: None})
     latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank, plain=plain, value=value)
     return {
         "latent": latent,
@@ -101,5 +103,7 @@ def _draft_layers(fields: Fields) -> int:
     """Returns how many layers after the last one predict further tokens ahead; they have the numbers that follow it."""
     count = fields.integer("num_nextn_predict_layers", 0, least=0)
     if count > MAX_DRAFT_LAYERS:
-        raise WrongField(f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}", num_nextn_predict_layers=0)
+        text = f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}"
+        fields.note(WrongField(text), num_nextn_predict_layers=0)
+        return 0
     return count

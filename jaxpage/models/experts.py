@@ -13,7 +13,8 @@ from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import Axis, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.models.fields import REQUIRED, Fields, WrongField
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import REQUIRED, Fields
 from jaxpage.models.weights import FLOATS
 
 
@@ -59,18 +60,20 @@ def read_experts(
         **(routing or {}),
     )
     if chosen.per_token > chosen.num_experts:
-        raise WrongField(
-            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be",
-            **{"num_experts_per_tok": 1, count[0]: chosen.num_experts},
+        error = WrongField(
+            f"num_experts_per_tok = {chosen.per_token} of {count[0]} = {chosen.num_experts} experts cannot be"
         )
+        fields.note(error, **{"num_experts_per_tok": 1, count[0]: chosen.num_experts})
     return ExpertsSpec(chosen, fields.integer(*width), **more)
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     """Qwen's rule: each layer whose number, from 1, divides by `decoder_sparse_step`, but those of `mlp_only_layers`."""
-    every, dense = fields.integer("decoder_sparse_step", 1), fields.get("mlp_only_layers", None) or []
+    every = fields.integer("decoder_sparse_step", 1)
+    dense = fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
-        raise WrongField(f"mlp_only_layers must be a list, not {dense!r}", mlp_only_layers=None)
+        fields.note(WrongField(f"mlp_only_layers must be a list, not {dense!r}"), mlp_only_layers=None)
+        dense = []
     num_layers = fields.integer("num_hidden_layers")
     return tuple((index + 1) % every == 0 and index not in dense for index in range(num_layers))
 

@@ -18,7 +18,8 @@ from jaxpage.layers.mlp import MLP
 from jaxpage.layers.norms import LayerNorm
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
-from jaxpage.models.fields import Fields, RefusedField, WrongField
+from jaxpage.models.config_fields import RefusedField, WrongField
+from jaxpage.models.fields import Fields
 
 prefix = "transformer."
 ignored = ("*rotary_emb.inv_freq",)
@@ -48,35 +49,34 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
-        fields = Fields(config, "falcon", {"hidden_size": "n_embed"})
-        if fields.flag("alibi", False):
-            raise RefusedField("alibi = true (biases of scores by distance) is not supported", alibi=False)
-        num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-        num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
-        if num_heads % num_kv_heads:
-            raise WrongField(
-                f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}",
-                num_kv_heads=num_heads,
-                num_attention_heads=num_heads,
+        with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
+            if fields.flag("alibi", False):
+                text = "alibi = true (biases of scores by distance) is not supported"
+                fields.note(RefusedField(text), alibi=False)
+            num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+            num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
+            if num_heads % num_kv_heads:
+                text = f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
+                heads = dict.fromkeys(("num_kv_heads", "num_attention_heads"), num_heads)
+                fields.note(WrongField(text), **heads)
+            head_width = fields.divided("hidden_size", "num_attention_heads")
+            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
+            num_layers = fields.integer("num_hidden_layers")
+            return cls(
+                vocab_size=fields.integer("vocab_size"),
+                model_width=width,
+                feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
+                num_query_heads=num_heads,
+                max_position_embeddings=longest,
+                kv=KVSpec(num_layers, num_kv_heads, head_width, (None,) * num_layers),
+                rope=rope,
+                norms=norms,
+                parallel=parallel,
+                bias=fields.flag("bias", False),
+                activation=fields.activation("activation", "gelu"),
+                norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+                tie_word_embeddings=fields.flag("tie_word_embeddings", True),
             )
-        head_width = fields.divided("hidden_size", "num_attention_heads")
-        rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
-        num_layers = fields.integer("num_hidden_layers")
-        return cls(
-            vocab_size=fields.integer("vocab_size"),
-            model_width=width,
-            feed_forward_width=fields.optional_integer("ffn_hidden_size", None) or 4 * width,
-            num_query_heads=num_heads,
-            max_position_embeddings=longest,
-            kv=KVSpec(num_layers, num_kv_heads, head_width, (None,) * num_layers),
-            rope=rope,
-            norms=norms,
-            parallel=parallel,
-            bias=fields.flag("bias", False),
-            activation=fields.activation("activation", "gelu"),
-            norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-        )
 
 
 def _kv_heads(fields: Fields, num_heads: int) -> int:
@@ -89,13 +89,15 @@ def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
     """`Spec.norms` and `Spec.parallel`."""
     new, parallel = fields.flag("new_decoder_architecture", False), fields.flag("parallel_attn", True)
     if new and not parallel:
-        raise RefusedField("parallel_attn = false with new_decoder_architecture is not supported", parallel_attn=True)
+        text = "parallel_attn = false with new_decoder_architecture is not supported"
+        fields.note(RefusedField(text), parallel_attn=True)
+        parallel = True
     if not parallel:
         return ("input_layernorm", "post_attention_layernorm"), False
     count = fields.optional_integer("num_ln_in_parallel_attn", None) or (2 if new else 1)
     if count > 2 or (count == 2 and not new):
         text = f"num_ln_in_parallel_attn = {count} is not supported for this form"
-        raise RefusedField(text, num_ln_in_parallel_attn=None)
+        fields.note(RefusedField(text), num_ln_in_parallel_attn=None)
     return (("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm", None)), True
 
 

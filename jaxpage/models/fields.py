@@ -1,36 +1,22 @@
-"""Typed reading of config.json: a field that is missing, mistyped or not honoured is an error that names it."""
+"""Reads config.json of a model family, with the defaults of its class in transformers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.errors import CheckpointError
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.rope import Rope
 from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_parameters
+from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
+T = TypeVar("T")
 REQUIRED: Any = object()  # as a default: the field has none
 _ROPE_FIELDS = ("rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
 NO_ROPE: dict[str, Any] = {**dict.fromkeys(_ROPE_FIELDS), "rope_theta": 10_000.0, "rope_local_base_freq": 10_000.0}
 _SIZE = 64  # that stands for one that is missing or wrong, while the other fields are read
-
-
-class _FieldError(Exception):
-    """instead: values for the fields that are wrong, with which the others can be read. None of them reaches a model: see `check_spec`."""
-
-    def __init__(self, *texts: str, **instead: Any) -> None:
-        self.texts, self.instead = [f"config.json: {text}" for text in texts], instead
-        super().__init__("; ".join(self.texts))
-
-
-class WrongField(_FieldError, CheckpointError):
-    """A field is missing, or no model can have its value."""
-
-
-class RefusedField(_FieldError, UnsupportedError):
-    """What a field asks for is not supported."""
 
 
 # Fields of any config that would change the mathematics, and what they stand for; absent, null, false and empty pass.
@@ -56,58 +42,80 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**common, **text, **decided}
 
 
-class Fields:
-    """config.json of one family. Defaults are those of the transformers config class, and null is a value like others.
+class Fields(ConfigFields):
+    """The fields of one family.
 
-    aliases: other names for a field, as in the class's `attribute_map`: {name here: other name}.
+    Defaults are those of the transformers config class, and null is a value like others.
     """
 
-    def __init__(self, config: Mapping[str, Any], model_type: str, aliases: Mapping[str, str] | None = None):
-        self.config = config
+    def __init__(self, config: Mapping[str, Any], model_type: str, aliases: Mapping[str, str] | None = None) -> None:
+        """Takes a config and notes whatever no family honours.
+
+        Args:
+            config: the config, in which nothing of a text model is nested.
+            model_type: the family's.
+            aliases: other names of fields, as the class has them in `attribute_map`.
+        """
+        super().__init__(config)
         self.aliases = aliases or {}
+        # What is wrong is raised at the end of the block, or when the first field is read.
+        self._collects = True
         if config.get("model_type", model_type) != model_type:
-            raise WrongField(
-                f"architectures {config.get('architectures')} are of model_type {model_type!r}, "
-                f"but model_type is {config['model_type']!r}",
+            self.note(
+                WrongField(
+                    f"architectures {config.get('architectures')} are of model_type {model_type!r}, "
+                    f"but model_type is {config['model_type']!r}"
+                ),
                 model_type=model_type,
             )
         for name, meaning in _NOT_HONOURED.items():
             if config.get(name):
-                raise RefusedField(f"{name} ({meaning}) is not supported", **{name: None})
+                self.note(RefusedField(f"{name} ({meaning}) is not supported"), **{name: None})
         if config.get("is_causal", True) is not True:
-            raise RefusedField("is_causal = false (attention to later tokens) is not supported", is_causal=True)
+            text = "is_causal = false (attention to later tokens) is not supported"
+            self.note(RefusedField(text), is_causal=True)
+        self._collects = False
 
     def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """The raw value of a field, under its name or its alias."""
-        present = [key for key in (name, self.aliases.get(name)) if key is not None and key in self.config]
+        """Returns the raw value of a field, under its name or its alias."""
+        self._raise_outside()
+        present = [key for key in self._names(name) if key in self.config]
         if len({repr(self.config[key]) for key in present}) > 1:
             values = " and ".join(f"{key} = {self.config[key]!r}" for key in present)
-            raise WrongField(f"{values} contradict each other", **self._instead(name, self.config[name]))
+            self._instead(WrongField(f"{values} contradict each other"), name, self.config[name])
         if present:
             return self.config[present[0]]
         if default is REQUIRED:
-            raise WrongField(f"{name} is missing", **{name: _SIZE})
+            self.note(WrongField(f"{name} is missing"), **{name: _SIZE})
+            return _SIZE
         return default
 
-    def _instead(self, name: str, value: Any) -> dict[str, Any]:
-        """Of a field, under its name and its alias."""
-        return {key: value for key in (name, self.aliases.get(name)) if key is not None}
+    def _instead(self, error: FieldError, name: str, value: T) -> T:
+        """Notes what is wrong with a field, and returns a value, which is read from now on."""
+        self.note(error, **dict.fromkeys(self._names(name), value))
+        return value
+
+    def _names(self, name: str) -> list[str]:
+        """Returns the name of a field, and its alias if it has one."""
+        return [name, self.aliases[name]] if name in self.aliases else [name]
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
         value = self.get(name, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            instead = self._instead(name, _SIZE if default is REQUIRED else default)
-            raise WrongField(f"{name} must be an integer >= {least}, not {value!r}", **instead)
-        return value
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        error = WrongField(f"{name} must be an integer >= {least}, not {value!r}")
+        instead: int = self._instead(error, name, _SIZE if default is REQUIRED else default)
+        return instead
 
     def optional_integer(self, name: str, default: int | None) -> int | None:
         return None if self.get(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
-        """A finite number above zero."""
+        """Returns a finite number above zero."""
         value = self.get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise WrongField(f"{name} must be a positive number, not {value!r}", **self._instead(name, default))
+            error = WrongField(f"{name} must be a positive number, not {value!r}")
+            return self._instead(error, name, default)
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
@@ -120,36 +128,41 @@ class Fields:
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
         if not isinstance(types, list) or len(types) != len(default):
-            raise WrongField(
-                f"layer_types must name each of the {len(default)} layers, not {types!r}",
-                layer_types=None,
-                num_hidden_layers=len(default),
-            )
+            text = f"layer_types must name each of the {len(default)} layers, not {types!r}"
+            self.note(WrongField(text), layer_types=None, num_hidden_layers=len(default))
+            return tuple(default)
         unknown = sorted({str(kind) for kind in types} - {*kinds})
         if unknown:
-            raise RefusedField(f"layer_types {', '.join(unknown)} are not supported", layer_types=None)
+            error = RefusedField(f"layer_types {', '.join(unknown)} are not supported")
+            self.note(error, layer_types=None)
+            return tuple(default)
         return tuple(types)
 
     def flag(self, name: str, default: bool) -> bool:
         """A flag that is null is false, as to the code of transformers, whatever it is where it is left out."""
         value = self.get(name, default)
         if value is not None and not isinstance(value, bool):
-            raise WrongField(f"{name} must be true or false, not {value!r}", **self._instead(name, default))
+            error = WrongField(f"{name} must be true or false, not {value!r}")
+            return self._instead(error, name, default)
         return bool(value)
 
     def activation(self, name: str, default: str) -> str:
         value = self.get(name, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
-            instead = self._instead(name, default)
-            raise RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}", **instead)
+            error = RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}")
+            return self._instead(error, name, default)
         return value
 
     def divided(self, name: str, divisor_name: str) -> int:
         """One field over another, which must divide it: the head width, where no field gives it."""
         value, divisor = self.integer(name), self.integer(divisor_name)
         if value % divisor:
-            instead = self._instead(divisor_name, divisor) | self._instead(name, divisor * _SIZE)
-            raise WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}", **instead)
+            error = WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}")
+            sizes: dict[str, int] = {}
+            for key, size in ((divisor_name, divisor), (name, divisor * _SIZE)):
+                sizes |= dict.fromkeys(self._names(key), size)
+            self.note(error, **sizes)
+            return _SIZE
         return value // divisor
 
     def rope(
@@ -180,9 +193,13 @@ class Fields:
         """
         given, scaling = self.get("rope_parameters", None) or {}, self.get("rope_scaling", None) or {}
         if not isinstance(given, dict) or not all(value is None or isinstance(value, dict) for value in given.values()):
-            raise WrongField(f"rope_parameters must have an object for each layer type, not {given!r}", **NO_ROPE)
+            text = f"rope_parameters must have an object for each layer type, not {given!r}"
+            self.note(WrongField(text), **NO_ROPE)
+            given = {}
         if not isinstance(scaling, dict):
-            raise WrongField(f"rope_scaling must be an object or null, not {scaling!r}", **NO_ROPE)
+            text = f"rope_scaling must be an object or null, not {scaling!r}"
+            self.note(WrongField(text), **NO_ROPE)
+            scaling = {}
         ropes, limit = {}, max_position_embeddings
         for kind, (name, default) in theta.items():
             parameters = {**(given.get(kind) or {}), **(scaling if kind == "full_attention" else {})}
@@ -224,30 +241,45 @@ class Fields:
         else:
             refused.append(f"rope_type {kind!r} is not one of {', '.join(SCALINGS)}")
         if refused or wrong:
-            raise (RefusedField if refused else WrongField)(*refused, *wrong, **NO_ROPE)
+            self.note(*map(RefusedField, refused), *map(WrongField, wrong), **NO_ROPE)
+            factor = partial or 1.0
+            width = int(head_width * factor)
+            parameters = _plain_rope(longest)
         if width % 2 or width == 0:
             instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
             instead |= NO_ROPE if factor != 1.0 else {}
-            raise WrongField(f"the rotary embedding needs an even head width, not {width}", **instead)
+            text = f"the rotary embedding needs an even head width, not {width}"
+            self.note(WrongField(text), **instead)
+            width = _SIZE
+            parameters = _plain_rope(longest)
         try:
             return make_rope(parameters, head_width=width, max_position_embeddings=longest)
         except CheckpointError as error:
-            raise WrongField(str(error), **NO_ROPE) from error
+            self.note(WrongField(str(error)), **NO_ROPE)
+            return make_rope(_plain_rope(longest), head_width=width, max_position_embeddings=longest)
 
     def rope_parameters(
         self, max_position_embeddings: int, theta: float, original: int | None = None
     ) -> dict[str, Any]:
         """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
-        old, new = self.get("rope_scaling", None), self.get("rope_parameters", None)
-        for name, value in (("rope_scaling", old), ("rope_parameters", new)):
-            if value is not None and not isinstance(value, dict):
-                raise WrongField(f"{name} must be an object or null, not {value!r}", **{name: None})
+        old = self._object_or_null("rope_scaling")
+        new = self._object_or_null("rope_parameters")
         parameters = self._completed(old or new or {}, max_position_embeddings, theta, original)
         if old and new and parameters != self._completed(new, max_position_embeddings, theta, original):
-            raise WrongField("rope_scaling and rope_parameters contradict each other", **NO_ROPE)
-        if any(isinstance(value, dict) for value in parameters.values()):
-            raise RefusedField("rope_parameters by layer type are not supported for this family", **NO_ROPE)
-        return parameters
+            error: FieldError = WrongField("rope_scaling and rope_parameters contradict each other")
+        elif any(isinstance(value, dict) for value in parameters.values()):
+            error = RefusedField("rope_parameters by layer type are not supported for this family")
+        else:
+            return parameters
+        self.note(error, **NO_ROPE)
+        return self._completed({}, max_position_embeddings, theta, original)
+
+    def _object_or_null(self, name: str) -> Any:
+        value = self.get(name, None)
+        if value is None or isinstance(value, dict):
+            return value
+        error = WrongField(f"{name} must be an object or null, not {value!r}")
+        return self._instead(error, name, None)
 
     def _completed(self, given: Mapping[str, Any], longest: int, theta: float, original: int | None) -> dict[str, Any]:
         """Returns rope parameters with what other fields say, and the defaults."""
@@ -260,6 +292,11 @@ class Fields:
             parameters[LENGTH] = _whole(original)
         parameters.setdefault(LENGTH, longest)
         return parameters
+
+
+def _plain_rope(longest: int) -> dict[str, Any]:
+    """Returns rope parameters in the place of wrong ones, while the other fields are read."""
+    return {"rope_type": "default", "rope_theta": 10_000.0, LENGTH: longest}
 
 
 def _standard(given: Mapping[str, Any]) -> dict[str, Any]:

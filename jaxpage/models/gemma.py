@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, ignored, key_value_heads, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -23,19 +24,19 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         if config.get("hidden_act") == "gelu":
             config = {**config, "hidden_act": ACTIVATION}
-        fields = Fields(config, "gemma")
-        used, other = fields.get("hidden_act", ACTIVATION), fields.get("hidden_activation", None)
-        if other not in (None, used):
-            text = f"hidden_activation = {other!r} is not supported beside hidden_act = {used!r}, which is used"
-            raise RefusedField(text, hidden_activation=None)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 16),
-            head_width=fields.integer("head_dim", 256),
-            max_position_embeddings=fields.integer("max_position_embeddings", 8192),
-            attention_bias=fields.flag("attention_bias", False),
-            activation=("hidden_act", ACTIVATION),
-            embedding_scale=math.sqrt(fields.integer("hidden_size")),
-            form=FORM,
-            tied=True,
-        )
+        with Fields(config, "gemma") as fields:
+            used, other = fields.get("hidden_act", ACTIVATION), fields.get("hidden_activation", None)
+            if other not in (None, used):
+                text = f"hidden_activation = {other!r} is not supported beside hidden_act = {used!r}, which is used"
+                fields.note(RefusedField(text), hidden_activation=None)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 16),
+                head_width=fields.integer("head_dim", 256),
+                max_position_embeddings=fields.integer("max_position_embeddings", 8192),
+                attention_bias=fields.flag("attention_bias", False),
+                activation=("hidden_act", ACTIVATION),
+                embedding_scale=math.sqrt(fields.integer("hidden_size")),
+                form=FORM,
+                tied=True,
+            )

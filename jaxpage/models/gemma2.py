@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.gemma import ACTIVATION
 from jaxpage.models.rotary_decoder import (
     BlockForm,
@@ -32,22 +33,22 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "gemma2")
-        types = layer_types(fields, 2)
-        longest = fields.integer("max_position_embeddings", 8192)
-        return cls._from_fields(
-            fields,
-            max_position_embeddings=longest,
-            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
-            **gemma_knobs(fields, caps=(50.0, 30.0)),
-        )
+        with Fields(config, "gemma2") as fields:
+            types = layer_types(fields, 2)
+            longest = fields.integer("max_position_embeddings", 8192)
+            return cls._from_fields(
+                fields,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                **gemma_knobs(fields, caps=(50.0, 30.0)),
+            )
 
 
 def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> dict[str, Any]:
     """What Gemma 2 and 3 have in common. caps: of attention and of logits, by default."""
     if fields.get("use_bidirectional_attention", None):
         text = "use_bidirectional_attention (attention to later tokens) is not supported"
-        raise RefusedField(text, use_bidirectional_attention=None)
+        fields.note(RefusedField(text), use_bidirectional_attention=None)
     return {
         "num_kv_heads": key_value_heads(fields, 4),
         "head_width": fields.integer("head_dim", 256),

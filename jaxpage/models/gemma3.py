@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.gemma2 import gemma_knobs
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
 
@@ -24,21 +25,21 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "gemma3_text")
-        if fields.get("attn_logit_softcapping", None) is not None:
-            text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
-            raise RefusedField(text, attn_logit_softcapping=None)
-        types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
-        knobs = gemma_knobs(fields, caps=(None, None))
-        ropes, longest = fields.ropes_by_type(
-            knobs["head_width"], fields.integer("max_position_embeddings", 131_072), THETA
-        )
-        return cls._from_fields(
-            fields,
-            max_position_embeddings=longest,
-            sliding_windows=windows_of(types, fields.optional_integer("sliding_window", 4096)),
-            rope=(ropes["full_attention"], longest),
-            rope_by_layer=tuple(ropes[kind] for kind in types),
-            norm_heads=True,
-            **knobs,
-        )
+        with Fields(config, "gemma3_text") as fields:
+            if fields.get("attn_logit_softcapping", None) is not None:
+                text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+                fields.note(RefusedField(text), attn_logit_softcapping=None)
+            types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
+            knobs = gemma_knobs(fields, caps=(None, None))
+            ropes, longest = fields.ropes_by_type(
+                knobs["head_width"], fields.integer("max_position_embeddings", 131_072), THETA
+            )
+            return cls._from_fields(
+                fields,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                rope=(ropes["full_attention"], longest),
+                rope_by_layer=tuple(ropes[kind] for kind in types),
+                norm_heads=True,
+                **knobs,
+            )

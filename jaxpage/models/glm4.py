@@ -31,17 +31,17 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "glm4")
-        head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
-        longest = fields.integer("max_position_embeddings", 131_072)
-        rope, longest = fields.rope(head_width, longest, partial=0.5)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 2),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            attention_input_bias=fields.flag("attention_bias", True),
-            rope=(replace(rope, interleaved=True), longest),
-            epsilon=("rms_norm_eps", 1.5625e-7),
-            form=FORM,
-        )
+        with Fields(config, "glm4") as fields:
+            head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
+            longest = fields.integer("max_position_embeddings", 131_072)
+            rope, longest = fields.rope(head_width, longest, partial=0.5)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 2),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                attention_input_bias=fields.flag("attention_bias", True),
+                rope=(replace(rope, interleaved=True), longest),
+                epsilon=("rms_norm_eps", 1.5625e-7),
+                form=FORM,
+            )

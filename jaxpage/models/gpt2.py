@@ -47,24 +47,24 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
-        fields = Fields(config, "gpt2", _ALIASES)
-        num_heads, num_layers, width = (fields.integer(name) for name in ("n_head", "n_layer", "n_embd"))
-        head_width = fields.divided("n_embd", "n_head")
-        scale = head_width**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
-        by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
-        fields.flag("reorder_and_upcast_attn", False)
-        return cls(
-            vocab_size=fields.integer("vocab_size"),
-            model_width=width,
-            feed_forward_width=fields.optional_integer("n_inner", None) or 4 * width,
-            num_query_heads=num_heads,
-            max_position_embeddings=fields.integer("n_positions", 1024),
-            kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
-            activation=fields.activation("activation_function", "gelu_new"),
-            norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-            attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-        )
+        with Fields(config, "gpt2", _ALIASES) as fields:
+            num_heads, num_layers, width = (fields.integer(name) for name in ("n_head", "n_layer", "n_embd"))
+            head_width = fields.divided("n_embd", "n_head")
+            scale = head_width**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
+            by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
+            fields.flag("reorder_and_upcast_attn", False)
+            return cls(
+                vocab_size=fields.integer("vocab_size"),
+                model_width=width,
+                feed_forward_width=fields.optional_integer("n_inner", None) or 4 * width,
+                num_query_heads=num_heads,
+                max_position_embeddings=fields.integer("n_positions", 1024),
+                kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
+                activation=fields.activation("activation_function", "gelu_new"),
+                norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
+                attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
+                tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+            )
 
 
 class DecoderLayer(nnx.Module):

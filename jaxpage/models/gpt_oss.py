@@ -34,33 +34,35 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         given = config.get("rope_parameters") or config.get("rope_scaling")
-        fields = Fields(
+        with Fields(
             config if given else {**config, "rope_parameters": ROPE},
             "gpt_oss",
             {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
-        )
-        head_width, num_layers = fields.integer("head_dim", 64), fields.integer("num_hidden_layers")
-        longest = fields.integer("max_position_embeddings", 131_072)
-        swiglu = ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 8),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            sliding_windows=windows_of(layer_types(fields, 2), fields.optional_integer("sliding_window", 128)),
-            attention_bias=fields.flag("attention_bias", True),
-            sinks=True,
-            rope=fields.rope(head_width, longest, theta=150_000.0),
-            epsilon=("rms_norm_eps", 1e-5),
-            experts=read_experts(
+        ) as fields:
+            head_width, num_layers = fields.integer("head_dim", 64), fields.integer("num_hidden_layers")
+            longest = fields.integer("max_position_embeddings", 131_072)
+            swiglu = ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
+            return cls._from_fields(
                 fields,
-                count=("num_local_experts", 128),
-                per_token=4,
-                width=("intermediate_size", 2880),
-                normalized=True,
-                routing={"bias": True},
-                swiglu=swiglu,
-            ),
-            expert_names=NAMES,
-            sparse_layers=(True,) * num_layers,
-        )
+                num_kv_heads=key_value_heads(fields, 8),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=windows_of(
+                    fields, layer_types(fields, 2), fields.optional_integer("sliding_window", 128)
+                ),
+                attention_bias=fields.flag("attention_bias", True),
+                sinks=True,
+                rope=fields.rope(head_width, longest, theta=150_000.0),
+                epsilon=("rms_norm_eps", 1e-5),
+                experts=read_experts(
+                    fields,
+                    count=("num_local_experts", 128),
+                    per_token=4,
+                    width=("intermediate_size", 2880),
+                    normalized=True,
+                    routing={"bias": True},
+                    swiglu=swiglu,
+                ),
+                expert_names=NAMES,
+                sparse_layers=(True,) * num_layers,
+            )

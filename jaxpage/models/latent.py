@@ -11,7 +11,8 @@ from jaxpage.layers.latent_attention import LatentAttention, LatentQueries, Late
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.rope import Rope
-from jaxpage.models.fields import NO_ROPE, Fields, WrongField
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import NO_ROPE, Fields
 
 NORM_EPSILON = 1e-6  # of latents, whatever the config says of other norms
 
@@ -52,7 +53,9 @@ def _stretch(fields: Fields) -> float:
     factor, share = parameters.get("factor", 1.0), parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
-            raise WrongField(f"rope {name} must be a positive number, not {value!r}", **NO_ROPE)
+            error = WrongField(f"rope {name} must be a positive number, not {value!r}")
+            fields.note(error, **NO_ROPE)
+            return 1.0
     if parameters.get("rope_type", parameters.get("type", "default")) == "default" or not share or factor <= 1:
         return 1.0
     return 0.1 * share * math.log(factor) + 1.0

@@ -24,11 +24,11 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "llama")
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, None),
-            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            attention_bias=fields.flag("attention_bias", False),
-            mlp_bias=fields.flag("mlp_bias", False),
-        )
+        with Fields(config, "llama") as fields:
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                attention_bias=fields.flag("attention_bias", False),
+                mlp_bias=fields.flag("mlp_bias", False),
+            )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import NO_ROPE, Fields, WrongField
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import NO_ROPE, Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -31,24 +32,26 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = {**config, "rope_parameters": ROPE}
-        fields = Fields(config, "ministral3")
-        head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
-        longest = fields.integer("max_position_embeddings", 262_144)
-        rope = fields.rope(head_width, longest)
-        parameters = fields.rope_parameters(longest, 10_000.0)
-        rate, length = (parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
-        if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
-            raise WrongField(
-                f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}",
-                **NO_ROPE,
+        with Fields(config, "ministral3") as fields:
+            head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
+            longest = fields.integer("max_position_embeddings", 262_144)
+            rope = fields.rope(head_width, longest)
+            parameters = fields.rope_parameters(longest, 10_000.0)
+            rate, length = (
+                parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
             )
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 8),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            sliding_windows=(fields.optional_integer("sliding_window", None),) * fields.integer("num_hidden_layers"),
-            rope=rope,
-            epsilon=("rms_norm_eps", 1e-5),
-            query_growth=None if rate is None else (float(rate), length),
-        )
+            if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
+                text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
+                fields.note(WrongField(text), **NO_ROPE)
+                rate = None
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=(fields.optional_integer("sliding_window", None),)
+                * fields.integer("num_hidden_layers"),
+                rope=rope,
+                epsilon=("rms_norm_eps", 1e-5),
+                query_growth=None if rate is None else (float(rate), length),
+            )

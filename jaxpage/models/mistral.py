@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     RotaryDecoder,
     RotaryDecoderSpec,
@@ -24,14 +25,15 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "mistral")
-        window = fields.optional_integer("sliding_window", 4096)
-        uniform = "full_attention" if window is None else "sliding_attention"
-        if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
-            raise RefusedField("layer_types that alternate are not part of the mistral family", layer_types=None)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 8),
-            max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
-            sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-        )
+        with Fields(config, "mistral") as fields:
+            window = fields.optional_integer("sliding_window", 4096)
+            uniform = "full_attention" if window is None else "sliding_attention"
+            if any(kind != uniform for kind in fields.get("layer_types", None) or ()):
+                text = "layer_types that alternate are not part of the mistral family"
+                fields.note(RefusedField(text), layer_types=None)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096 * 32),
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+            )

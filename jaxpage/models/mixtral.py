@@ -27,18 +27,18 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "mixtral", {"num_local_experts": "num_experts"})
-        num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
-        longest, width = fields.integer("max_position_embeddings", 4096 * 32), ("intermediate_size", 14336)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 8),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
-            rope=fields.rope(head_width, longest, theta=1_000_000.0),
-            epsilon=("rms_norm_eps", 1e-5),
-            experts=read_experts(fields, count=("num_local_experts", 8), per_token=2, width=width, normalized=True),
-            expert_names=NAMES,
-            sparse_layers=(True,) * num_layers,
-        )
+        with Fields(config, "mixtral", {"num_local_experts": "num_experts"}) as fields:
+            num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
+            longest, width = fields.integer("max_position_embeddings", 4096 * 32), ("intermediate_size", 14336)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 8),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
+                rope=fields.rope(head_width, longest, theta=1_000_000.0),
+                epsilon=("rms_norm_eps", 1e-5),
+                experts=read_experts(fields, count=("num_local_experts", 8), per_token=2, width=width, normalized=True),
+                expert_names=NAMES,
+                sparse_layers=(True,) * num_layers,
+            )

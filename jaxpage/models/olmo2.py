@@ -26,13 +26,13 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "olmo2")
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, None),
-            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            attention_bias=fields.flag("attention_bias", False),
-            epsilon=("rms_norm_eps", 1e-5),
-            form=FORM,
-            norm_heads=True,
-        )
+        with Fields(config, "olmo2") as fields:
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                attention_bias=fields.flag("attention_bias", False),
+                epsilon=("rms_norm_eps", 1e-5),
+                form=FORM,
+                norm_heads=True,
+            )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import Fields, RefusedField
+from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
@@ -26,19 +27,19 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "olmoe")
-        if fields.get("clip_qkv", None) is not None:
-            raise RefusedField("clip_qkv is not supported", clip_qkv=None)
-        num_layers = fields.integer("num_hidden_layers")
-        width = ("intermediate_size", 2048)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, None),
-            max_position_embeddings=fields.integer("max_position_embeddings", 4096),
-            attention_bias=fields.flag("attention_bias", False),
-            epsilon=("rms_norm_eps", 1e-5),
-            form=BlockForm(together=True),
-            norm_heads=True,
-            experts=read_experts(fields, count=("num_experts", 64), per_token=8, width=width, normalized=None),
-            sparse_layers=(True,) * num_layers,
-        )
+        with Fields(config, "olmoe") as fields:
+            if fields.get("clip_qkv", None) is not None:
+                fields.note(RefusedField("clip_qkv is not supported"), clip_qkv=None)
+            num_layers = fields.integer("num_hidden_layers")
+            width = ("intermediate_size", 2048)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                max_position_embeddings=fields.integer("max_position_embeddings", 4096),
+                attention_bias=fields.flag("attention_bias", False),
+                epsilon=("rms_norm_eps", 1e-5),
+                form=BlockForm(together=True),
+                norm_heads=True,
+                experts=read_experts(fields, count=("num_experts", 64), per_token=8, width=width, normalized=None),
+                sparse_layers=(True,) * num_layers,
+            )

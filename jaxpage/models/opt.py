@@ -44,25 +44,25 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
-        fields = Fields(config, "opt")
-        num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
-        width, head_width = fields.integer("hidden_size"), fields.divided("hidden_size", "num_attention_heads")
-        norm_first = fields.flag("do_layer_norm_before", True)
-        return cls(
-            vocab_size=fields.integer("vocab_size"),
-            model_width=width,
-            feed_forward_width=fields.integer("ffn_dim"),
-            embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
-            num_query_heads=num_heads,
-            max_position_embeddings=fields.integer("max_position_embeddings", 2048),
-            kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
-            activation=fields.activation("activation_function", "relu"),
-            norm_first=norm_first,
-            final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
-            bias=fields.flag("enable_bias", True),
-            affine_norms=fields.flag("layer_norm_elementwise_affine", True),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", True),
-        )
+        with Fields(config, "opt") as fields:
+            num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
+            width, head_width = fields.integer("hidden_size"), fields.divided("hidden_size", "num_attention_heads")
+            norm_first = fields.flag("do_layer_norm_before", True)
+            return cls(
+                vocab_size=fields.integer("vocab_size"),
+                model_width=width,
+                feed_forward_width=fields.integer("ffn_dim"),
+                embedding_width=fields.optional_integer("word_embed_proj_dim", None) or width,
+                num_query_heads=num_heads,
+                max_position_embeddings=fields.integer("max_position_embeddings", 2048),
+                kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
+                activation=fields.activation("activation_function", "relu"),
+                norm_first=norm_first,
+                final_norm=norm_first and not fields.flag("_remove_final_layer_norm", False),
+                bias=fields.flag("enable_bias", True),
+                affine_norms=fields.flag("layer_norm_elementwise_affine", True),
+                tie_word_embeddings=fields.flag("tie_word_embeddings", True),
+            )
 
     @property
     def projects(self) -> bool:

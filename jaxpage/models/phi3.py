@@ -19,16 +19,16 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "phi3")
-        head_width = fields.divided("hidden_size", "num_attention_heads")
-        longest = fields.integer("max_position_embeddings", 4096)
-        window = fields.optional_integer("sliding_window", None)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, None),
-            head_width=head_width,
-            max_position_embeddings=longest,
-            sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            rope=fields.rope(head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096),
-            epsilon=("rms_norm_eps", 1e-5),
-        )
+        with Fields(config, "phi3") as fields:
+            head_width = fields.divided("hidden_size", "num_attention_heads")
+            longest = fields.integer("max_position_embeddings", 4096)
+            window = fields.optional_integer("sliding_window", None)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, None),
+                head_width=head_width,
+                max_position_embeddings=longest,
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+                rope=fields.rope(head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096),
+                epsilon=("rms_norm_eps", 1e-5),
+            )

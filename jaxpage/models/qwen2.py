@@ -25,11 +25,11 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "qwen2")
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 32),
-            max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            sliding_windows=windows_by_layer(fields),
-            attention_input_bias=True,
-        )
+        with Fields(config, "qwen2") as fields:
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 32),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=windows_by_layer(fields),
+                attention_input_bias=True,
+            )

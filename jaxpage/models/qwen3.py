@@ -25,13 +25,13 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "qwen3")
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 32),
-            head_width=fields.integer("head_dim", 128),
-            max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            sliding_windows=windows_by_layer(fields),
-            attention_bias=fields.flag("attention_bias", False),
-            norm_heads=True,
-        )
+        with Fields(config, "qwen3") as fields:
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 32),
+                head_width=fields.integer("head_dim", 128),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=windows_by_layer(fields),
+                attention_bias=fields.flag("attention_bias", False),
+                norm_heads=True,
+            )

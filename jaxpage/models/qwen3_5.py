@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models import rotary_decoder
-from jaxpage.models.delta_net import read_delta
-from jaxpage.models.fields import Fields, RefusedField, text_part
+from jaxpage.models.config_fields import RefusedField
+from jaxpage.models.delta_config import read_delta
+from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -26,8 +27,8 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = text_fields(config, "qwen3_5_text")
-        return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
+        with text_fields(config, "qwen3_5_text") as fields:
+            return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
 
 
 def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
@@ -39,7 +40,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     """Arguments of `RotaryDecoderSpec._from_fields`. grouped: see `DeltaWidths`."""
     if (activation := fields.get("hidden_act", "silu")) != "silu":
         text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
-        raise RefusedField(text, hidden_act="silu")
+        fields.note(RefusedField(text), hidden_act="silu")
     every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
     types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
     delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)

@@ -25,16 +25,18 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "qwen3_moe", {"num_experts": "num_local_experts"})
-        window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
-        width = ("moe_intermediate_size", 768)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 4),
-            max_position_embeddings=fields.integer("max_position_embeddings", 32768),
-            sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-            attention_bias=fields.flag("attention_bias", False),
-            norm_heads=True,
-            experts=read_experts(fields, count=("num_experts", 128), per_token=8, width=width, normalized=None),
-            sparse_layers=sparse_layers(fields),
-        )
+        with Fields(config, "qwen3_moe", {"num_experts": "num_local_experts"}) as fields:
+            window = (
+                fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+            )
+            width = ("moe_intermediate_size", 768)
+            return cls._from_fields(
+                fields,
+                num_kv_heads=key_value_heads(fields, 4),
+                max_position_embeddings=fields.integer("max_position_embeddings", 32768),
+                sliding_windows=(window,) * fields.integer("num_hidden_layers"),
+                attention_bias=fields.flag("attention_bias", False),
+                norm_heads=True,
+                experts=read_experts(fields, count=("num_experts", 128), per_token=8, width=width, normalized=None),
+                sparse_layers=sparse_layers(fields),
+            )

@@ -20,19 +20,19 @@ class Spec(RotaryDecoderSpec):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
-        fields = Fields(config, "qwen3_next", {"num_experts": "num_local_experts"})
-        width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
-        return cls._from_fields(
-            fields,
-            num_kv_heads=key_value_heads(fields, 2),
-            experts=read_experts(
+        with Fields(config, "qwen3_next", {"num_experts": "num_local_experts"}) as fields:
+            width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
+            return cls._from_fields(
                 fields,
-                count=("num_experts", 512),
-                per_token=10,
-                width=width,
-                normalized=fields.flag("norm_topk_prob", True),
-                shared_width=shared,
-            ),
-            sparse_layers=sparse_layers(fields),
-            **hybrid_knobs(fields, grouped=True),
-        )
+                num_kv_heads=key_value_heads(fields, 2),
+                experts=read_experts(
+                    fields,
+                    count=("num_experts", 512),
+                    per_token=10,
+                    width=width,
+                    normalized=fields.flag("norm_topk_prob", True),
+                    shared_width=shared,
+                ),
+                sparse_layers=sparse_layers(fields),
+                **hybrid_knobs(fields, grouped=True),
+            )

@@ -27,9 +27,10 @@ from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
-from jaxpage.models.delta_net import make_delta_net
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
-from jaxpage.models.fields import Fields, WrongField
+from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
 
 prefix = "model."
@@ -132,11 +133,9 @@ class RotaryDecoderSpec:
         """
         num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
-            raise WrongField(
-                f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}",
-                num_key_value_heads=num_query_heads,
-                num_attention_heads=num_query_heads,
-            )
+            text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
+            heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
+            fields.note(WrongField(text), **heads)
         head_width = head_width or head_width_or_quotient(fields)
         turned, length = rope or fields.rope(head_width, max_position_embeddings)
         return cls(
@@ -177,7 +176,7 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     first = fields.integer("max_window_layers", 28, least=0)
     full, sliding = "full_attention", "sliding_attention"
     types = fields.layer_types([sliding if window and index >= first else full for index in range(num_layers)])
-    return windows_of(types, window)
+    return windows_of(fields, types, window)
 
 
 def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
@@ -186,10 +185,11 @@ def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
     return fields.layer_types(["sliding_attention" if number % every else "full_attention" for number in numbers])
 
 
-def windows_of(types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Raises CheckpointError for layers with windows where there is none."""
+def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
+    """Returns the window of each layer; layers with windows where there is none are an error."""
     if window is None and "sliding_attention" in types:
-        raise WrongField("layer_types has sliding_attention, but there is no window in use", layer_types=None)
+        text = "layer_types has sliding_attention, but there is no window in use"
+        fields.note(WrongField(text), layer_types=None)
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 

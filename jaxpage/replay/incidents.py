@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpage.replay.event_log import write_log
+from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Record, Recorder
-from jaxpage.replay.walk import Walk
 from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from jaxpage.errors import EventLogError, NotInLogError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import LogReader, is_after
 from jaxpage.replay.log_header import read_header
+from jaxpage.replay.log_walk import SequenceWalk, Walk
 from jaxpage.replay.recorder import Record, usual_draws
-from jaxpage.replay.walk import SequenceWalk, Walk
 from jaxpage.settings.argument_checks import counted
 
 Path = str | os.PathLike[str]

@@ -19,15 +19,15 @@ from jaxpage.speculation.suffix import SuffixProposer
 DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
 
 
-class Target(NamedTuple):
-    """The model that is drafted for, and what is known of the drafter beside it."""
+class DraftedModel(NamedTuple):
+    """The model that drafts are for, with what is known of its drafter."""
 
     vocab_size: int
     choices: Choices = ()  # of heads: the tree of their drafts
 
 
 class Method(NamedTuple):
-    make: Callable[[SpeculativeConfig, Target], Proposer]
+    make: Callable[[SpeculativeConfig, DraftedModel], Proposer]
     drafter: DrafterKind | None = None  # None: it drafts on the host
 
 
@@ -47,6 +47,6 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 )
 
 
-def make_proposer(config: SpeculativeConfig, target: Target) -> Proposer:
+def make_proposer(config: SpeculativeConfig, target: DraftedModel) -> Proposer:
     """`config` is one that `problems` and `refused` have nothing against."""
     return METHODS[config.method].make(config, target)

@@ -25,8 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.mosaic.compat import loaded, mg, transposed
-from pallas_kernels.mosaic.plan import (
+from pallas_kernels.mosaic.jax_versions import loaded, mg, transposed
+from pallas_kernels.mosaic.kernel_plan import (
     FIRST,
     LAST,
     NO_TOP,

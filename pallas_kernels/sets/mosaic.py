@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
 from pallas_kernels.kernel_set import Call, capability, described, first_reason
-from pallas_kernels.mosaic.plan import NO_TOP, ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.mosaic.kernel_plan import NO_TOP, ROWS, TREE_WORDS, Operands, Plan, turns_per_split
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
@@ -57,7 +57,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
 
     interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
     """
-    from pallas_kernels.mosaic.compat import mosaic_kernel
+    from pallas_kernels.mosaic.jax_versions import mosaic_kernel
     from pallas_kernels.mosaic.kernel import entry
 
     tiles = tiles or tuned("mosaic", shape_of(arguments)) or heuristic(shape_of(arguments))

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import ast
 import bisect
-import io
 import statistics
 import sys
-import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.sources import (
+    Import,
+    Module,
+    functions,
+    imports,
+    imports_by_name,
+    read_modules,
+    token_lines,
+)
 
 # The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of each, and which others of its layer and
 # below it may import. Modules in no package are of layer 0 (errors, outputs, shapes) or of the public interface (llm).
@@ -35,14 +42,27 @@ ROOMS |= {"engine": (2, HALL, _BELOW), "replay": (2, HALL, _BELOW | {"engine"})}
 _BELOW = set(ROOMS)
 ROOMS |= {
     "simulation": (3, FRONT, _BELOW | {"bench"}),
-    "bench": (3, FRONT, _BELOW | {"cli"}),
+    "bench": (3, FRONT, _BELOW),
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_rollout"}
+FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+
+# Programs that import more than the front doors, because they time or replace a part that has none.
+LABORATORIES = (
+    "tools.bench_experts",
+    "tools.bench_sampler",
+    "tools.bench_scheduler",
+    "tools.bench_swap",
+    "tools.paper",
+    "tools.scheduler_lab",
+    "tools.step_shapes",
+    "tools.step_times",
+)
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
 KERNEL_IMPORTS = {"jax", "jaxlib", "numpy", "jaxtyping", "pallas_kernels", "flash_attn3_jax"}
+KERNEL_LAB = "tools.kernel_lab"
 SERIALISERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 BANNED_CALLS = {"eval", "exec", "compile", "__import__"}
 BANNED_ATTRIBUTES = {
@@ -89,8 +109,8 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
     ("jaxpage/bench/serve.py", "jaxpage.bench.serve_plot"): "the picture needs matplotlib, the rest does not",
     ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
     (
-        "jaxpage/simulation/paper/main.py",
-        "jaxpage.simulation.paper.plots",
+        "tools/paper/main.py",
+        "tools.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
     ("jaxpage/serving/startup.py", "jaxpage.serving.kv_publisher"): "pyzmq and msgpack come with an extra",
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
@@ -105,31 +125,6 @@ DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",
     "jaxpage/models/registry.py": "a family's file is imported when a checkpoint names it",
 }
-
-
-@dataclass(frozen=True)
-class Module:
-    """A source file and where it stands."""
-
-    path: str  # relative to the root
-    tree: ast.Module
-    source: str
-
-    @property
-    def name(self) -> str:
-        parts = Path(self.path).with_suffix("").parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-    @property
-    def package(self) -> str:
-        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
-
-
-@dataclass(frozen=True)
-class Import:
-    target: str
-    line: int
-    in_function: bool
 
 
 def place(module_name: str) -> tuple[int, str]:
@@ -149,29 +144,6 @@ def place(module_name: str) -> tuple[int, str]:
 
 def room_of(module_name: str) -> str:
     return module_name.partition(".")[2].partition(".")[0] or "__init__"
-
-
-def read_modules(root: Path) -> list[Module]:
-    files = [path for top in ("jaxpage", "pallas_kernels", "tools") for path in sorted((root / top).rglob("*.py"))]
-    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}
-    return [Module(path, ast.parse(text, path), text) for path, text in texts.items()]
-
-
-def imports(module: Module, known: set[str]) -> Iterator[Import]:
-    """Every import, `from package import module` resolved to the module where there is one."""
-    inside = {id(child) for node in ast.walk(module.tree) if _is_function(node) for child in ast.walk(node)}
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, node.lineno, id(node) in inside)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = module.package.split(".")
-                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
-            for alias in node.names:
-                full = f"{base}.{alias.name}"
-                yield Import(full if full in known else base, node.lineno, id(node) in inside)
 
 
 def violations(root: Path) -> list[str]:
@@ -207,6 +179,8 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"imports {top}: no code-carrying serialiser in the product"
     if wing == "kernels" and top not in KERNEL_IMPORTS and top not in sys.stdlib_module_names:
         yield f"pallas_kernels stands alone, but imports {item.target}"
+    if module.name.startswith(KERNEL_LAB) and top in ("jaxpage", "tools") and not item.target.startswith(KERNEL_LAB):
+        yield f"{KERNEL_LAB} runs where jaxpage is not installed, but imports {item.target}"
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
     if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):
@@ -221,8 +195,10 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
         yield f"layer {floor} imports {target} of layer {target_floor}: imports go down only"
     elif {wing, target_wing} == {WEST, EAST}:
         yield f"the {wing} side imports {target} of the {target_wing} side"
-    elif wing == "tools" and target_wing != FRONT and not target.startswith("tools"):
-        yield f"tools import the front door only, not {target}"
+    elif wing == "tools":
+        open_to_it = target_wing in (FRONT, "tools") or importer.startswith(LABORATORIES)
+        if not open_to_it:
+            yield f"tools import the front door only, not {target}"
     else:
         room, other = room_of(importer), room_of(target)
         if room != other and room in ROOMS and other in ROOMS and other not in ROOMS[room][2]:
@@ -269,21 +245,6 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, f"{node.name} has {length} lines; {MAX_FUNCTION_LINES} are enough for a function"
 
 
-def token_lines(module: Module) -> list[int]:
-    """Returns the line of each token of a module, comments and the ends of lines left out."""
-    layout = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-    left_out = layout | {tokenize.COMMENT}
-    tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
-    return [token.start[0] for token in tokens if token.type not in left_out]
-
-
-def functions(module: Module) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, int]]:
-    """Every function with its number of lines, signature and docstring included."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node, (node.end_lineno or node.lineno) - node.lineno + 1
-
-
 def median_sizes(root: Path) -> tuple[float, float]:
     """Returns the median numbers of tokens of modules that are more than a docstring, and of functions."""
     module_tokens, function_tokens = [], []
@@ -310,16 +271,3 @@ def third_party(root: Path) -> dict[str, str]:
             if not name.startswith("jaxpage"):
                 found.setdefault(name.partition(".")[0], f"{module.path}:{line}")
     return found
-
-
-def imports_by_name(module: Module) -> Iterator[tuple[str, int]]:
-    """The constant arguments of `import_module`."""
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            for argument in node.args:
-                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                    yield argument.value, node.lineno
-
-
-def _is_function(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)

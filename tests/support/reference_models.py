@@ -19,8 +19,8 @@ from jaxpage.layers.experts import Experts
 from jaxpage.layers.linear import Linear
 from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.lora import lora_targets
-from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.on_load import SCHEMES
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.registry import METHODS
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.registry import FAMILIES

@@ -13,7 +13,7 @@ from jaxpage.models.quantization.decoding import (
     transposed,
     unpacked,
 )
-from jaxpage.models.quantization.fields import QuantizationFields
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
+from jaxpage.models.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     NVFP4_GROUP,
@@ -22,7 +22,7 @@ from jaxpage.models.quantization.decoding import (
     signed,
     unpacked,
 )
-from jaxpage.models.quantization.fields import QuantizationFields
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, matches, read_kv_cache
 
 NAME = "compressed-tensors"
@@ -41,7 +41,7 @@ def read(config: QuantizationFields) -> Scheme:
     config.absent("transform_config")
     ignore, groups = config.names("ignore"), config.part("config_groups")
     if config.config.get("config_groups") is None:
-        config.refuse("config_groups", "must be an object of groups", CheckpointError)
+        config.refuse("config_groups", "must be an object of groups", WrongField)
     forms = [(group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)]
     by_target = {target: form for targets, form in forms for target in targets}
 

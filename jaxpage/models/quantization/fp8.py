@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import block_scale, plain, scale_of_weight
-from jaxpage.models.quantization.fields import QuantizationFields
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
 NAME = "fp8"

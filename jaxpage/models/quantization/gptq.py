@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxpage.errors import CheckpointError
 from jaxpage.layers.quantized import StoredArray, WeightFormat
+from jaxpage.models.config_fields import WrongField
 from jaxpage.models.quantization.decoding import (
     FLOATS,
     check_scale,
@@ -15,7 +15,7 @@ from jaxpage.models.quantization.decoding import (
     transposed,
     unpacked,
 )
-from jaxpage.models.quantization.fields import QuantizationFields, is_pattern
+from jaxpage.models.quantization.quantization_fields import QuantizationFields, is_pattern
 from jaxpage.models.quantization.scheme import (
     UNQUANTISED,
     Check,
@@ -91,6 +91,6 @@ def _left_out(config: QuantizationFields) -> tuple[str, ...]:
         config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
     patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]
     if not all(map(is_pattern, patterns)):
-        config.refuse("dynamic", "has keys that are no regular expressions", CheckpointError)
+        config.refuse("dynamic", "has keys that are no regular expressions", WrongField)
         return ()
     return tuple(patterns)

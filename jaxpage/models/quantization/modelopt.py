@@ -11,7 +11,7 @@ import fnmatch
 
 from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes, plain, scale_of_weight
-from jaxpage.models.quantization.fields import QuantizationFields
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "modelopt"

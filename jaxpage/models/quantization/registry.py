@@ -7,8 +7,8 @@ from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
-from jaxpage.models.quantization.fields import QuantizationFields
 from jaxpage.models.quantization.on_load import SCHEMES
+from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
 # By `quant_method`; each reads `quantization_config`.
@@ -35,7 +35,7 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
     """The scheme of a model. asked: the setting.
 
     Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported, and
-    an ExceptionGroup of them for all that is wrong with the fields of a method.
+    an ExceptionGroup of them where more than one field of a method is wrong.
     """
     given = [name for name in FIELDS if config.get(name)]
     found = config[given[0]] if given else None
@@ -60,10 +60,8 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
         )
     if asked not in (None, method):
         raise CheckpointError(f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}")
-    fields = QuantizationFields(found)
-    scheme = METHODS[method](fields)
-    fields.raise_if_any()
-    return scheme
+    with QuantizationFields(found) as fields:
+        return METHODS[method](fields)
 
 
 def _check_same(found: Mapping[str, Any], place: str, other: Any) -> None:

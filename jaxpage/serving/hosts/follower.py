@@ -17,7 +17,7 @@ from jaxpage.replay.event_log import encoded
 from jaxpage.replay.recorder import Record
 from jaxpage.replay.replay import LoggedDrafts, add_arrival, drafts_of
 from jaxpage.serving.hosts.channel import Channel
-from jaxpage.serving.hosts.records import HostRecorder
+from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from jaxpage.replay.differences import Leave
 from jaxpage.replay.recorder import Record
 from jaxpage.serving.hosts.channel import Channel
-from jaxpage.serving.hosts.records import HostRecorder
+from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)

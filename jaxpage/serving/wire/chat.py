@@ -16,7 +16,7 @@ from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
-from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.serving.wire.sampling_request import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.serving.wire.templates import render
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams

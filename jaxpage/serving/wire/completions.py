@@ -13,7 +13,7 @@ from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import beyond_context, read
-from jaxpage.serving.wire.sampling import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.serving.wire.sampling_request import beam_params, check_common, format_parameter, sampling_params
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16

@@ -1,0 +1,95 @@
+"""What the answers to many requests come to, under the names of vLLM's benchmark results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxpage.bench.http_client import Answer
+from jaxpage.errors import UsageError
+
+HELD = 0.95  # of the rate that was to be: below it the report says that the rate was not held
+JITTER = 0.01  # seconds that any client may be late
+GOALS = ("ttft", "tpot", "e2el")  # what an SLO can bound
+_PERCENTILES = (50, 90, 99)
+
+
+def summary(answers: Sequence[Answer], duration: float, goals: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """TTFT, TPOT and ITL as in vLLM: to the first output; the rest by the other tokens; between outputs. Normalised latency as in the
+    PagedAttention paper: from end to end, by the output tokens.
+
+    Args:
+        goals: milliseconds by `GOALS`: the goodput counts the requests that keep all of them.
+    """
+    done = [answer for answer in answers if answer.error is None]
+    num_input = sum(answer.num_prompt_tokens for answer in done)
+    num_output = sum(answer.num_output_tokens for answer in done)
+    seconds = {
+        "ttft": [_of(answer)["ttft"] for answer in done],
+        "tpot": [_of(answer)["tpot"] for answer in done if answer.num_output_tokens > 1],
+        "itl": [after - before for answer in done for before, after in pairwise(answer.outputs)],
+        "e2el": [_of(answer)["e2el"] for answer in done],
+        "normalized_latency": [_of(answer)["e2el"] / answer.num_output_tokens for answer in done],
+    }
+    kept = [answer for answer in done if all(1000 * _of(answer)[name] <= most for name, most in (goals or {}).items())]
+    return {
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "errors": sorted({answer.error for answer in answers if answer.error is not None})[:5],
+        "duration": duration,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(done) / duration,
+        **({"request_goodput": len(kept) / duration} if goals else {}),
+        "output_throughput": num_output / duration,
+        "total_token_throughput": (num_input + num_output) / duration,
+        **{key: value for name, values in seconds.items() for key, value in _spread(name, values)},
+    }
+
+
+def _of(answer: Answer) -> dict[str, float]:
+    first, last = answer.outputs[0], answer.outputs[-1]
+    return {
+        "ttft": first - answer.due,
+        "tpot": (last - first) / max(1, answer.num_output_tokens - 1),
+        "e2el": last - answer.due,
+    }
+
+
+def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float]]:
+    values = np.array(seconds or [0.0]) * 1000
+    median, p90, p99 = np.percentile(values, _PERCENTILES).tolist()
+    spread = {"mean": float(values.mean()), "median": median, "p90": p90, "p99": p99}
+    return [(f"{label}_{name}_ms", value) for label, value in spread.items()]
+
+
+def rate_held(answers: Sequence[Answer], start: float) -> dict[str, Any]:
+    """The rate of the arrivals that were drawn, the one at which requests were sent, and whether that is as much. Nothing where all were
+    due at once."""
+    due, sent = (max(times) - start for times in zip(*((answer.due, answer.sent) for answer in answers), strict=True))
+    if due <= 0:
+        return {}
+    return {
+        "drawn_request_rate": len(answers) / due,
+        "sent_request_rate": len(answers) / sent,
+        "max_lateness_ms": 1000 * max(answer.sent - answer.due for answer in answers),
+        "request_rate_held": due / sent >= HELD or sent - due < JITTER,
+    }
+
+
+def goals_of(words: Sequence[str]) -> dict[str, float]:
+    """Of `--goodput ttft:200 tpot:50`. Raises UsageError."""
+    goals: dict[str, float] = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        try:
+            milliseconds = float(value)
+        except ValueError:
+            milliseconds = 0.0
+        if name not in GOALS or not milliseconds > 0:
+            raise UsageError(f"--goodput takes NAME:MILLISECONDS with {', '.join(GOALS)}, got {word!r}")
+        goals[name] = milliseconds
+    return goals

@@ -1,0 +1,22 @@
+"""Texts from files, as tokens of a model: what a measurement looks at where random tokens will not do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxpage.engine.text import tokenizer_of
+from jaxpage.errors import UsageError
+from jaxpage.settings.engine_config import EngineConfig
+
+
+def read_token_ids(path: str, config: EngineConfig) -> list[int]:
+    """Raises UsageError if the model has no tokenizer, or there is no such text."""
+    tokenizer = tokenizer_of(config)
+    if tokenizer is None:
+        raise UsageError(f"--text {path}: the model {config.model!r} has no tokenizer")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--text {path}: {error}") from None
+    token_ids: list[int] = tokenizer(text)["input_ids"]
+    return token_ids

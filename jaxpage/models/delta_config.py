@@ -1,0 +1,61 @@
+"""What configs say of layers with a gated delta rule, and their module under the names of their checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from jax.typing import DTypeLike
+
+from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
+from jaxpage.layers.linear import Linear, Part, linear
+from jaxpage.layers.norms import RMSNorm
+from jaxpage.models.config_fields import WrongField
+from jaxpage.models.fields import Fields
+
+
+def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
+    widths = DeltaWidths(
+        key_heads=fields.integer("linear_num_key_heads", 16),
+        value_heads=fields.integer("linear_num_value_heads", 32),
+        key=fields.integer("linear_key_head_dim", 128),
+        value=fields.integer("linear_value_head_dim", 128),
+        kernel=fields.integer("linear_conv_kernel_dim", 4),
+        grouped=grouped,
+    )
+    if widths.value_heads % widths.key_heads:
+        error = WrongField(
+            f"linear_num_key_heads = {widths.key_heads} must divide linear_num_value_heads = {widths.value_heads}"
+        )
+        fields.note(error, linear_num_key_heads=1, linear_num_value_heads=1)
+    return widths
+
+
+def make_delta_net(
+    widths: DeltaWidths, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
+) -> GatedDeltaNet:
+    """width: of the model. epsilon: of the norm. name: of the checkpoint's module."""
+
+    def product(num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()) -> Linear:
+        """each: see `Part`, of the first module."""
+        parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
+        parts[0] = replace(parts[0], each=each)
+        return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)
+
+    heads, convolved, values = widths.value_heads, widths.convolved, widths.values
+    inward, outward = ("embed", "heads"), ("heads", "embed")
+    if widths.grouped:
+        input = product(width, inward, ("in_proj_qkvz", convolved + values))
+        beta_step = product(width, inward, ("in_proj_ba", 2 * heads))
+    else:
+        input = product(width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts)
+        beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
+    return GatedDeltaNet(
+        layer_index,
+        input,
+        beta_step,
+        RMSNorm(widths.value, name=f"{name}.norm", epsilon=epsilon, axis=None, dtype=dtype),
+        product(values, outward, ("out_proj", width)),
+        widths,
+        name=name,
+        dtype=dtype,
+    )

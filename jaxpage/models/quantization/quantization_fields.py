@@ -1,0 +1,116 @@
+"""Reads `quantization_config` of config.json."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
+
+T = TypeVar("T")
+
+
+class QuantizationFields(ConfigFields):
+    """An object of config.json, in which null is as if absent.
+
+    Attributes:
+        place: where the object is.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        place: str = "quantization_config",
+        parent: QuantizationFields | None = None,
+    ) -> None:
+        super().__init__(config, parent)
+        self.place = place
+
+    def refuse(self, name: str, says: str, error: type[FieldError] = RefusedField) -> None:
+        """Notes what is wrong with the value of a field.
+
+        Args:
+            name: the field.
+            says: what follows the value in the error.
+            error: the kind of error.
+        """
+        self.note(error(f"{self.place}.{name} = {self.config.get(name)!r} {says}"))
+
+    def first_of(self, *names: str) -> str:
+        """The first of several names of one field that has a value. Another value under another name is refused."""
+        given = [name for name in names if self.config.get(name) is not None] or [names[0]]
+        first = given[0]
+        for name in given[1:]:
+            if self.config[name] != self.config[first]:
+                self.refuse(name, f"contradicts {first} = {self.config[first]!r}", WrongField)
+        return first
+
+    def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
+        value = default if self.config.get(name) is None else self.config[name]
+        for choice in choices:
+            if value == choice and isinstance(value, type(choice)):
+                return choice
+        named = ", ".join(map(repr, choices))
+        self.refuse(name, f"is not one of {named}" if len(choices) > 1 else f"is not supported, only {named}")
+        return choices[0]
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = default if self.config.get(name) is None else self.config[name]
+        if not isinstance(value, bool):
+            self.refuse(name, "must be true or false", WrongField)
+            return default
+        return value
+
+    def absent(self, *names: str) -> None:
+        """What is refused wherever it is not null, false or empty."""
+        for name in names:
+            if self.config.get(name):
+                self.refuse(name, "is not supported")
+
+    def names(self, *fields: str) -> tuple[str, ...]:
+        """A list of names, under the first of these that has one; see `matches`."""
+        name = next((name for name in fields if self.config.get(name)), fields[0])
+        found = self.config.get(name) or []
+        if not isinstance(found, list) or not all(isinstance(each, str) and is_pattern(each) for each in found):
+            self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", WrongField)
+            return ()
+        return tuple(found)
+
+    def sizes(self, name: str, count: int) -> list[int] | None:
+        """So many; None where there is no such field."""
+        found = self.config.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) != count or not all(type(n) is int and n > 0 for n in found):
+            self.refuse(name, f"must be a list of {count} sizes", WrongField)
+            return None
+        return found
+
+    def group_size(self, *fields: str, all_inputs: bool = True) -> int | None:
+        """The inputs that share a scale, under the first of these names; None: all, which is -1 in a config that may say so."""
+        name = self.first_of(*fields)
+        size = self.config.get(name)
+        if all_inputs and size == -1:
+            return None
+        if type(size) is not int or size < 1:
+            self.refuse(name, f"must be a size{' or -1' * all_inputs}", WrongField)
+            return None
+        return size
+
+    def part(self, name: str) -> QuantizationFields:
+        """The object in a field; an empty one where there is none."""
+        found = self.config.get(name) or {}
+        if not isinstance(found, dict):
+            self.refuse(name, "must be an object", WrongField)
+            found = {}
+        return QuantizationFields(found, f"{self.place}.{name}", self)
+
+
+def is_pattern(text: str) -> bool:
+    """Returns whether it is a name, or a regular expression behind "re:" that compiles."""
+    try:
+        re.compile(text.removeprefix("re:"))
+    except re.error:
+        return not text.startswith("re:")
+    return True

@@ -1,6 +1,0 @@
-"""What the compiler makes of kernels and of whole steps, without a GPU: registers, spills, shared memory, instructions, copies."""
-
-from pallas_kernels.inspection.deviceless import GPUS, compile_for, compile_with_thunks, unavailable
-from pallas_kernels.inspection.findings import Findings, inspect
-
-__all__ = ["GPUS", "Findings", "compile_for", "compile_with_thunks", "inspect", "unavailable"]

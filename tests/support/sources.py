@@ -1,0 +1,103 @@
+"""Reads the project's modules: their syntax trees, imports, tokens and functions.
+
+Shared by the laws of the house (`house.py`), by what the wheel reaches (`reach.py`) and by the
+table that `tools/house.py` prints. It needs Python's standard library only.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+WHEEL = ("jaxpage", "pallas_kernels")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file with its path relative to the root, its text and its syntax tree."""
+
+    path: str
+    tree: ast.Module
+    source: str
+
+    @property
+    def name(self) -> str:
+        """Returns the dotted name under which the module is imported."""
+        parts = Path(self.path).with_suffix("").parts
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    @property
+    def package(self) -> str:
+        """Returns the package that relative imports of this module start from."""
+        return self.name if self.path.endswith("__init__.py") else self.name.rpartition(".")[0]
+
+
+@dataclass(frozen=True)
+class Import:
+    """A name that is imported, the line, and whether a function imports it when it runs."""
+
+    target: str
+    line: int
+    in_function: bool
+
+
+def read_modules(root: Path, tops: tuple[str, ...] = (*WHEEL, "tools")) -> list[Module]:
+    """Returns the modules of these packages, in the order of their paths."""
+    files = [path for top in tops for path in sorted((root / top).rglob("*.py"))]
+    texts = {str(path.relative_to(root)): path.read_text(encoding="utf-8") for path in files}
+    return [Module(path, ast.parse(text, path), text) for path, text in texts.items()]
+
+
+def imports(module: Module, known: set[str]) -> Iterator[Import]:
+    """Yields every import; `from package import module` names the module if it is a known one."""
+    nodes = list(ast.walk(module.tree))
+    lazy = [node for node in nodes if isinstance(node, Function | ast.Lambda)]
+    inside = {id(child) for node in lazy for child in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, id(node) in inside)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.package.split(".")
+                base = ".".join(parents[: len(parents) - node.level + 1] + ([base] if base else []))
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                yield Import(full if full in known else base, node.lineno, id(node) in inside)
+
+
+def imports_by_name(module: Module) -> Iterator[tuple[str, int]]:
+    """Yields the constant arguments of `import_module`, each with its line."""
+    for node in ast.walk(module.tree):
+        if is_import_by_name(node):
+            for argument in node.args:
+                if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                    yield argument.value, node.lineno
+
+
+def is_import_by_name(node: ast.AST) -> bool:
+    """Returns whether a node calls `import_module`."""
+    if not isinstance(node, ast.Call):
+        return False
+    return getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module"
+
+
+def token_lines(module: Module) -> list[int]:
+    """Returns the line of each token of a module, comments and the ends of lines left out."""
+    layout = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    left_out = layout | {tokenize.COMMENT}
+    tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
+    return [token.start[0] for token in tokens if token.type not in left_out]
+
+
+def functions(module: Module) -> Iterator[tuple[Function, int]]:
+    """Yields every function with its number of lines, signature and docstring included."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, Function):
+            yield node, (node.end_lineno or node.lineno) - node.lineno + 1

@@ -1,0 +1,219 @@
+"""Prints what the house is made of: sizes, density, doors and first words, for one tree or several.
+
+    python tools/house.py
+    python tools/house.py --tree /path/to/an/older/checkout --json
+
+Each tree is a checkout of this repository. Sizes and density are those of `jaxpage/`, without the
+kernels, which may run long; the other rows count the whole wheel, with `pallas_kernels/`. Tokens
+are those of Python, a docstring being one; comments and the ends of lines are none. The docstring
+of each function here says what its rows count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import bisect
+import json
+import re
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any directory
+
+from tests.support.reach import unreached
+from tests.support.sources import (
+    WHEEL,
+    Function,
+    Module,
+    functions,
+    imports,
+    read_modules,
+    token_lines,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+LONG = 100  # characters
+# Rooms that are vocabulary: everybody imports their modules, past any door.
+OPEN_ROOMS = {"layers", "settings", "step"}
+FIRST_WORDS = ("Of", "What", "Whether", "As", "Behind")
+# Words that end in "s" and begin a docstring without being its verb.
+NO_VERBS = {"Arguments", "As", "Bytes", "Globs", "Its", "Less", "Names", "This", "Tokens"}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+Table = dict[str, float]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a column for each tree, this one last, as a table of Markdown or as JSON."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=style)
+    parser.add_argument(
+        "--tree",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="another checkout, which gets a column before this one; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    arguments = parser.parse_args(argv)
+    for path in arguments.tree:
+        if not (path / "jaxpage").is_dir():
+            parser.error(f"--tree {path}: there is no jaxpage/ in it")
+    columns = {str(path): measure(path) for path in arguments.tree}
+    columns["this tree"] = measure(ROOT)
+    print(json.dumps(columns) if arguments.json else markdown(columns))
+    return 0
+
+
+def measure(root: Path) -> Table:
+    """Returns the rows of the table for one tree."""
+    modules = read_modules(root, WHEEL)
+    table: Table = {}
+    for top in WHEEL:
+        own = [module.source for module in modules if module.path.startswith(f"{top}/")]
+        table[f"{top}: modules"] = len(own)
+        table[f"{top}: lines"] = sum(len(source.splitlines()) for source in own)
+    house = [module for module in modules if module.path.startswith("jaxpage/")]
+    table |= sizes(house)
+    table |= density(house)
+    table["modules of the wheel that nothing reaches"] = len(unreached(root))
+    past = list(imports_past_doors(modules))
+    table["imports past doors"] = len(past)
+    table["modules that are imported past doors"] = len({target for _, target in past})
+    table["file names in two or more folders"] = len(shared_names(modules))
+    table |= first_words(modules)
+    return table
+
+
+def sizes(modules: Sequence[Module]) -> Table:
+    """Returns the sizes of modules in tokens, and of functions in lines.
+
+    Modules that have nothing but a docstring are left out.
+    """
+    module_tokens = sorted(len(token_lines(each)) for each in modules if len(each.tree.body) > 1)
+    function_lines = sorted(length for each in modules for _, length in functions(each))
+    return {
+        "module, tokens: median": statistics.median(module_tokens),
+        "module, tokens: 90th percentile": percentile(module_tokens, 0.9),
+        "module, tokens: most": module_tokens[-1],
+        "function, lines: median": statistics.median(function_lines),
+        "function, lines: 90th percentile": percentile(function_lines, 0.9),
+        "function, lines: most": function_lines[-1],
+    }
+
+
+def density(modules: Sequence[Module]) -> Table:
+    """Returns how full lines are: tokens per line of code, long lines, tuple assignments.
+
+    Docstrings, comments and blank lines are no code; the share of long lines is of all that are not
+    blank. A tuple assignment has a tuple on both sides of `=`; its share is of all such statements.
+    """
+    code = [line for module in modules for line in code_lines(module)]
+    num_filled = sum(len(set(code_lines(module))) for module in modules)
+    lines = [line for module in modules for line in module.source.splitlines() if line.strip()]
+    num_long = sum(len(line) > LONG for line in lines)
+    nodes = [node for module in modules for node in ast.walk(module.tree)]
+    assigned = [node for node in nodes if isinstance(node, ast.Assign)]
+    num_tuples = sum(is_tuple_assignment(node) for node in assigned)
+    return {
+        "tokens a line": round(len(code) / num_filled, 1),
+        f"lines over {LONG} characters": num_long,
+        f"lines over {LONG} characters, %": round(100 * num_long / len(lines), 1),
+        "tuple assignments": num_tuples,
+        "tuple assignments, % of assignments": round(100 * num_tuples / len(assigned), 1),
+    }
+
+
+def code_lines(module: Module) -> list[int]:
+    """Returns the line of each token of a module, docstrings left out."""
+    nodes = [node for node in ast.walk(module.tree) if isinstance(node, DOCUMENTED)]
+    docstrings = {node.body[0].lineno for node in nodes if ast.get_docstring(node, clean=False)}
+    return [line for line in token_lines(module) if line not in docstrings]
+
+
+def is_tuple_assignment(node: ast.Assign) -> bool:
+    """Returns whether an assignment sets several names to several expressions at once."""
+    return isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
+
+
+def imports_past_doors(modules: Sequence[Module]) -> Iterator[tuple[str, str]]:
+    """Yields each module of jaxpage with a module of another room that it imports past the door.
+
+    A room is a package of jaxpage; its door is its `__init__`, with the names in `__all__`. The
+    rooms of vocabulary (`OPEN_ROOMS`) have open doors.
+    """
+    known = {module.name for module in modules}
+    listed = {module.name: public_names(module) for module in modules}
+    for module in modules:
+        found = set()
+        for item in imports(module, known):
+            parts = item.target.split(".")
+            if len(parts) < 3 or parts[0] != "jaxpage" or parts[1] in OPEN_ROOMS:
+                continue
+            room = ".".join(parts[:2])
+            own = module.name == room or module.name.startswith(f"{room}.")
+            if not own and parts[2] not in listed.get(room, ()):
+                found.add(item.target)
+        yield from ((module.name, target) for target in sorted(found))
+
+
+def public_names(module: Module) -> set[str]:
+    """Returns the names in `__all__` of a module."""
+    for node in module.tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+    return set()
+
+
+def shared_names(modules: Sequence[Module]) -> list[str]:
+    """Returns the names that files of several folders have, `__init__` and `__main__` left out."""
+    names = Counter(Path(module.path).stem for module in modules)
+    return [name for name, count in names.items() if count > 1 and not name.startswith("__")]
+
+
+def first_words(modules: Sequence[Module]) -> Table:
+    """Returns how many docstrings begin with words that no sentence of the house begins with.
+
+    A fragment is a docstring of a function that does not begin with a verb in the third person
+    ("Returns", "Is"): a word that ends in "s". This is an estimate.
+    """
+    counts: Counter[str] = Counter()
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if not isinstance(node, DOCUMENTED) or not (text := ast.get_docstring(node)):
+                continue
+            word = re.match(r"[\w'-]*", text)
+            first = word[0] if word else ""
+            counts["all"] += 1
+            counts[first] += first in FIRST_WORDS
+            has_verb = first.endswith("s") and first not in NO_VERBS
+            counts["fragment"] += isinstance(node, Function) and not has_verb
+    rows: Table = {"docstrings": counts["all"]}
+    rows |= {f'docstrings that begin with "{word}"': counts[word] for word in FIRST_WORDS}
+    rows["docstrings of functions that begin with no verb"] = counts["fragment"]
+    return rows
+
+
+def percentile(ordered: Sequence[int], share: float) -> int:
+    """Returns the least of the ordered numbers that this share of them, or more, do not exceed."""
+    wanted = share * len(ordered)
+    places = range(1, len(ordered) + 1)
+    return ordered[bisect.bisect_left(places, wanted)]
+
+
+def markdown(columns: Mapping[str, Table]) -> str:
+    """Returns the columns as a table of Markdown, a row for each measure."""
+    names = list(columns)
+    lines = ["| | " + " | ".join(names) + " |", "|---|" + "---|" * len(names)]
+    for row in columns[names[-1]]:
+        values = " | ".join(f"{columns[name][row]:,g}" for name in names)
+        lines.append(f"| {row} | {values} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""Runs parts of a check as processes of their own: what hangs, crashes or breaks its GPU context takes no other along."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tools.kernel_lab.findings import FAILED, LEFT_OUT, Finding, append, read
+
+POLL_S = 0.1
+ENDED_BADLY = "log"  # what the data of a finding has when a process crashed or hung: the end of what it printed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Child:
+    """command: appends findings to `to`. needs_s: it is not started with less time left. limit_s: it is stopped then. alone: it measures
+    time, so nothing else runs beside it."""
+
+    name: str
+    command: Sequence[str]
+    to: Path
+    needs_s: float = 20.0
+    limit_s: float = 180.0
+    alone: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self) -> Path:
+        return self.to.with_suffix(".log")
+
+
+@dataclass
+class _Running:
+    child: Child
+    process: subprocess.Popen[bytes]
+    began: float
+    num_bytes: int = 0  # of the findings that were read
+    num_found: int = 0
+
+
+def run_all(
+    children: Sequence[Child],
+    *,
+    deadline: float,
+    jobs: int,
+    done: Callable[[Child, list[Finding]], None],
+    found: Callable[[Child, Finding], None] = lambda *_: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Runs children in their order, up to `jobs` at once.
+
+    found: gets each finding as soon as its child has written it. done: gets all findings of a child when it has ended. Both get one more
+    of a child that did not end well.
+    """
+    waiting = list(children)
+    running: list[_Running] = []
+    try:
+        while waiting or running:
+            for one in list(running):
+                ending = _ending(one, deadline, clock())
+                for finding in ending or []:
+                    append(one.child.to, finding)
+                for finding in _news(one):
+                    found(one.child, finding)
+                if ending is not None:
+                    running.remove(one)
+                    done(one.child, read(one.child.to))
+            while waiting and _may_start(waiting[0], running, jobs):
+                child = waiting.pop(0)
+                left = deadline - clock()
+                if left < child.needs_s:
+                    text = f"{max(0, left):.0f} s were left, and it may need {child.needs_s:.0f}"
+                    finding = Finding(child.name, LEFT_OUT, text)
+                    found(child, finding)
+                    done(child, [finding])
+                else:
+                    running.append(_Running(child, _start(child), clock()))
+            time.sleep(POLL_S)
+    finally:
+        for one in running:
+            _stop(one.process)
+
+
+def _may_start(child: Child, running: Sequence[_Running], jobs: int) -> bool:
+    if child.alone or any(one.child.alone for one in running):
+        return not running
+    return len(running) < jobs
+
+
+def _start(child: Child) -> subprocess.Popen[bytes]:
+    with child.log.open("wb") as log:
+        return subprocess.Popen(
+            list(child.command),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **child.environment},
+            start_new_session=True,  # so that it can be stopped with what it started
+        )
+
+
+def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
+    """None while it runs; else what has to be said about how it ended."""
+    status = one.process.poll()
+    name, elapsed = one.child.name, now - one.began
+    if status is None:
+        if now < deadline and elapsed < one.child.limit_s:
+            return None
+        _stop(one.process)
+        if now >= deadline and elapsed < one.child.limit_s:
+            return [Finding(name, LEFT_OUT, f"stopped after {elapsed:.0f} s: time is up")]
+        return [
+            Finding(name, FAILED, f"stopped after {elapsed:.0f} s: it hangs, or is far too slow", data=_tail(one.child))
+        ]
+    _stop(one.process)  # what it started and left behind would keep the GPU busy
+    if status == 0:
+        return []
+    how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+    return [Finding(name, FAILED, f"its process ended with {how}", data=_tail(one.child))]
+
+
+def _news(one: _Running) -> list[Finding]:
+    """Returns the findings that the child has written since it was asked last."""
+    num_bytes = one.child.to.stat().st_size if one.child.to.exists() else 0
+    if num_bytes == one.num_bytes:
+        return []
+    written = read(one.child.to)
+    news = written[one.num_found :]
+    one.num_bytes, one.num_found = num_bytes, len(written)
+    return news
+
+
+def _tail(child: Child) -> dict[str, str]:
+    return {ENDED_BADLY: child.log.read_text(encoding="utf-8", errors="replace")[-4000:]}
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process that was started here, and its group, which may outlive it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
