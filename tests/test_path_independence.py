@@ -373,7 +373,7 @@ def _blocks_of(llm, prompt, cut):
     (group,) = (g for g in (*engine.scheduler.running, *engine.scheduler.waiting) if g.request.request_id == "watched")
     while group.sequences[0].num_output_tokens < 20:
         engine.step()
-    table = engine.scheduler.block_manager.block_table(group.sequences[0].sequence_id)
+    table = engine.scheduler.block_manager.block_tables(group.sequences[0].sequence_id)[0]
     length = group.sequences[0].num_computed_tokens
     rows = [np.asarray(page)[list(table)] for page in jax.tree.leaves(engine.runner._pages)]
     engine.abort("watched")

@@ -548,7 +548,7 @@ def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     driver.step()
     _, new = scheduler.running
     assert new.num_cached_tokens == 20 and pool.num_free == 1
-    tables = [scheduler.block_manager.block_table(i) for i in (0, 1)]
+    tables = [scheduler.block_manager.block_tables(i)[0] for i in (0, 1)]
     assert tables[0][:5] == tables[1][:5] and tables[0][5] != tables[1][5]
     assert scheduler.usage().shared_blocks == 5
     driver.run()
@@ -656,7 +656,7 @@ def test_a_chain_ends_where_a_hash_collides() -> None:
         manager.cache(sequence_id, 4, tokens, [], None)
         manager.check()
     assert len(index) == 1
-    assert manager.find([1, 1, 9], [], None).blocks == ([manager.block_table(0)[0]],)
+    assert manager.find([1, 1, 9], [], None).blocks == ([manager.block_tables(0)[0][0]],)
     assert manager.find([3, 3, 9], [], None) == manager.nothing
 
 
@@ -703,7 +703,7 @@ def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
     with pytest.raises(ValueError, match="before cached ones: trim first"):
         manager.reserve(0, 1, 4)
     manager.trim(0, 1)
-    head = manager.block_table(0)[0]
-    assert manager.reserve(0, 1, 4) == ((head, manager.block_table(0)[0]),)
+    head = manager.block_tables(0)[0][0]
+    assert manager.reserve(0, 1, 4) == ((head, manager.block_tables(0)[0][0]),)
     manager.check()
     assert manager.find([1] * 7, [], None).blocks[0][0] == head, "what was cached is still there"

@@ -499,7 +499,7 @@ class SharesNothing(BlockManager):
     def fork(self, parent_id, child_id):
         if child_id < 0:
             return super().fork(parent_id, child_id)
-        num_tokens = len(self.block_table(parent_id)) * self.block_size
+        num_tokens = len(self.block_tables(parent_id)[0]) * self.block_size
         return self.reserve(child_id, 0, num_tokens) and None
 
 
@@ -628,7 +628,7 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
     scheduler.pin(-1, "pinned")
     for tables in manager.groups:
         tables.slide(-1, len(prompt))
-    num_passed = manager.block_table(-1).count(0)
+    num_passed = manager.block_tables(-1)[0].count(0)
     assert num_passed == 2
     for shared in range(1, len(prompt)):
         found = manager.find_pinned([*prompt[:shared], 39, 39], None)
@@ -964,7 +964,7 @@ def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() ->
     driver.run()
     rows = [plan.rows[0] for plan in driver.plans]
     assert all(len(row.token_ids) == 1 for row in rows[1:])
-    tables = [row.block_table for row in rows]
+    tables = [row.block_tables[0] for row in rows]
     assert [later is earlier for earlier, later in itertools.pairwise(tables)] == [True] * 3 + [False] + [True] * 3
 
 

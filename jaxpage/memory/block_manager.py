@@ -112,13 +112,9 @@ class BlockManager:
         """Returns the largest number of blocks that a sequence of this length holds at a time, by group."""
         return tuple(group.most_blocks(num_tokens) for group in self.groups)
 
-    def block_table(self, sequence_id: int) -> tuple[int, ...]:
-        """Returns the sequence's block table in the first cache group."""
-        return self.groups[0].block_table(sequence_id)
-
-    def further_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the sequence's block tables in all cache groups but the first."""
-        return tuple(group.block_table(sequence_id) for group in self.groups[1:])
+    def block_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
+        """Returns a sequence's block tables, one for each cache group."""
+        return tuple([group.block_table(sequence_id) for group in self.groups])
 
     def is_used(self, block: int) -> bool:
         """Returns whether any block table of any group refers to this block."""

@@ -58,9 +58,7 @@ class PlanBuilder:
                     samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
                 samples.append(sample)
             token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
-            row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
-            if further := block_manager.further_tables(sequence_id):
-                row = row._replace(further_tables=further)
+            row = Row(sequence_id, start, token_ids, block_manager.block_tables(sequence_id))
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)
             if not draws:

@@ -323,7 +323,7 @@ class RunningSet:
         running = {s.sequence_id: s for group in self._running.values() for s in group.unfinished}
         assert {*running, *manager.pins} == set(manager.sequence_ids), "blocks belong to the running sequences and pins"
         for sequence_id, sequence in running.items():
-            num_slots = len(manager.block_table(sequence_id)) * manager.block_size
+            num_slots = len(manager.block_tables(sequence_id)[0]) * manager.block_size
             assert sequence.num_computed_tokens < sequence.num_known_tokens, f"sequence {sequence_id} has nothing to do"
             assert sequence.num_computed_tokens <= num_slots, f"sequence {sequence_id} outgrew its block table"
             self._check_prefix(sequence)
@@ -349,7 +349,7 @@ class RunningSet:
             return
         index = manager.cached.index
         num_full = sequence.num_computed_tokens // manager.block_size
-        for place, block in enumerate(manager.block_table(sequence.sequence_id)):
+        for place, block in enumerate(manager.block_tables(sequence.sequence_id)[0]):
             if block in index:
                 assert place < num_full, f"sequence {sequence.sequence_id} will write into the cached block {block}"
                 start = place * manager.block_size

@@ -25,7 +25,7 @@ class Row(NamedTuple):
     sequence_id: int
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     # The row's last tokens are drafts or placeholders: which of its tokens each of them follows
     parents: tuple[int, ...] = ()
     q: Candidates | None = None  # what each draft was drawn from: see `Draft`
@@ -33,7 +33,6 @@ class Row(NamedTuple):
     first_scored: int = 0  # which of the row's tokens stands before the first of them
     num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
     next_token_id: int = -1  # what is known behind the row; -1: it is drawn
-    further_tables: tuple[tuple[int, ...], ...] = ()  # block tables of the other cache groups, in their order
     lora: str | None = None  # digest of its LoRA adapter
 
     @property
