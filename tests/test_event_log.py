@@ -670,7 +670,7 @@ def test_what_a_stop_string_ended_is_served_in_a_replay_too(
 ) -> None:
     """The fair policy counts the tokens of every user, the last of a text included."""
     fair = copy.deepcopy(llm.untouched)
-    fair._queue = POLICIES["fair"]()
+    fair._requests._queue = POLICIES["fair"]()
     monkeypatch.setattr(llm, "untouched", fair)
     path = tmp_path / "a.jsonl"
     any_letter = SamplingParams(max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a")

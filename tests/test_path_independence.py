@@ -20,7 +20,6 @@ from tests.support.engines import (
     QWEN3_5,
     SMALL_POOL,
     WIDE,
-    give_way,
     invariants,
     make_llm,
     run_giving_way,
@@ -246,7 +245,7 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
                 while engine.has_unfinished:
                     engine.step()
                     if strategy.num_tokens in (fork_at, fork_at + 6):
-                        give_way(engine.scheduler)
+                        engine.scheduler.give_way()
                 elder, twin = reporter.whole().outputs
                 assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()

@@ -468,7 +468,8 @@ def check_limits(
     own = {sample.row: sample.sequence_id for sample in plan.samples}  # the last draw of a row is its own sequence's
     first = [sample.sequence_id for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
     assert own == reaching and len(set(first)) == len(first)
-    first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
+    queue = scheduler._requests._queue
+    first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:
