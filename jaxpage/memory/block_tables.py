@@ -256,10 +256,9 @@ class BlockTables:
     def _unshare(self, blocks: list[int], start: int, stop: int) -> Moves:
         """Replaces the shared and the cached blocks that hold positions start to stop - 1.
 
-        Only the first block can hold computed tokens, before `start`; it is copied:
+        Only the first of them can hold computed tokens, at positions before `start`; it is copied:
 
-            table   [ 5  8 ]      write position 20      table   [ 5 12 ]      copy 8 to 12
-            block 8: two references                      block 8: one, block 12: one
+            table [ 5  8 ]   8: 2 references   write position 20   table [ 5 12 ]   8: 1, 12: 1
         """
         copies: Moves = ()
         for index in range(start // self.block_size, min(self.blocks_for(stop), len(blocks))):
@@ -317,8 +316,8 @@ class BlockTables:
         """
         if sequence_id in self.tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")
-        is_other = (place for place, block in enumerate(blocks) if not self.pool.is_kept(block))
-        num_cached = next(is_other, len(blocks))
+        not_kept = (place for place, block in enumerate(blocks) if not self.pool.is_kept(block))
+        num_cached = next(not_kept, len(blocks))
         self._share(blocks)
         self.tables[sequence_id] = Table(list(blocks), num_cached)
         self.slide(sequence_id, num_tokens)  # after sharing, so that the blocks count as used last

@@ -1,4 +1,4 @@
-"""Holds the scheduling policies: who is admitted next, and who is preempted first."""
+"""Holds the scheduling policies: which request is admitted next, and which is preempted first."""
 
 from __future__ import annotations
 

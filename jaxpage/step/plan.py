@@ -1,4 +1,4 @@
-"""Defines a step as the host plans it (`StepPlan`), and what came of it (`StepResult`).
+"""Defines a step as the host plans it (`StepPlan`), and its outcome (`StepResult`).
 
 These two are all that crosses between host and device.
 """
@@ -181,7 +181,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the device drew, with an entry for each of `StepPlan.samples`.
+    """The outcome of a step, with an entry for each of `StepPlan.samples`.
 
     Log probabilities are natural logarithms of the raw softmax. A negative token id says why none
     was drawn; see `NOT_FINITE` and `NOTHING_ALLOWED`.
