@@ -27,7 +27,7 @@ class MemorySample:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """The use of the KV pools over some steps; means are weighted by the time that steps took.
+    """The use of the KV pools over some steps. Means are weighted by the time that steps took.
 
     Attributes:
         num_blocks: The number of blocks that can be handed out.

@@ -43,6 +43,7 @@ class Scheduler:
         limits: The steps that the compiled shapes hold.
         block_manager: The owner of all block tables.
         max_num_seqs: The most sequences that run at a time.
+        has_priorities: True if the policy looks at the priority of requests.
         num_preemptions: How many groups were preempted, by what became of them.
         prefix_counts: How many tokens were found in the prefix cache and among pins.
     """
