@@ -23,7 +23,7 @@ from jaxpage.speculation import Proposer
 from jaxpage.step.draft import Candidates, Draft
 from jaxpage.step.request import Request, Sequence
 from tests.support.distributions import probabilities, z_score
-from tests.support.engines import LLAMA, give_way, invariants, make_llm
+from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors, write_tensors
 from tests.support.scripted import Guesses, draft_with, without_drafts
 from tests.support.tokenizers import write_tokenizer
@@ -221,7 +221,7 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
         if not engine.has_unfinished:
             break
         if number % 3 == 2:
-            give_way(engine.scheduler)
+            engine.scheduler.give_way()
         engine.step()
     counts = counted([reporter.whole() for reporter in reporters])
     assert abs(z_score(counts, expected(log_probabilities))) < 4

@@ -253,6 +253,9 @@ PLANTED = [
     ("jaxpage/models/a.py", "y = jnp.einsum('TI,OI->TO', x, w)", "multiplies: layers.product.product does that"),
     ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
     ("jaxpage/attic/a.py", "x = 1", "no package of ROOMS: jaxpage/attic/"),
+    ("jaxpage/engine/a.py", "from jaxpage.memory.c import D", "enters memory/ past its door"),
+    ("jaxpage/engine/a.py", "from jaxpage.memory import c", "enters memory/ past its door"),
+    ("jaxpage/scheduling/__init__.py", '__all__ = ["lives", "Dies"]', "the door says nothing about Dies"),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
 ]
@@ -278,7 +281,8 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
 def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
     files = {
         "jaxpage/llm.py": "from jaxpage.engine.engine import Engine",
-        "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import c\nfrom jaxpage.device import b",
+        "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import D\nfrom jaxpage.device import b",
+        "jaxpage/memory/__init__.py": 'from jaxpage.memory.c import lives\n\n__all__ = ["lives"]',
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
         "jaxpage/errors.py": "import os",

@@ -120,12 +120,12 @@ def test_the_plan_says_what_windows_save(model: Path, tmp_path: Path, capsys: py
 def test_a_block_of_another_group_is_refused(model: Path) -> None:
     with make_llm(model, **SETTINGS, num_blocks=81) as llm:
         builder = llm._engine.builder
-        row = Row(0, 0, (1,), (1,), further_tables=((81,),))
+        row = Row(0, 0, (1,), ((1,), (81,)))
         batch = builder.build(StepPlan(0, (row,), ()))
         assert batch.num_rows == 1
         for wrong in (80, 109):
             with pytest.raises(ValueError, match="(slots_ZT|block_table_ZBM) has entries"):
-                builder.build(StepPlan(0, (row._replace(further_tables=((wrong,),)),), ()))
+                builder.build(StepPlan(0, (row._replace(block_tables=((1,), (wrong,))),), ()))
         for copies in (((1, 81),), ((80, 109),)):
             with pytest.raises(ValueError, match="copies .* leave the pools"):
                 builder.build(StepPlan(0, (row,), (), copies=copies))
@@ -143,7 +143,7 @@ def test_the_inspector_shows_every_group(model: Path) -> None:
             (group,) = snapshot["pool"]["further_groups"]
             sequences = [one for request in snapshot["requests"] for one in request["sequences"]]
             tables = {one["id"]: one["further_blocks"][0] for one in sequences}
-            assert tables == {one: list(manager.further_tables(one)[0]) for one in manager.sequence_ids}
+            assert tables == {one: list(manager.block_tables(one)[1]) for one in manager.sequence_ids}
             counted = Counter(block for table in tables.values() for block in table)
             ids = range(group["first_block"], group["first_block"] + group["num_blocks"])
             assert group["ref_counts"] == [counted[block] for block in ids] and any(group["ref_counts"])

@@ -21,7 +21,7 @@ from jaxpage.step.draft import Draft, chain
 from jaxpage.step.limits import StepLimits
 from tests.support.drafts import random_draft
 from tests.support.fake_device import NUM_TOKEN_IDS, Driver, FakeDevice, alone, make_group
-from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver
+from tests.test_scheduler import STATE_MACHINE, Scheduling, Searching, make_driver, mistaken_machine
 
 MOST_DRAFTS = 9
 
@@ -121,8 +121,8 @@ def test_with_drafts_every_request_draws_what_it_draws_alone(machine: type[Sched
 class GivesWayForDrafts(Scheduler):
     def _plan_drafts(self, step, drafts):
         needed = sum(len(draft.token_ids) for draft in drafts.values()) // self.block_manager.block_size
-        if len(self._running) > 1 and self.block_manager.groups[0].pool.num_free < needed:
-            group = self._preempt_last(step)
+        if self.num_running > 1 and self.block_manager.groups[0].pool.num_free < needed:
+            group = self._requests.preempt_last(step)
             step.work = [work for work in step.work if work[0] is not group]
         super()._plan_drafts(step, drafts)
 
@@ -144,7 +144,7 @@ class HashesDrafts(Scheduler):
     def commit(self, plan, edits):
         for row in plan.rows:
             if row.parents and row.sequence_id in self.block_manager.sequence_ids:
-                group, sequence = self._sequences[row.sequence_id]
+                group, sequence = self._requests.sequences[row.sequence_id]
                 tokens, digests = [*sequence.token_ids, *row.token_ids[1:]], [*sequence.block_digests]
                 salt = group.request.params.cache_salt
                 self.block_manager.cache(row.sequence_id, row.context_length, tokens, digests, salt)
@@ -216,8 +216,7 @@ class BranchesWhereShapesHoldChains(Scheduler):
     ],
 )
 def test_the_machines_see_planted_mistakes(mistaken: type) -> None:
-    kind = "scheduler_class" if issubclass(mistaken, Scheduler) else "manager_class"
-    machine = type("Mistaken", (Speculating,), {kind: mistaken})
+    machine = mistaken_machine(Speculating, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 

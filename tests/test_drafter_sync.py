@@ -24,7 +24,7 @@ LONG = 10_000
 
 def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> StepPlan:
     """rows: sequences and where they begin. forks: of a new sequence, the row that it is drawn from."""
-    made = tuple(Row(sequence_id, start, (1,), (1,)) for sequence_id, start in rows)
+    made = tuple(Row(sequence_id, start, (1,), ((1,),)) for sequence_id, start in rows)
     drawn = [(index, row.sequence_id) for index, row in enumerate(made)] + [(r, s) for s, r in (forks or {}).items()]
     samples = tuple(Sample(row, 0, sequence_id, SamplingParams(), 0, 0, 1) for row, sequence_id in drawn)
     return StepPlan(0, made, samples)
@@ -47,7 +47,7 @@ def run(sync: DrafterSync, plan: StepPlan, num_tokens: int | None = None, drafte
 
 def prompt_of(sequence_id: int, num_tokens: int = 5) -> StepPlan:
     plan = plan_of((sequence_id, 0))
-    return dataclasses.replace(plan, rows=(Row(sequence_id, 0, (1,) * num_tokens, (sequence_id,)),))
+    return dataclasses.replace(plan, rows=(Row(sequence_id, 0, (1,) * num_tokens, ((sequence_id,),)),))
 
 
 def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None:
@@ -134,7 +134,7 @@ def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding() -> No
     """What the drafter has missed of a prompt, it has missed of its samples."""
     sync = DrafterSync(LIMITS, wishes(), block_size=4)
     samples = tuple(Sample(0, 2, child, SamplingParams(), 0, 0, 3) for child in (5, 6, 4))
-    plan = StepPlan(0, (Row(4, 0, (1,) * 3, (1,)),), samples)
+    plan = StepPlan(0, (Row(4, 0, (1,) * 3, ((1,),)),), samples)
     assert plan.num_tokens == len(plan.samples) and not plan.decodes
     with mock.patch.object(sync, "_choose", return_value=None):
         sync.depth(plan)
@@ -175,7 +175,7 @@ def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(
                 computed[table[-1]] = {}
             computed[table[position // SIZE]][position % SIZE] = follows
         lengths[sequence_id] = start + num_tokens
-        row = Row(sequence_id, start, (1,) * num_tokens, tuple(table))
+        row = Row(sequence_id, start, (1,) * num_tokens, (tuple(table),))
         sample = Sample(0, num_tokens - 1, sequence_id, SamplingParams(), 0, 0, 1)
         plan = StepPlan(0, (row,), (sample,))
         with mock.patch.object(sync, "_choose", return_value=3 if follows else None):

@@ -73,7 +73,7 @@ def test_no_grammar_takes_out_what_was_drawn() -> None:
 
 
 def test_a_log_gives_them_back() -> None:
-    row = Row(4, 30, (1, *DRAFT.token_ids), (3,), parents=(0, 0, 1, 2), q=DRAFT.q)
+    row = Row(4, 30, (1, *DRAFT.token_ids), ((3,),), parents=(0, 0, 1, 2), q=DRAFT.q)
     sequence_id, draft = _draft(*json.loads(json.dumps(_drafts(row))), vocab_size=20)
     assert sequence_id == 4
     assert_same(draft, DRAFT)
@@ -88,9 +88,9 @@ def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
     menu = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES)
     builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
     rows = (
-        Row(0, 0, (6, 9), (1,), parents=(0,)),
-        Row(1, 3, (1, *DRAFT.token_ids), (2,), parents=(0, 0, 1, 2), q=DRAFT.q),
-        Row(2, 5, (4,), (3,)),
+        Row(0, 0, (6, 9), ((1,),), parents=(0,)),
+        Row(1, 3, (1, *DRAFT.token_ids), ((2,),), parents=(0, 0, 1, 2), q=DRAFT.q),
+        Row(2, 5, (4,), ((3,),)),
     )
     samples = tuple(
         Sample(index, offset, index, SamplingParams(), 0, 0, 9)

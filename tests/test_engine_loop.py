@@ -51,6 +51,10 @@ def nothing_left_behind(built):
     assert not engine.has_unfinished and not engine._groups and not engine._strategies and not engine.metrics.requests
 
 
+def unfinished_ids(engine):
+    return {group.request.request_id for group in (*engine.scheduler.running, *engine.scheduler.waiting)}
+
+
 @asynccontextmanager
 async def looping(built, **settings):
     """A loop that leaves the engine to the next one."""
@@ -233,7 +237,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
                 assert bool(one.reporter.num_output_tokens) is (phase in ("decoding", "finished"))
                 one.cancel()
                 one.cancel()
-            looking = asyncio.ensure_future(loop.snapshot(lambda engine: set(engine.scheduler._groups)))
+            looking = asyncio.ensure_future(loop.snapshot(unfinished_ids))
             await asyncio.sleep(0)
             gate.permits.release()  # the step that is under way; before the next one the victim is gone
             assert await looking <= {others[0].request_id} and loop._num_open == 1

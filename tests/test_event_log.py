@@ -221,7 +221,7 @@ def test_block_tables_of_a_log_are_those_of_the_plans(
             tables[change[0]] = changed(tables.get(change[0], []), change)
         for row, (sequence, start, num_tokens) in zip(plan.rows, record["rows"], strict=True):
             assert (row.sequence_id, row.start, len(row.token_ids)) == (sequence, start, num_tokens)
-            assert row.block_table == tuple(tables[sequence])
+            assert row.block_tables == (tuple(tables[sequence]),)
         assert record.get("preempted", []) == list(plan.preempted)
         assert record.get("copies", []) == [list(pair) for pair in plan.copies]
 
@@ -230,7 +230,7 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     """Also what no engine of this version does."""
     told: list[dict[str, Any]] = []
     recorder = Recorder(told.append)
-    rows = (Row(4, 30, (7, 8), (3, 9)), Row(5, 0, (1,), (2,)))
+    rows = (Row(4, 30, (7, 8), ((3, 9),)), Row(5, 0, (1,), ((2,),)))
     moves = {"swap_out": ((3, 0), (4, 1)), "swap_in": ((2, 6),), "copies": ((5, 6),), "preempted": ("b", "a")}
     sample = Sample(1, 0, 5, SamplingParams(), 0, 0, 1, num_logprobs=1)
     plan = StepPlan(12, rows, (sample,), **moves)
@@ -268,7 +268,7 @@ def test_any_table_can_be_told_from_its_changes(tables: list[tuple[int, ...]]) -
     told: list[dict[str, Any]] = []
     recorder, known = Recorder(told.append), []
     for step, table in enumerate(tables):
-        recorder.planned(StepPlan(step, (Row(0, 0, (1,), table),), ()))
+        recorder.planned(StepPlan(step, (Row(0, 0, (1,), (table,)),), ()))
         for change in told[-1].get("tables", []):
             known = changed(known, change)
         assert tuple(known) == table
@@ -670,7 +670,7 @@ def test_what_a_stop_string_ended_is_served_in_a_replay_too(
 ) -> None:
     """The fair policy counts the tokens of every user, the last of a text included."""
     fair = copy.deepcopy(llm.untouched)
-    fair._queue = POLICIES["fair"]()
+    fair._requests._queue = POLICIES["fair"]()
     monkeypatch.setattr(llm, "untouched", fair)
     path = tmp_path / "a.jsonl"
     any_letter = SamplingParams(max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a")
@@ -1155,7 +1155,7 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest
     def build(plan: Any, *masks: Any) -> Any:
         plans.append(plan)
         assert [walk.sequences[row.sequence_id].tables[0] for row in plan.rows] == [
-            list(row.block_table) for row in plan.rows
+            list(row.block_tables[0]) for row in plan.rows
         ]
         return real(plan, *masks)
 

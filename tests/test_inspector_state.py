@@ -64,7 +64,7 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
         for one in request["sequences"]
         if one["blocks"]
     }
-    assert tables == {one: list(manager.block_table(one)) for one in manager.sequence_ids if one >= 0}
+    assert tables == {one: list(manager.block_tables(one)[0]) for one in manager.sequence_ids if one >= 0}
     counted = Counter(block for table in tables.values() for block in table)
     assert all(shown["ref_counts"][block] == counted[block] for block in range(1, pool.num_blocks))
     host = {

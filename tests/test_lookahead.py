@@ -308,7 +308,11 @@ class Hearing(LookaheadProposer):
 def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) -> None:
     proposer = Hearing()
     speculator = ProposingSpeculator(proposer, LIMITS, None, vocab_size=VOCAB)
-    rows = Row(3, 4, (7,), (1,)), Row(5, 9, (1, 2, 3), (2,), parents=(0, 0)), Row(6, 1, (4, 5), (3,), parents=(0,))
+    rows = (
+        Row(3, 4, (7,), ((1,),)),
+        Row(5, 9, (1, 2, 3), ((2,),), parents=(0, 0)),
+        Row(6, 1, (4, 5), ((3,),), parents=(0,)),
+    )
     numbers = np.array([9, 11, 12, NOT_FINITE, 14, 15], np.int32)
     nothing = np.empty((6, 0))
     result = StepResult(numbers, nothing, nothing, nothing, nothing)

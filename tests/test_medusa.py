@@ -251,7 +251,7 @@ def test_guesses_hold_until_more_is_known() -> None:
         return proposer.propose(group.request, sequence, num_drafts)
 
     def observe(num_known_tokens: int) -> None:
-        row = Row(sequence.sequence_id, num_known_tokens - 2, (1,), (1,))
+        row = Row(sequence.sequence_id, num_known_tokens - 2, (1,), ((1,),))
         sample = Sample(0, 0, sequence.sequence_id, SamplingParams(), 0, 0, num_known_tokens - 1)
         nothing = np.zeros((1, 0))
         result = StepResult(nothing, nothing, nothing, nothing, nothing, draft_candidates=candidates_JW[None])  # type: ignore[arg-type]

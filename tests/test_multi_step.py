@@ -179,7 +179,7 @@ def test_a_step_of_several_tokens_with_masks_is_refused(needs: str, engines: Cal
     params = SamplingParams(allowed_token_ids=(5,)) if needs == "parameter" else SamplingParams()
     suppressed = (7,) if needs == "suppressed" else ()
     samples = [Sample(0, place, 9, params, 0, 0, 1 + place, suppressed_token_ids=suppressed) for place in range(2)]
-    plan = StepPlan(1, (Row(9, 0, (3, PLACEHOLDER), (1,), parents=(0,)),), tuple(samples))
+    plan = StepPlan(1, (Row(9, 0, (3, PLACEHOLDER), ((1,),), parents=(0,)),), tuple(samples))
     masks = {1: mask_of((5,), builder.vocab_size)} if needs == "mask" else {}
     with pytest.raises(ValueError, match=r"sequences \[9\] need the host between two tokens"):
         builder.build(plan, masks)

@@ -34,7 +34,7 @@ class Story:
         start = self.lengths.get(sequence_id, 0)
         copies = self.manager.reserve(sequence_id, start, start + len(words))
         self.pages.copy(copies)
-        self.pages.write(self.manager.block_table(sequence_id), start, words)
+        self.pages.write(self.manager.block_tables(sequence_id)[0], start, words)
         self.lengths[sequence_id] = start + len(words)
         self.manager.check()
         return copies
@@ -48,7 +48,7 @@ class Story:
         del self.lengths[sequence_id]
 
     def read(self, sequence_id: int) -> list:
-        return self.pages.read(self.manager.block_table(sequence_id), self.lengths[sequence_id])
+        return self.pages.read(self.manager.block_tables(sequence_id)[0], self.lengths[sequence_id])
 
     def table(self, sequence_id: int) -> list[tuple[int, int]]:
         """The block table as the paper draws it: (physical block, number of filled slots), by logical block.
@@ -58,7 +58,7 @@ class Story:
         empty = self.pages.slots[0][0]
         return [
             (block, sum(word != empty for word in self.pages.slots[block]))
-            for block in self.manager.block_table(sequence_id)
+            for block in self.manager.block_tables(sequence_id)[0]
         ]
 
     def usage(self) -> MemorySplit:
@@ -102,7 +102,7 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     a1, a2 = 1, 2
     story.write(a1, FOUR_SCORE[:7])
     story.fork(a1, a2)
-    assert story.manager.block_table(a1) == story.manager.block_table(a2) == (7, 1)
+    assert story.manager.block_tables(a1)[0] == story.manager.block_tables(a2)[0] == (7, 1)
     assert (story.pool.ref_count(7), story.pool.ref_count(1)) == (2, 2)
     assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (2, 4)
     assert story.write(a1, ["fathers"]) == ((1, 3),)  # A1 writes first: its last block is copied to block 3
@@ -110,8 +110,8 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     num_free = story.pool.num_free
     assert story.write(a2, ["mothers"]) == ()  # A2 writes in place: nobody else reads block 1 any more
     assert story.pool.num_free == num_free
-    assert story.manager.block_table(a1) == (7, 3)
-    assert story.manager.block_table(a2) == (7, 1)
+    assert story.manager.block_tables(a1)[0] == (7, 3)
+    assert story.manager.block_tables(a2)[0] == (7, 1)
     assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (1, 0.25)  # block 7 for two
     assert story.read(a1) == [*FOUR_SCORE[:7], "fathers"]
     assert story.read(a2) == [*FOUR_SCORE[:7], "mothers"]
@@ -134,7 +134,7 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
         story.write(candidate, [f"beam {candidate} {i}" for i in range(4)])  # blocks 5, 6, 7
     story.write(3, [f"beam 3 {i}" for i in range(12)])  # blocks 2, 4, 8
     before = {0: [0, 1, 3, 5], 1: [0, 1, 3, 6], 2: [0, 1, 3, 7], 3: [0, 2, 4, 8]}
-    assert {c: list(story.manager.block_table(c)) for c in before} == {c: ours(*b) for c, b in before.items()}
+    assert {c: list(story.manager.block_tables(c)[0]) for c in before} == {c: ours(*b) for c, b in before.items()}
     assert [story.pool.ref_count(block) for block in ours(*range(9))] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
     assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (7, 16)  # nine blocks for four times four
 
@@ -151,7 +151,7 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
 
     # All share blocks 0, 1, 3; candidates 0 and 1 share 6, candidates 2 and 3 share 7; each has a new block of 9 to 12.
     after = {10: [0, 1, 3, 6, 9], 11: [0, 1, 3, 6, 10], 12: [0, 1, 3, 7, 11], 13: [0, 1, 3, 7, 12]}
-    assert {c: list(story.manager.block_table(c)) for c in after} == {c: ours(*b) for c, b in after.items()}
+    assert {c: list(story.manager.block_tables(c)[0]) for c in after} == {c: ours(*b) for c, b in after.items()}
     assert [story.pool.ref_count(block) for block in ours(0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
     assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (11, 11 / 20)  # nine for four times five
     for child, parent in survivors.items():
@@ -275,7 +275,7 @@ def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[Step
         tables = {}
         for sequence in group.unfinished:
             names = [token for token in sequence.output_token_ids if token != 20]
-            tables[tuple(names)] = engine.scheduler.block_manager.block_table(sequence.sequence_id)
+            tables[tuple(names)] = engine.scheduler.block_manager.block_tables(sequence.sequence_id)[0]
         yield engine.plan, tables
     assert len(reporter.whole().outputs) == 4
     engine.scheduler.check()
@@ -328,7 +328,7 @@ def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
         num_copies += len(sources)
         shared = {}
         for row in plan.rows:
-            assert row.context_length <= 4 * len(row.block_table) < row.context_length + 4
+            assert row.context_length <= 4 * len(row.block_tables[0]) < row.context_length + 4
         for table in tables.values():
             shared.setdefault(table[-1], []).append(plan.rows[0].context_length)
         assert {block for table in tables.values() for block in table} == {

@@ -128,7 +128,7 @@ def test_more_samples_than_a_prompt_step_has_rows(directories, prompts, lone, mo
 
 def held(llm, sequence_id, num_tokens):
     """The bytes of a sequence's first keys and values, found by its block table."""
-    table = list(llm._engine.scheduler.block_manager.block_table(sequence_id))
+    table = list(llm._engine.scheduler.block_manager.block_tables(sequence_id)[0])
     pages = [np.asarray(page)[table] for page in jax.tree.leaves(llm._engine.runner._pages)]
     return [page.reshape(-1, *page.shape[2:])[:num_tokens].tobytes() for page in pages]
 
@@ -146,12 +146,12 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     while len(group.sequences) == 1:
         engine.step()
     ids = group.sequence_ids
-    shared = manager.block_table(ids[0])
-    assert [manager.block_table(i) for i in ids] == [shared] * 3 and len(shared) == 3
+    shared = manager.block_tables(ids[0])[0]
+    assert [manager.block_tables(i)[0] for i in ids] == [shared] * 3 and len(shared) == 3
     assert manager.groups[0].pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
     before = held(llm, ids[0], len(prompt))
     engine.step()
-    tables = [manager.block_table(i) for i in ids]
+    tables = [manager.block_tables(i)[0] for i in ids]
     assert [table[:2] for table in tables] == [shared[:2]] * 3
     assert len({table[2] for table in tables}) == 3 and tables[2][2] == shared[2]
     kept = [held(llm, i, len(prompt)) == before for i in ids]

@@ -20,7 +20,6 @@ from tests.support.engines import (
     QWEN3_5,
     SMALL_POOL,
     WIDE,
-    give_way,
     invariants,
     make_llm,
     run_giving_way,
@@ -246,7 +245,7 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
                 while engine.has_unfinished:
                     engine.step()
                     if strategy.num_tokens in (fork_at, fork_at + 6):
-                        give_way(engine.scheduler)
+                        engine.scheduler.give_way()
                 elder, twin = reporter.whole().outputs
                 assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()
@@ -373,7 +372,7 @@ def _blocks_of(llm, prompt, cut):
     (group,) = (g for g in (*engine.scheduler.running, *engine.scheduler.waiting) if g.request.request_id == "watched")
     while group.sequences[0].num_output_tokens < 20:
         engine.step()
-    table = engine.scheduler.block_manager.block_table(group.sequences[0].sequence_id)
+    table = engine.scheduler.block_manager.block_tables(group.sequences[0].sequence_id)[0]
     length = group.sequences[0].num_computed_tokens
     rows = [np.asarray(page)[list(table)] for page in jax.tree.leaves(engine.runner._pages)]
     engine.abort("watched")

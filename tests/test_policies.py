@@ -127,11 +127,16 @@ def backlog(driver: Driver, user: str, count: int, *, num_prompt: int, max_token
         driver.scheduler.add(group)
 
 
+def groups_of(driver: Driver) -> dict[int, SequenceGroup]:
+    groups = (*driver.scheduler.running, *driver.scheduler.waiting)
+    return {sequence.sequence_id: group for group in groups for sequence in group.sequences}
+
+
 def service(driver: Driver) -> Counter[str]:
     """Weighted tokens by user, off the plans: prompt tokens once, drawn tokens twice."""
     weights: Counter[str] = Counter()
     highest: Counter[int] = Counter()
-    groups = {s.sequence_id: g for g, s in driver.scheduler._sequences.values()} | driver.seen  # type: ignore[attr-defined]
+    groups = groups_of(driver) | driver.seen  # type: ignore[attr-defined]
     for plan in driver.plans:
         for row in plan.rows:
             request = groups[row.sequence_id].request
@@ -152,7 +157,7 @@ def test_who_floods_the_queue_gets_no_larger_share(policy: str) -> None:
     driver.seen = {}  # type: ignore[attr-defined]
     backlog(driver, "flood", 60, num_prompt=9, max_tokens=6, first_id=0)
     backlog(driver, "modest", 20, num_prompt=5, max_tokens=12, first_id=1000)
-    driver.seen = {s.sequence_id: g for g, s in driver.scheduler._sequences.values()}  # type: ignore[attr-defined]
+    driver.seen = groups_of(driver)  # type: ignore[attr-defined]
     largest = 0
     while {g.request.params.user for g in driver.scheduler.waiting} == {"flood", "modest"}:
         driver.step()

@@ -18,10 +18,10 @@ from hypothesis.stateful import (
 )
 
 from jaxpage.errors import CapacityError
-from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
-from jaxpage.memory.cached_blocks import CachedBlocks
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, CachedBlocks, Prefix, PrefixIndex
 from jaxpage.memory.prefix_index import blake2b_256
 from jaxpage.scheduling import Scheduler
+from jaxpage.scheduling.running_set import RunningSet
 from tests.support.fake_device import Driver, FakeDevice, alone, check_cached, context_of, make_group
 from tests.test_scheduler import STATE_MACHINE as SCHEDULER_STATE_MACHINE
 from tests.test_scheduler import Caching, make_driver
@@ -362,25 +362,24 @@ class LosesWhatGoesWithIt(CachedBlocks):
 class TakesAnyBlockBeside(CachedBlocks):
     """A hit of the first group is one of all, if only its last block has the others."""
 
-    def _holds(self, place, found, length):
-        return found[length - 1] in self._beside[place]
+    def _has_attached(self, number, found):
+        return found[-1] in self._attached[number]
 
-    def _blocks_beside(self, place, found):
-        passed = self._further[place].num_passed(len(found) * self.index.block_size)
-        return [0] * passed + [
-            self._beside[place].get(block, self._beside[place][found[-1]]) for block in found[passed:]
-        ]
+    def _attached_blocks(self, number, found):
+        attached = self._attached[number]
+        passed = self._num_passed(number, found)
+        return [0] * passed + [attached.get(block, attached[found[-1]]) for block in found[passed:]]
 
 
 class GoesWithTheWrongBlock(CachedBlocks):
-    def _add_beside(self, further, sequence_id, place, holder):
-        super()._add_beside(further, sequence_id, max(0, place - 1), holder)
+    def _attach(self, number, sequence_id, place, holder):
+        super()._attach(number, sequence_id, max(0, place - 1), holder)
 
 
 class StaysWhenItIsReused(CachedBlocks):
     """A block of a further group is handed out anew and still found."""
 
-    def _forget_beside(self, place, block):
+    def _detach(self, number, block):
         pass
 
 
@@ -444,11 +443,11 @@ class KeepsTheIndexWhenPagesAreLost(Scheduler):
         self.preempt_all()
 
 
-class CachesBeforeTheStep(Scheduler):
+class CachesBeforeTheStep(RunningSet):
     """Others find the prompt of a request as soon as it is admitted, though the step that computes it may never happen."""
 
-    def _admit(self, group, step):
-        admitted = super()._admit(group, step)
+    def _give_blocks(self, group, step):
+        admitted = super()._give_blocks(group, step)
         if admitted:
             for s in group.unfinished:
                 salt, known = group.request.params.cache_salt, s.num_known_tokens
@@ -474,7 +473,7 @@ class LeavesTheSaltOut(BlockManager):
     ("name", "mistake"),
     [
         ("scheduler_class", KeepsTheIndexWhenPagesAreLost),
-        ("scheduler_class", CachesBeforeTheStep),
+        ("running_set_class", CachesBeforeTheStep),
         ("scheduler_class", CachesKnownForComputed),
         ("manager_class", LeavesTheSaltOut),
         ("manager_class", CachesPartialBlocks),
@@ -548,7 +547,7 @@ def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     driver.step()
     _, new = scheduler.running
     assert new.num_cached_tokens == 20 and pool.num_free == 1
-    tables = [scheduler.block_manager.block_table(i) for i in (0, 1)]
+    tables = [scheduler.block_manager.block_tables(i)[0] for i in (0, 1)]
     assert tables[0][:5] == tables[1][:5] and tables[0][5] != tables[1][5]
     assert scheduler.usage().shared_blocks == 5
     driver.run()
@@ -656,7 +655,7 @@ def test_a_chain_ends_where_a_hash_collides() -> None:
         manager.cache(sequence_id, 4, tokens, [], None)
         manager.check()
     assert len(index) == 1
-    assert manager.find([1, 1, 9], [], None).blocks == ([manager.block_table(0)[0]],)
+    assert manager.find([1, 1, 9], [], None).blocks == ([manager.block_tables(0)[0][0]],)
     assert manager.find([3, 3, 9], [], None) == manager.nothing
 
 
@@ -703,7 +702,7 @@ def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
     with pytest.raises(ValueError, match="before cached ones: trim first"):
         manager.reserve(0, 1, 4)
     manager.trim(0, 1)
-    head = manager.block_table(0)[0]
-    assert manager.reserve(0, 1, 4) == ((head, manager.block_table(0)[0]),)
+    head = manager.block_tables(0)[0][0]
+    assert manager.reserve(0, 1, 4) == ((head, manager.block_tables(0)[0][0]),)
     manager.check()
     assert manager.find([1] * 7, [], None).blocks[0][0] == head, "what was cached is still there"

@@ -57,7 +57,7 @@ def plan_of(row, *seeds):
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**33 + 5, 2**63, 2**64 - 1])
 def test_all_bits_of_a_seed_reach_the_device(seed):
-    batch = BUILDER.build(plan_of(Row(7, 0, (3,), (1,)), seed))
+    batch = BUILDER.build(plan_of(Row(7, 0, (3,), ((1,),)), seed))
     assert unpack(batch.packed, BUCKET, TableShape(1, 2)).seed_R2[0].tolist() == [*divmod(seed, 2**32)]
 
 
@@ -65,7 +65,7 @@ def test_all_bits_of_a_seed_reach_the_device(seed):
 def test_a_block_beyond_the_pool_is_refused_wherever_it_stands_in_a_table(block, fits):
     """Also in a place that the step does not write to: attention may read it."""
     with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="block_table_ZBM has entries"):
-        BUILDER.build(plan_of(Row(7, 0, (3,), (1, block)), 0))
+        BUILDER.build(plan_of(Row(7, 0, (3,), ((1, block),)), 0))
 
 
 @functools.partial(jax.jit, static_argnames="by_row")
@@ -82,7 +82,7 @@ def run_step(logits, requests, outputs, by_row=True):
     for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         known = [*request.prompt_token_ids, *output]
         samples.append(sample_of(index, 1, Sequence(index, 0, len(request.prompt_token_ids), known), request))
-        rows.append(Row(index, len(known) - 1, (known[-1],), (1, 2)))
+        rows.append(Row(index, len(known) - 1, (known[-1],), ((1, 2),)))
     batch = BUILDER.build(StepPlan(0, tuple(rows), tuple(samples)))
     filled = ProcessorInputs(
         *(own if it is None else it for it, own in zip(batch.processor_inputs, NEUTRAL, strict=True))

@@ -15,7 +15,7 @@ from jaxpage.engine import runner as runner_module
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import Logprob
 from jaxpage.scheduling import admitting, committing, plan_builder
-from tests.support.engines import ENGINES, LLAMA, WIDE, give_way, invariants, make_llm, run_giving_way
+from tests.support.engines import ENGINES, LLAMA, WIDE, invariants, make_llm, run_giving_way
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.running import SMALL
 from tests.support.sweeps import few
@@ -276,7 +276,7 @@ def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, 
         reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
         engine.step()
         assert asked.num_tokens == 15
-        give_way(engine.scheduler)
+        engine.scheduler.give_way()
         while engine.has_unfinished:
             engine.step()
         assert content(reporter.whole()) == content(lone["llama"][5])

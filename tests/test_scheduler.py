@@ -24,7 +24,9 @@ from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, Prefix, PrefixIndex
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.scheduling import scheduler as planning
 from jaxpage.scheduling.admitting import beginnings
+from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.settings.sampling_params import BeamSearchParams
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.limits import StepLimits
@@ -58,6 +60,7 @@ def make_driver(
     verified: tuple[tuple[int, int], ...] = (),
     trees: bool = False,
     scheduler_class: type[Scheduler] = Scheduler,
+    running_set_class: type[RunningSet] = RunningSet,
     manager_class: type[BlockManager] = BlockManager,
     tables_class: type[BlockTables] = BlockTables,
     index_class: type[PrefixIndex] = PrefixIndex,
@@ -78,9 +81,9 @@ def make_driver(
     ]
     manager = manager_class(groups, index_class(block_size) if caching else None)
     queue = POLICIES[policy]()
-    return Driver(
-        scheduler_class(limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption or Preemption())
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "RunningSet", running_set_class)
+        return Driver(scheduler_class(limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption))
 
 
 def query_lens(driver: Driver) -> list[list[int]]:
@@ -91,6 +94,7 @@ class Scheduling(RuleBasedStateMachine):
     """Requests come, go and step in any order. What a request draws must be what it draws alone, in exactly as many tokens."""
 
     scheduler_class: type[Scheduler] = Scheduler
+    running_set_class: type[RunningSet] = RunningSet
     manager_class: type[BlockManager] = BlockManager
     tables_class: type[BlockTables] = BlockTables
     index_class: type[PrefixIndex] = PrefixIndex
@@ -113,9 +117,7 @@ class Scheduling(RuleBasedStateMachine):
     def start(self, num_usable: int, **settings_: Any) -> None:
         self.window, self.policy = settings_["windows"][0], settings_["policy"]
         self.new_pin_id = itertools.count(-1, -1).__next__
-        classes = {
-            name: getattr(self, name) for name in ("scheduler_class", "manager_class", "tables_class", "index_class")
-        }
+        classes = {name: getattr(self, name) for name in (*KINDS.values(), "index_class")}
         self.driver = make_driver(num_blocks=num_usable + 1, **classes, **settings_)
         self.arrived: list[SequenceGroup] = []  # in order, without the aborted
         self.accepted: list[SequenceGroup] = []
@@ -360,11 +362,24 @@ def test_scheduler_agrees_with_every_request_alone(machine: type[Scheduling]) ->
     run_state_machine_as_test(machine, settings=STATE_MACHINE)
 
 
-class PreemptsTheOldest(Scheduler):
-    def _preempt_last(self, step):
+KINDS = {
+    Scheduler: "scheduler_class",
+    RunningSet: "running_set_class",
+    BlockManager: "manager_class",
+    BlockTables: "tables_class",
+}
+
+
+def mistaken_machine(machine: type[Scheduling], mistaken: type) -> type[Scheduling]:
+    kind = next(name for of, name in KINDS.items() if issubclass(mistaken, of))
+    return type("Mistaken", (machine,), {kind: mistaken})
+
+
+class PreemptsTheOldest(RunningSet):
+    def preempt_last(self, step):
         oldest = next(iter(self._running))
         self._running[oldest] = self._running.pop(oldest)
-        return super()._preempt_last(step)
+        return super().preempt_last(step)
 
 
 class DrawsSamplesFromChunks(Scheduler):
@@ -374,10 +389,10 @@ class DrawsSamplesFromChunks(Scheduler):
         group.child_ids = child_ids
 
 
-class KeepsCountAfterPreemption(Scheduler):
-    def _preempt_last(self, step):
-        computed = {s: s.num_computed_tokens for s in list(self._running.values())[-1].sequences}
-        group = super()._preempt_last(step)
+class KeepsCountAfterPreemption(RunningSet):
+    def preempt_last(self, step):
+        computed = {s: s.num_computed_tokens for s in self.running[-1].sequences}
+        group = super().preempt_last(step)
         for sequence, num_computed in computed.items():
             sequence.num_computed_tokens = num_computed
         return group
@@ -388,30 +403,30 @@ class OverfillsChunks(Scheduler):
         return step.num_tokens < self.limits.max_tokens
 
 
-class DrawsAGroupApart(Scheduler):
+class DrawsAGroupApart(RunningSet):
     """Admits a group without room for all of its sequences."""
 
-    def _admit(self, group, step):
+    def _give_blocks(self, group, step):
         unfinished, group.sequences = group.sequences, group.sequences[:1]
-        admitted = super()._admit(group, step)
+        admitted = super()._give_blocks(group, step)
         group.sequences = unfinished
         return admitted
 
 
-class LeaksSequenceSlots(Scheduler):
-    def _forget(self, group):
+class LeaksSequenceSlots(RunningSet):
+    def remove(self, group):
         num_sequence_slots = self._num_sequence_slots
-        super()._forget(group)
+        super().remove(group)
         self._num_sequence_slots = num_sequence_slots
 
 
-class AdmitsOutOfOrder(Scheduler):
-    def _plan_chunks(self, step, computing):
+class AdmitsOutOfOrder(RunningSet):
+    def admit_next(self, step):
         if len(self._queue) > 1:
             first = self._queue.first()
             self._queue.remove(first)
             self._queue.add(first)
-        super()._plan_chunks(step, computing)
+        return super().admit_next(step)
 
 
 class DropsCopies(Scheduler):
@@ -451,36 +466,36 @@ class ForgetsMinTokens(Scheduler):
         ForgetsMinTokens,
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(mistaken: type[Scheduler]) -> None:
-    machine = type("Mistaken", (Scheduling,), {"scheduler_class": mistaken})
+def test_the_state_machine_sees_planted_mistakes(mistaken: type) -> None:
+    machine = mistaken_machine(Scheduling, mistaken)
     with pytest.raises((AssertionError, KeyError, CapacityError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
 
-class ForgetsWhatIsScored(Scheduler):
+class ForgetsWhatIsScored(RunningSet):
     """After a preemption all of the prompt is scored once more, behind what was scored before."""
 
-    def _preempt_last(self, step):
-        group = super()._preempt_last(step)
+    def preempt_last(self, step):
+        group = super().preempt_last(step)
         group.prompt_logprobs = group.prompt_logprobs[:1] if group.num_unscored else group.prompt_logprobs
         return group
 
 
-class ReadsWhatIsNotScored(Scheduler):
+class ReadsWhatIsNotScored(RunningSet):
     """Asks for what is cached of the whole prompt, as who wants no scores does."""
 
-    def _admit(self, group, step):
+    def _give_blocks(self, group, step):
         request = group.request
         group.request = replace(request, params=replace(request.params, prompt_logprobs=None))
         try:
-            return super()._admit(group, step)
+            return super()._give_blocks(group, step)
         finally:
             group.request = request
 
 
 @pytest.mark.parametrize(("machine", "mistaken"), [(Swapping, ForgetsWhatIsScored), (Caching, ReadsWhatIsNotScored)])
-def test_the_state_machine_sees_mistakes_of_scoring(machine: type[Scheduling], mistaken: type[Scheduler]) -> None:
-    machine = type("Mistaken", (machine,), {"scheduler_class": mistaken})
+def test_the_state_machine_sees_mistakes_of_scoring(machine: type[Scheduling], mistaken: type) -> None:
+    machine = mistaken_machine(machine, mistaken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
@@ -499,11 +514,11 @@ class SharesNothing(BlockManager):
     def fork(self, parent_id, child_id):
         if child_id < 0:
             return super().fork(parent_id, child_id)
-        num_tokens = len(self.block_table(parent_id)) * self.block_size
+        num_tokens = len(self.block_tables(parent_id)[0]) * self.block_size
         return self.reserve(child_id, 0, num_tokens) and None
 
 
-class SwapsWhatIsNotComputed(Scheduler):
+class SwapsWhatIsNotComputed(RunningSet):
     def _swap_out(self, group, step):
         trim, self.block_manager.trim = self.block_manager.trim, lambda *_: None
         try:
@@ -519,7 +534,7 @@ class ForgetsToSwapIn(Scheduler):
         return plan and replace(plan, swap_in=())
 
 
-class RanksBackwards(Scheduler):
+class RanksBackwards(RunningSet):
     def _run(self, group):
         self._running = {group.request.request_id: group, **self._running}
 
@@ -576,9 +591,7 @@ class PinsForAll(BlockManager):
     ],
 )
 def test_the_state_machine_sees_mistakes_of_memory(machine: type[Scheduling], mistaken: type) -> None:
-    kinds = {Scheduler: "scheduler_class", BlockManager: "manager_class", BlockTables: "tables_class"}
-    kind = next(name for of, name in kinds.items() if issubclass(mistaken, of))
-    machine = type("Mistaken", (machine,), {kind: mistaken})
+    machine = mistaken_machine(machine, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
         run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
 
@@ -628,7 +641,7 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
     scheduler.pin(-1, "pinned")
     for tables in manager.groups:
         tables.slide(-1, len(prompt))
-    num_passed = manager.block_table(-1).count(0)
+    num_passed = manager.block_tables(-1)[0].count(0)
     assert num_passed == 2
     for shared in range(1, len(prompt)):
         found = manager.find_pinned([*prompt[:shared], 39, 39], None)
@@ -964,7 +977,7 @@ def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() ->
     driver.run()
     rows = [plan.rows[0] for plan in driver.plans]
     assert all(len(row.token_ids) == 1 for row in rows[1:])
-    tables = [row.block_table for row in rows]
+    tables = [row.block_tables[0] for row in rows]
     assert [later is earlier for earlier, later in itertools.pairwise(tables)] == [True] * 3 + [False] + [True] * 3
 
 

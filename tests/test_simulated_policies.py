@@ -194,7 +194,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def facts(plan: StepPlan) -> tuple[object, ...]:
     """All of a plan but the tokens, which a simulation does not have."""
-    rows = [(row.sequence_id, row.start, len(row.token_ids), row.block_table) for row in plan.rows]
+    rows = [(row.sequence_id, row.start, len(row.token_ids), row.block_tables) for row in plan.rows]
     samples = [(sample.row, sample.sequence_id, sample.sample_index, sample.position) for sample in plan.samples]
     return rows, samples, plan.copies, plan.swap_out, plan.swap_in, plan.preempted
 

@@ -306,7 +306,7 @@ def test_what_speculation_cached_is_what_others_find(engines, lone):
 def pages_of(engine, sequence):
     """The bytes of the keys and values that a sequence has computed."""
     manager = engine.scheduler.block_manager
-    table = list(manager.block_table(sequence.sequence_id))
+    table = list(manager.block_tables(sequence.sequence_id)[0])
     pages = [np.asarray(page)[table] for page in jax.tree.leaves(engine.runner._pages)]
     return [page.reshape(-1, *page.shape[2:])[: sequence.num_computed_tokens].copy() for page in pages]
 

@@ -173,7 +173,7 @@ def plan_of(*rows: Row, draws: Sequence[tuple[int, int]]) -> StepPlan:
 
 def test_of_a_tree_a_position_is_a_depth() -> None:
     """Two first drafts, and one behind the second of them: positions 0 and 1, three tokens."""
-    tree = Row(4, 9, (7, 1, 2, 3), (1,), parents=(0, 0, 2))
+    tree = Row(4, 9, (7, 1, 2, 3), ((1,),), parents=(0, 0, 2))
     plan = plan_of(tree, draws=[(0, offset) for offset in range(4)])
     edits = [Append(4, 2, drafted=True), Append(4, 3, drafted=True), Append(4, 8), Finish(4, "stop")]
     assert verified_drafts(plan, edits) == [Verified(4, 3, 2)]
@@ -186,7 +186,7 @@ def test_of_a_tree_a_position_is_a_depth() -> None:
 def test_only_rows_that_decode_are_target_steps() -> None:
     """A prompt's last token and a token that is computed again draw nothing of a step that decodes."""
     groups = group_of(1, 2, 3, num_prompt_tokens=5)
-    rows = (Row(1, 4, (5,), (1,)), Row(2, 6, (8,), (2,)), Row(3, 7, (8,), (3,)))
+    rows = (Row(1, 4, (5,), ((1,),)), Row(2, 6, (8,), ((2,),)), Row(3, 7, (8,), ((3,),)))
     plan = plan_of(*rows, draws=[(0, 0), (2, 0)])  # sequence 2 has more to compute
     counts = SpeculationCounts()
     counts.add(plan, [Append(1, 6), Append(3, 9)], groups)
@@ -194,8 +194,8 @@ def test_only_rows_that_decode_are_target_steps() -> None:
 
 
 def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
-    gone = Row(4, 9, (7, 1, 2), (1,), parents=(0, 1))
-    plan = plan_of(gone, Row(5, 9, (7, 3), (2,), parents=(0,)), draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    gone = Row(4, 9, (7, 1, 2), ((1,),), parents=(0, 1))
+    plan = plan_of(gone, Row(5, 9, (7, 3), ((2,),), parents=(0,)), draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
     counts = SpeculationCounts()
     counted = counts.add(plan, [Append(5, 3, drafted=True), Append(5, 8)], group_of(5, num_prompt_tokens=5))
     assert counted == [Verified(5, 1, 1)] and counts.num_accepted_per_position == {0: 1}

@@ -40,7 +40,7 @@ def decoding() -> SequenceGroup:
 
 
 def plan_of(*drafts: int) -> StepPlan:
-    row = Row(3, 2, (3, *drafts), (1,), parents=tuple(range(len(drafts))))
+    row = Row(3, 2, (3, *drafts), ((1,),), parents=tuple(range(len(drafts))))
     places = range(1 + len(drafts))
     return StepPlan(1, (row,), tuple(Sample(0, at, 3, SamplingParams(), 0, 0, 3 + at) for at in places))
 

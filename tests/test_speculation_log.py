@@ -288,9 +288,9 @@ def test_everything_of_drafts_is_recorded() -> None:
     told: list[dict[str, Any]] = []
     recorder = Recorder(told.append)
     rows = (
-        Row(4, 30, (7, 1, 2, 3), (3,), parents=(0, 0, 2)),
-        Row(5, 8, (9,), (2,)),
-        Row(6, 2, (5, 6, 7), (1,), parents=(0, 1)),
+        Row(4, 30, (7, 1, 2, 3), ((3,),), parents=(0, 0, 2)),
+        Row(5, 8, (9,), ((2,),)),
+        Row(6, 2, (5, 6, 7), ((1,),), parents=(0, 1)),
     )
     params = SamplingParams()
     draws = [(row, offset) for row, each in enumerate(rows) for offset in range(len(each.token_ids))]

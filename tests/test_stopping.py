@@ -347,7 +347,7 @@ def test_a_mask_that_cannot_be_made_admits_nothing() -> None:
             raise RuntimeError("no mask")
 
     params = SamplingParams(structured_outputs={"regex": "a"})
-    plan = StepPlan(1, (Row(4, 0, (0,), (1,)),), (Sample(0, 0, 4, params, 0, 0, 1),))
+    plan = StepPlan(1, (Row(4, 0, (0,), ((1,),)),), (Sample(0, 0, 4, params, 0, 0, 1),))
     masks = masks_of(plan, {4: Fails(make_request(), ByteDetokenizer)})
     assert masks.keys() == {0} and masks[0] is not None and not masks[0].any()
 
@@ -356,7 +356,7 @@ def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_ask
     asked: list[int | None] = [None, 0, 2, 1]
     plan = StepPlan(
         step_id=1,
-        rows=tuple(Row(i, 0, (0,), (1,)) for i in range(4)),
+        rows=tuple(Row(i, 0, (0,), ((1,),)) for i in range(4)),
         samples=tuple(Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k) for i, k in enumerate(asked)),
     )
     result = StepResult(

@@ -19,7 +19,7 @@ from jaxpage.decoding import stopping as stopping_module
 from jaxpage.decoding.stop_strings import StopStrings
 from jaxpage.engine.text import StreamDetokenizer
 from jaxpage.step.plan import StepResult
-from tests.support.engines import give_way, invariants
+from tests.support.engines import invariants
 from tests.support.running import SMALL
 
 PROMPT = "Once upon a time"
@@ -152,7 +152,7 @@ def run(llm, scripts, params, gives_way_at):
             if not engine.has_unfinished:
                 break
             if number == gives_way_at:
-                give_way(engine.scheduler)
+                engine.scheduler.give_way()
             for group in engine.step():
                 request_id = group.request.request_id
                 for one in reporters[request_id].delta().outputs:

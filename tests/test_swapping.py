@@ -110,7 +110,7 @@ BUILDER = BatchBuilder(
 
 
 def plan_of(**moves):
-    return StepPlan(0, (Row(0, 0, (1,), (1,)),), (), **{name: tuple(pairs) for name, pairs in moves.items()})
+    return StepPlan(0, (Row(0, 0, (1,), ((1,),)),), (), **{name: tuple(pairs) for name, pairs in moves.items()})
 
 
 def run(runner, plan):
@@ -342,7 +342,7 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
     def step(tokens, start, table, **moves):
         params, stop = SamplingParams(temperature=0.0), start + len(tokens)
         sample = Sample(0, len(tokens) - 1, 0, params, 0, 0, stop, num_logprobs=5)
-        row = Row(0, start, tuple(tokens), table)
+        row = Row(0, start, tuple(tokens), (table,))
         return runner.run(builder.build(StepPlan(0, (row,), (sample,), **moves)))
 
     with make_llm(directory, num_blocks=33, preemption_mode="auto", at_start=True) as llm:

@@ -108,7 +108,7 @@ def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -
     def plan(params: SamplingParams) -> StepPlan:
         history = tuple(token_ids) if params.penalises else ()
         sample = Sample(0, 0, 0, params, 1, 0, num_tokens, history=history, num_prompt_tokens=num_tokens // 2)
-        rows = tuple(Row(row, num_tokens - 1, (token_ids[-1],), table) for row in range(num_rows))
+        rows = tuple(Row(row, num_tokens - 1, (token_ids[-1],), (table,)) for row in range(num_rows))
         return StepPlan(0, rows, tuple(sample._replace(row=row, sequence_id=row) for row in range(num_rows)))
 
     plans = {name: plan(SamplingParams(**params)) for name, params in KINDS.items()}

@@ -55,7 +55,7 @@ def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> Sw
     moves = builder.build(
         StepPlan(
             step_id=0,
-            rows=(Row(0, num_tokens - 1, (0,), table),),
+            rows=(Row(0, num_tokens - 1, (0,), (table,)),),
             samples=(),
             swap_out=tuple(zip(table, table, strict=True)),
             swap_in=tuple(zip(table, elsewhere, strict=True)),
@@ -72,7 +72,7 @@ def _chunks(builder: BatchBuilder, table: tuple[int, ...], num_tokens: int) -> l
     plans = []
     for start in range(0, num_tokens, size):
         token_ids = tuple(position % builder.vocab_size for position in range(start, min(start + size, num_tokens)))
-        row = Row(0, start, token_ids, table)
+        row = Row(0, start, token_ids, (table,))
         sample = Sample(0, len(token_ids) - 1, 0, SamplingParams(temperature=0.0), 0, 0, row.context_length)
         last = row.context_length == num_tokens
         plans.append(StepPlan(step_id=0, rows=(row,), samples=(sample,) if last else ()))

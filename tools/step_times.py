@@ -180,7 +180,7 @@ class _Parts:
         case, width = self.case, self.case.blocks_per_row
         new = case.chunk or 1
         tables = [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(1 if case.chunk else case.rows)]
-        rows = tuple(Row(number, case.context - new, (3,) * new, table) for number, table in enumerate(tables))
+        rows = tuple(Row(number, case.context - new, (3,) * new, (table,)) for number, table in enumerate(tables))
         params = SAMPLING[case.sampling]
         samples = [Sample(number, new - 1, number, params, number, 0, case.context) for number in range(len(rows))]
         return StepPlan(0, rows, tuple(samples))

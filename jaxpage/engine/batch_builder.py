@@ -135,8 +135,7 @@ class BatchBuilder:
         fields["next_token_B"][:num_rows] = [row.next_token_id for row in rows]
         tables = fields["block_table_ZBM"]
         for index, row in enumerate(rows):
-            tables[0, index, : len(row.block_table)] = row.block_table
-            for group, table in enumerate(row.further_tables, start=1):
+            for group, table in enumerate(row.block_tables):
                 tables[group, index, : len(table)] = table
         for group, blocks in enumerate(self.blocks[1:], start=1):
             tables[group] = _counted(tables[group], blocks)

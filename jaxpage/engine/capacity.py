@@ -31,7 +31,7 @@ from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
-from jaxpage.memory.block_tables import window_blocks
+from jaxpage.memory import window_blocks
 from jaxpage.models.base import Family, ModelSpec
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding

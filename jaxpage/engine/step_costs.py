@@ -57,7 +57,7 @@ def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
     rows, samples = [], []
     for number in range(bucket.num_rows):
         places = range(number * width, (number + 1) * width)
-        table, *further = (tuple(blocks[place % len(blocks)] for place in places) for blocks in builder.blocks)
-        rows.append(Row(number, context, (0,) * size, table, parents, further_tables=tuple(further)))
+        tables = tuple(tuple(blocks[place % len(blocks)] for place in places) for blocks in builder.blocks)
+        rows.append(Row(number, context, (0,) * size, tables, parents))
         samples += [Sample(number, at, number, SamplingParams(temperature=0.0), 0, 0, context + at + 1) for at in drawn]
     return StepPlan(0, tuple(rows), tuple(samples))

@@ -18,7 +18,7 @@ A fork shares all blocks of its parent. Before one of the two writes, its block 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, KeysView, Mapping, Sequence
+from collections.abc import Callable, Iterable, KeysView, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ class Prefix(NamedTuple):
     """Blocks that other sequences filled, and that hold the first tokens of a new sequence.
 
     Attributes:
-        blocks: A list for each cache group, all of one length; the null block stands for a block
-            that is out of the group's window.
+        blocks: A list for each cache group, all of one length; the null block takes the place
+            of a block that is out of the window of its group.
         num_tokens: The number of tokens that the blocks hold.
     """
 
@@ -62,11 +62,23 @@ class BlockManager:
     """Operates on the `BlockTables` of all cache groups together.
 
     The first group is that of the layers that see the longest context. Its blocks are the ones in
-    the prefix index; the blocks of the other groups with the same tokens are attached to them. Block
-    ids are distinct across the pools of all groups, except for the null block.
+    the prefix index; the blocks of the other groups with the same tokens are attached to them.
+    Block ids are distinct across the pools of all groups, except for the null block.
+
+    Attributes:
+        groups: The block tables of each cache group.
+        block_size: The slots of a block (S).
+        pins: The pinned prefixes. The key is the id of the block tables that hold the pin; it is
+            never that of a sequence.
+        slides: True if a group has a sliding window.
+        cached: The prefix cache; None where prefix caching is off.
     """
 
-    def __init__(self, groups: Sequence[BlockTables], prefix_index: PrefixIndex | None = None) -> None:
+    def __init__(
+        self,
+        groups: Sequence[BlockTables],
+        prefix_index: PrefixIndex | None = None,
+    ) -> None:
         """Joins the cache groups.
 
         Args:
@@ -75,7 +87,7 @@ class BlockManager:
         """
         self.groups = tuple(groups)
         self.block_size = self.groups[0].block_size
-        self.pins: dict[int, Pin] = {}  # the key is the id of the block tables that hold the pin
+        self.pins: dict[int, Pin] = {}
         self.slides = any(group.sliding_window is not None for group in self.groups)
         self.cached = None if prefix_index is None else CachedBlocks(self.groups, prefix_index)
 
@@ -109,16 +121,12 @@ class BlockManager:
         return self.groups[0].blocks_for(num_tokens)
 
     def most_blocks(self, num_tokens: int) -> Counts:
-        """Returns the largest number of blocks that a sequence of this length holds at a time, by group."""
+        """Returns the most blocks that a sequence of this length holds at a time, by group."""
         return tuple(group.most_blocks(num_tokens) for group in self.groups)
 
-    def block_table(self, sequence_id: int) -> tuple[int, ...]:
-        """Returns the sequence's block table in the first cache group."""
-        return self.groups[0].block_table(sequence_id)
-
-    def further_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the sequence's block tables in all cache groups but the first."""
-        return tuple(group.block_table(sequence_id) for group in self.groups[1:])
+    def block_tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
+        """Returns a sequence's block tables, one for each cache group."""
+        return tuple([group.block_table(sequence_id) for group in self.groups])
 
     def is_used(self, block: int) -> bool:
         """Returns whether any block table of any group refers to this block."""
@@ -138,7 +146,9 @@ class BlockManager:
 
     def has_room(self, spans: Sequence[Span]) -> bool:
         """Returns whether there are blocks to call `reserve` for each of these spans in turn."""
-        return all(group.num_new_blocks_together(_cut(group, spans)) <= group.pool.num_free for group in self.groups)
+        free = [group.pool.num_free for group in self.groups]
+        needs = [group.num_new_blocks_together(_cut(group, spans)) for group in self.groups]
+        return all(needed <= count for needed, count in zip(needs, free, strict=True))
 
     def fits(self, needed: Counts, spare: Callable[[int], int] = lambda num_usable: 0) -> bool:
         """Returns whether this many blocks are free in each group.
@@ -166,8 +176,11 @@ class BlockManager:
             CapacityError: There are too few free blocks.
             ValueError: The range cannot be reserved; see `BlockTables.reserve`.
         """
-        span = (sequence_id, start, stop)
-        return tuple(copy for group in self.groups for copy in group.reserve(*_cut(group, [span])[0]))
+        copies: list[tuple[int, int]] = []
+        for group in self.groups:
+            ((_, _, end),) = _cut(group, [(sequence_id, start, stop)])
+            copies += group.reserve(sequence_id, start, end)
+        return tuple(copies)
 
     def slide(self, sequence_id: int, num_tokens: int) -> None:
         """Gives up the blocks that no token after the first `num_tokens` can see any more."""
@@ -201,8 +214,8 @@ class BlockManager:
 
         At least one token is left out, because a request needs the logits of its last token:
 
-            tokens   [ t0 .. t15 | t16 .. t31 | t32 .. t47 ]      48 tokens, blocks of 16 slots
-            hit      [   cached  |   cached   ]                   at most 32 of them
+            tokens   [ t0 .. t15 | t16 .. t31 | t32 .. t47 ]     48 tokens, blocks of 16 slots
+            hit      [   cached  |   cached   ]                  at most 32 of them
 
         The blocks may be in use or free. Call `begin` with them before anything else is allocated,
         because an allocation may hand out a free cached block.
@@ -230,16 +243,17 @@ class BlockManager:
             if pin.salt != salt:
                 continue
             most = min(len(pin.token_ids), len(token_ids) - 1)
-            num_common = _num_common(token_ids, pin.token_ids, most)
-            num_tokens = num_common if num_common == most else num_common // self.block_size * self.block_size
+            num_tokens = _num_common(token_ids, pin.token_ids, most)
+            if num_tokens < most:
+                num_tokens = num_tokens // self.block_size * self.block_size
             if num_tokens <= found.num_tokens:
                 continue
             num_blocks = self.blocks_for(num_tokens)
-            blocks = tuple(group.tables[pin_id].blocks[:num_blocks] for group in self.groups)
-            if all(
-                NULL_BLOCK not in held[g.num_passed(num_tokens) :] for held, g in zip(blocks, self.groups, strict=True)
-            ):
-                found = Prefix(blocks, num_tokens)
+            prefix = [group.tables[pin_id].blocks[:num_blocks] for group in self.groups]
+            passed = (group.num_passed(num_tokens) for group in self.groups)
+            # A pin whose window has slid may lack a block that the new sequence sees.
+            if all(NULL_BLOCK not in blocks[p:] for blocks, p in zip(prefix, passed, strict=True)):
+                found = Prefix(tuple(prefix), num_tokens)
         return found
 
     def num_to_begin(self, beginnings: Sequence[tuple[int, Prefix]]) -> Counts:
@@ -252,11 +266,12 @@ class BlockManager:
         """
         counts = []
         for index, group in enumerate(self.groups):
-            num_new, revived = 0, set[int]()
+            num_new = 0
+            revived: set[int] = set()
             for num_known, prefix in beginnings:
                 blocks = prefix.blocks[index]
                 num_new += self.blocks_for(group.until(len(blocks), num_known)) - len(blocks)
-                # A partly filled last block will be written while another sequence uses it: it is copied.
+                # A partly filled last block is copied, because another sequence uses it.
                 num_new += prefix.num_tokens % self.block_size > 0
                 revived.update(blocks[group.num_passed(prefix.num_tokens) :])
             counts.append(num_new + group.num_revived(revived))
@@ -279,13 +294,27 @@ class BlockManager:
         copies: list[tuple[int, int]] = []
         for sequence_id, num_known, (prefix_blocks, num_tokens) in beginnings:
             for group, blocks in zip(self.groups, prefix_blocks, strict=True):
-                copies += group.reserve(sequence_id, num_tokens, group.until(len(blocks), num_known))
+                stop = group.until(len(blocks), num_known)
+                copies += group.reserve(sequence_id, num_tokens, stop)
         return tuple(copies)
 
     def cache(
-        self, sequence_id: int, num_computed: int, token_ids: Sequence[int], digests: list[Digest], salt: str | None
+        self,
+        sequence_id: int,
+        num_computed: int,
+        token_ids: Sequence[int],
+        digests: list[Digest],
+        salt: str | None,
     ) -> None:
-        """Adds the full blocks among a sequence's first `num_computed` tokens to the prefix index."""
+        """Adds the full blocks among a sequence's computed tokens to the prefix index.
+
+        Args:
+            sequence_id: The sequence.
+            num_computed: The number of its tokens that are computed.
+            token_ids: Its tokens.
+            digests: The digests of its first blocks, as far as they are known; the list grows.
+            salt: The request's cache salt, or None.
+        """
         if self.cached is not None:
             self.cached.add(sequence_id, num_computed, token_ids, digests, salt)
 
@@ -332,7 +361,7 @@ class BlockManager:
         return tuple(move for group in self.groups for move in group.swap_out(sequence_ids))
 
     def num_swap_in_blocks(self, spans: Sequence[Span]) -> Counts:
-        """Returns how many free blocks `swap_in` and then `reserve` take for these spans, by group."""
+        """Returns how many free blocks `swap_in` and then `reserve` take for spans, by group."""
         return tuple(group.num_swap_in_blocks(_cut(group, spans)) for group in self.groups)
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
@@ -346,7 +375,13 @@ class BlockManager:
     # Pins.
 
     def pin(self, pin_id: int, sequence_id: int, pin: Pin) -> None:
-        """Keeps the first blocks of a sequence in place, under an id of their own, until `unpin`."""
+        """Keeps the first blocks of a sequence in place until `unpin`.
+
+        Args:
+            pin_id: An id for the pin, which is neither that of a sequence nor of another pin.
+            sequence_id: The sequence whose first blocks hold the prefix.
+            pin: The prefix.
+        """
         self.fork(sequence_id, pin_id)
         self.trim(pin_id, len(pin.token_ids))
         self.pins[pin_id] = pin
@@ -356,14 +391,33 @@ class BlockManager:
         del self.pins[pin_id]
         self.release(pin_id)
 
+    def lose_pages(self) -> None:
+        """Forgets all pins and the prefix cache, because what was in the blocks is gone."""
+        for pin_id in list(self.pins):
+            self.unpin(pin_id)
+        self.forget_cached()
+
     @property
     def num_pinned_blocks(self) -> Counts:
         """Returns how many distinct blocks are in the tables of pins, for each group."""
-        return tuple(num_distinct(group.tables[pin_id].blocks for pin_id in self.pins) for group in self.groups)
+        counts = []
+        for group in self.groups:
+            counts.append(num_distinct(group.tables[pin_id].blocks for pin_id in self.pins))
+        return tuple(counts)
+
+    @property
+    def room_next_to_pins(self) -> Counts:
+        """Returns how many blocks of each group can be handed out while the pins stay in place."""
+        counts = zip(self.groups, self.num_pinned_blocks, strict=True)
+        return tuple(group.pool.num_usable - num_pinned for group, num_pinned in counts)
 
     # Reports and tests.
 
-    def usage(self, computed: Mapping[int, int], known: Mapping[int, int] | None = None) -> MemorySplit:
+    def usage(
+        self,
+        computed: Mapping[int, int],
+        known: Mapping[int, int] | None = None,
+    ) -> MemorySplit:
         """Returns how the slots of the pools are used, as the PagedAttention paper splits them.
 
         This walks all block tables.
@@ -373,20 +427,15 @@ class BlockManager:
             known: The number of known tokens of each sequence; None for the computed ones.
         """
         known = computed if known is None else known
-        tables = [
-            (blocks, computed.get(sequence_id, 0), known.get(sequence_id, 0))
-            for sequence_id, blocks in self._all_tables()
-            if sequence_id not in self.pins
-        ]
-        pinned = [
-            (blocks, len(self.pins[sequence_id].token_ids))
-            for sequence_id, blocks in self._all_tables()
-            if sequence_id in self.pins
-        ]
+        tables: list[tuple[list[int], int, int]] = []
+        pinned: list[tuple[list[int], int]] = []
+        for group in self.groups:
+            for key, table in group.tables.items():
+                if key in self.pins:
+                    pinned.append((table.blocks, len(self.pins[key].token_ids)))
+                else:
+                    tables.append((table.blocks, computed.get(key, 0), known.get(key, 0)))
         return split_memory(tables, self.block_size, self.num_free, pinned)
-
-    def _all_tables(self) -> Iterator[tuple[int, list[int]]]:
-        return ((sequence_id, table.blocks) for group in self.groups for sequence_id, table in group.tables.items())
 
     def check(self) -> None:
         """Asserts the invariants of pools, tables, pins and index, and that they agree."""
@@ -397,7 +446,8 @@ class BlockManager:
         if self.cached is not None:
             self.cached.check()
         else:
-            assert not any(group.pool.kept_blocks() for group in self.groups), "blocks are kept without an index"
+            is_kept = any(group.pool.kept_blocks() for group in self.groups)
+            assert not is_kept, "blocks are kept without an index"
 
 
 def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
@@ -407,7 +457,11 @@ def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
     """
     if group.sliding_window is None:
         return list(spans)
-    return [(one, start, max(start + 1, group.until(group.num_passed(start), stop))) for one, start, stop in spans]
+    cut: list[Span] = []
+    for sequence_id, start, stop in spans:
+        end = group.until(group.num_passed(start), stop)
+        cut.append((sequence_id, start, max(start + 1, end)))
+    return cut
 
 
 def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
@@ -415,7 +469,8 @@ def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
 
     The search bisects over slices, because Python compares slices fast.
     """
-    low, high = 0, most
+    low = 0
+    high = most
     while low < high:
         middle = (low + high + 1) // 2
         if tuple(first[low:middle]) == tuple(second[low:middle]):

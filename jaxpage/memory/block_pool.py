@@ -15,7 +15,8 @@ def pool_ids(counts: Iterable[int]) -> list[range]:
     Args:
         counts: The number of blocks of each pool, the shared null block included.
     """
-    ids, start = [], NULL_BLOCK + 1
+    ids: list[range] = []
+    start = NULL_BLOCK + 1
     for count in counts:
         ids.append(range(start, start + count - 1))
         start = ids[-1].stop
@@ -29,9 +30,19 @@ class BlockPool:
     use as it is, and it is handed out for new content only when no other block is free. Both kinds
     are handed out in the order in which they became free; of the kept ones this is the least
     recently used first. Every operation but `forget` takes constant time.
+
+    Attributes:
+        first: The id of the first block.
+        num_blocks: The id after the last block.
     """
 
-    def __init__(self, num_blocks: int, *, first: int = NULL_BLOCK + 1, free_order: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        first: int = NULL_BLOCK + 1,
+        free_order: Iterable[int] = (),
+    ) -> None:
         """Makes a pool whose blocks are all free.
 
         Args:
@@ -46,17 +57,18 @@ class BlockPool:
                 does not exist.
         """
         if num_blocks <= first:
-            raise ValueError(
-                f"{num_blocks=} must be above {first}: block {NULL_BLOCK} is the null block and is never handed out"
-            )
+            reason = f"block {NULL_BLOCK} is the null block and is never handed out"
+            raise ValueError(f"{num_blocks=} must be above {first}: {reason}")
         ordered = list(free_order)
         rest = set(range(first, num_blocks)) - set(ordered)
         if len(ordered) + len(rest) != num_blocks - first:
-            raise ValueError(f"free_order={ordered} must name distinct blocks between {first} and {num_blocks - 1}")
+            span = f"between {first} and {num_blocks - 1}"
+            raise ValueError(f"free_order={ordered} must name distinct blocks {span}")
         self.first = first
         self.num_blocks = num_blocks
         self._free = deque([*ordered, *sorted(rest)])
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free and kept, the least recently used first
+        # The blocks that are free and kept, the least recently used first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
         self._kept = [False] * num_blocks
         self._ref_counts = [0] * num_blocks
 
@@ -80,7 +92,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def is_kept(self, block: int) -> bool:
-        """Returns whether the block's content is kept, in use or free; then nothing may write into it."""
+        """Returns whether the block's content is kept, so that nothing may write into it."""
         return self._kept[block]
 
     def is_writable(self, block: int) -> bool:
@@ -88,7 +100,7 @@ class BlockPool:
         return self._ref_counts[block] == 1 and not self._kept[block]
 
     def allocate(self) -> int:
-        """Returns a free block, now with one reference and without content; ask `num_free` first."""
+        """Takes a free block, which has one reference then; ask `num_free` first."""
         assert self._free or self._cached, "no free block: the caller did not ask num_free first"
         if self._free:
             block = self._free.popleft()
@@ -135,7 +147,7 @@ class BlockPool:
         self._kept = [False] * self.num_blocks
 
     def cached_blocks(self) -> list[int]:
-        """Returns the free blocks whose content is kept, in the order in which they are handed out."""
+        """Returns the free blocks whose content is kept, the next to be handed out first."""
         return list(self._cached)
 
     def kept_blocks(self) -> list[int]:
@@ -147,17 +159,15 @@ class BlockPool:
         return self._ref_counts.copy()
 
     def check(self) -> None:
-        """Asserts that every block but the null block is either free or referred to, and none is both."""
-        free, cached = set(self._free), set(self._cached)
+        """Asserts that every block but the null block is either free or referred to."""
+        free = set(self._free)
+        cached = set(self._cached)
         used = {block for block, count in enumerate(self._ref_counts) if count > 0}
         assert len(free) == len(self._free), "a block is in the free list twice"
         assert min(self._ref_counts) >= 0, "a reference count is negative"
         assert not free & cached, f"blocks {free & cached} are free in two ways"
-        assert cached == {block for block, kept in enumerate(self._kept) if kept} - used, (
-            "cached is what is kept and free"
-        )
+        assert cached == set(self.kept_blocks()) - used, "cached is what is kept and free"
         free |= cached
         assert not free & used, f"blocks {free & used} are free and in use"
-        assert free | used == set(range(self.first, self.num_blocks)), (
-            "a block is lost, or the null block is handed out"
-        )
+        blocks = set(range(self.first, self.num_blocks))
+        assert free | used == blocks, "a block is lost, or the null block is handed out"

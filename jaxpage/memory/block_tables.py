@@ -14,16 +14,22 @@ from jaxpage.memory.block_pool import NULL_BLOCK, BlockPool
 from jaxpage.memory.invariants import check_references, check_table
 from jaxpage.memory.swapping import HostTables, Moves, moved, num_distinct
 
-Span = tuple[int, int, int]  # (sequence id, start, stop): the positions that are about to be written
+# (sequence id, start, stop): positions that a sequence is about to write.
+Span = tuple[int, int, int]
 
 
 def window_blocks(window: int, max_tokens: int, block_size: int) -> int:
     """Returns how many blocks a sequence needs at a time in a group with a sliding window.
 
-    The count is for a step of up to `max_tokens` tokens, wherever a block begins. Two positions more
-    than the window stay in the table: the one before the window, so that the last token can be
+    The count is for a step of up to `max_tokens` tokens, wherever a block begins. Two positions
+    more than the window stay in the table: the one before the window, so that the last token can be
     computed again, and one before that, so that a block that becomes full finds the block before
     it in the table.
+
+    Args:
+        window: The number of positions that a token sees, its own included.
+        max_tokens: The most tokens of one sequence that a step computes.
+        block_size: The slots of a block (S).
     """
     return (window + max_tokens - 1) // block_size + 2
 
@@ -40,6 +46,7 @@ class Table:
     __slots__ = ("blocks", "frozen", "num_cached")
 
     def __init__(self, blocks: list[int], num_cached: int = 0) -> None:
+        """Makes the table of these blocks."""
         self.blocks = blocks
         self.frozen: tuple[int, ...] | None = None
         self.num_cached = num_cached
@@ -49,12 +56,21 @@ class BlockTables:
     """Reserves, forks, trims, releases and swaps block tables over one pool.
 
     Position p of a sequence lies in slot p % block_size of block p // block_size of its table. A
-    block that several tables refer to is read by all of them and written by none: `reserve` replaces
-    it first (copy-on-write). `reserve` also replaces a block in the prefix index, even if one
-    sequence alone uses it, because a cached block never changes. Where the group's layers have a
-    sliding window the null block takes the place of a block that no later token sees:
+    block that several tables refer to is read by all of them and written by none: `reserve`
+    replaces it first (copy-on-write). `reserve` also replaces a block in the prefix index, even if
+    one sequence alone uses it, because a cached block never changes. Where the group's layers have
+    a sliding window the null block takes the place of a block that no later token sees:
 
         window 32, blocks of 16:   [ 0  0 21 25 ]     positions 0..31 are out of the window
+
+    Attributes:
+        pool: The pool of physical blocks.
+        block_size: The slots of a block (S).
+        sliding_window: The number of positions that a token sees; None for all.
+        max_tokens: The most tokens of one sequence that a step computes.
+        swapped: The tables of swapped sequences, over host blocks.
+        reused: Called with each block that is allocated.
+        tables: The tables by sequence id.
     """
 
     def __init__(
@@ -72,7 +88,8 @@ class BlockTables:
             pool: The pool of physical blocks.
             block_size: The slots of a block (S).
             host_pool: The pool of host blocks to swap to; None where nothing is swapped.
-            sliding_window: The number of positions that a token sees, its own included; None for all.
+            sliding_window: The number of positions that a token sees, its own included; None for
+                all of them.
             max_tokens: The most tokens of one sequence that a step computes; only a group with a
                 window uses it.
 
@@ -88,8 +105,8 @@ class BlockTables:
         self.sliding_window = sliding_window
         self.max_tokens = max_tokens
         self.swapped = HostTables(host_pool)
-        self.reused: Callable[[int], None] = lambda block: None  # called with each allocated block
-        self.tables: dict[int, Table] = {}  # the key is a sequence id
+        self.reused: Callable[[int], None] = lambda block: None
+        self.tables: dict[int, Table] = {}
 
     @property
     def sequence_ids(self) -> KeysView[int]:
@@ -110,8 +127,13 @@ class BlockTables:
     # Windows.
 
     def num_passed(self, num_tokens: int) -> int:
-        """Returns how many leading blocks no token after the first `num_tokens` needs; see `window_blocks`."""
-        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window - 1) // self.block_size
+        """Returns how many leading blocks no token after the first `num_tokens` needs.
+
+        The position before the window is kept; see `window_blocks`.
+        """
+        if self.sliding_window is None:
+            return 0
+        return max(0, num_tokens - self.sliding_window - 1) // self.block_size
 
     def most_blocks(self, num_tokens: int) -> int:
         """Returns the largest number of blocks that a sequence of this length holds at a time."""
@@ -142,7 +164,8 @@ class BlockTables:
             if table.blocks[place] == NULL_BLOCK:
                 return
             self.pool.release(table.blocks[place])
-            table.blocks[place], table.frozen = NULL_BLOCK, None
+            table.blocks[place] = NULL_BLOCK
+            table.frozen = None
 
     # Growth and sharing.
 
@@ -151,16 +174,19 @@ class BlockTables:
 
         This is the common case of a decoding sequence: the last block of 16 still has room.
         """
-        blocks, place = self.tables[sequence_id].blocks, position // self.block_size
+        blocks = self.tables[sequence_id].blocks
+        place = position // self.block_size
         return place < len(blocks) and self.pool.is_writable(blocks[place])
 
     def num_new_blocks(self, sequence_id: int, start: int, stop: int) -> int:
-        """Returns how many free blocks `reserve` takes: for growth, and to replace shared blocks."""
+        """Returns how many free blocks `reserve` takes to grow and to replace shared blocks."""
         table = self.tables.get(sequence_id)
         if table is None:
             return self.blocks_for(stop)
-        blocks, is_writable = table.blocks, self.pool.is_writable
-        first, last = start // self.block_size, (stop - 1) // self.block_size
+        blocks = table.blocks
+        is_writable = self.pool.is_writable
+        first = start // self.block_size
+        last = (stop - 1) // self.block_size
         if last >= len(blocks):
             return last + 1 - len(blocks) + sum(not is_writable(block) for block in blocks[first:])
         if first == last:  # the common case: a sequence that decodes and shares its last block
@@ -175,15 +201,17 @@ class BlockTables:
         """
         if len(spans) == 1:
             return self.num_new_blocks(*spans[0])
-        growth, written = 0, Counter[int]()
+        growth = 0
+        written: Counter[int] = Counter()
         for sequence_id, start, stop in spans:
             blocks = self.tables[sequence_id].blocks
             growth += max(0, self.blocks_for(stop) - len(blocks))
             written.update(blocks[start // self.block_size : self.blocks_for(stop)])
-        unshared = sum(
-            count == self.pool.ref_count(block) for block, count in written.items() if not self.pool.is_kept(block)
-        )
-        return growth + written.total() - unshared
+        num_shared = written.total()
+        for block, count in written.items():
+            if count == self.pool.ref_count(block) and not self.pool.is_kept(block):
+                num_shared -= 1
+        return growth + num_shared
 
     def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
         """Makes positions start to stop - 1 writable by this sequence alone.
@@ -201,14 +229,15 @@ class BlockTables:
         """
         num_new = self.num_new_blocks(sequence_id, start, stop)
         if num_new > self.pool.num_free:
-            raise CapacityError(
-                f"{num_new} KV blocks are needed, {self.pool.num_free} of {self.pool.num_usable} are free"
-            )
+            free = f"{self.pool.num_free} of {self.pool.num_usable} are free"
+            raise CapacityError(f"{num_new} KV blocks are needed, {free}")
         table = self.tables.get(sequence_id) or Table([])
         if not 0 <= start < stop or start > len(table.blocks) * self.block_size:
-            raise ValueError(f"cannot reserve positions {start} to {stop} behind {len(table.blocks)} blocks")
+            place = f"after {len(table.blocks)} blocks"
+            raise ValueError(f"cannot reserve positions {start} to {stop} {place}")
         if any(self.pool.is_kept(block) for block in table.blocks[start // self.block_size + 1 :]):
-            raise ValueError(f"cannot reserve positions {start} to {stop} before cached ones: trim first")
+            place = "before cached ones: trim first"
+            raise ValueError(f"cannot reserve positions {start} to {stop} {place}")
         self.tables[sequence_id] = table
         if num_new == 0:
             return ()
@@ -225,7 +254,12 @@ class BlockTables:
         return block
 
     def _unshare(self, blocks: list[int], start: int, stop: int) -> Moves:
-        """Replaces the shared and the cached blocks that hold positions start to stop - 1."""
+        """Replaces the shared and the cached blocks that hold positions start to stop - 1.
+
+        Only the first of them can hold computed tokens, at positions before `start`; it is copied:
+
+            table [ 5  8 ]   8: 2 references   write position 20   table [ 5 12 ]   8: 1, 12: 1
+        """
         copies: Moves = ()
         for index in range(start // self.block_size, min(self.blocks_for(stop), len(blocks))):
             shared = blocks[index]
@@ -282,7 +316,8 @@ class BlockTables:
         """
         if sequence_id in self.tables:
             raise ValueError(f"sequence {sequence_id} has a block table already")
-        num_cached = next((n for n, block in enumerate(blocks) if not self.pool.is_kept(block)), len(blocks))
+        not_kept = (place for place, block in enumerate(blocks) if not self.pool.is_kept(block))
+        num_cached = next(not_kept, len(blocks))
         self._share(blocks)
         self.tables[sequence_id] = Table(list(blocks), num_cached)
         self.slide(sequence_id, num_tokens)  # after sharing, so that the blocks count as used last
@@ -292,13 +327,14 @@ class BlockTables:
         table = self.tables[sequence_id]
         self.pool.share(block)
         self.pool.release(table.blocks[place])
-        table.blocks[place], table.frozen = block, None
+        table.blocks[place] = block
+        table.frozen = None
 
     # Swapping.
 
     def can_swap_out(self, sequence_ids: Sequence[int]) -> bool:
         """Returns whether there are host blocks for everything that these sequences hold."""
-        return self.swapped.has_room([self.tables[sequence_id].blocks for sequence_id in sequence_ids])
+        return self.swapped.has_room([self.tables[one].blocks for one in sequence_ids])
 
     def swap_out(self, sequence_ids: Sequence[int]) -> Moves:
         """Moves the block tables of sequences to host blocks; shared blocks stay shared there.
@@ -308,7 +344,8 @@ class BlockTables:
         Returns:
             The pairs (block, host block) that must be moved before anything else is written.
         """
-        moves = self.swapped.store(sequence_ids, [self.tables[sequence_id].blocks for sequence_id in sequence_ids])
+        tables = [self.tables[sequence_id].blocks for sequence_id in sequence_ids]
+        moves = self.swapped.store(sequence_ids, tables)
         for sequence_id in reversed(sequence_ids):
             self.release(sequence_id)
         return moves
@@ -316,10 +353,12 @@ class BlockTables:
     def num_swap_in_blocks(self, spans: Sequence[Span]) -> int:
         """Returns how many free blocks `swap_in` and then `reserve` take for these spans."""
         tables = [self.swapped.table(sequence_id) for sequence_id, _, _ in spans]
-        growth = sum(self.blocks_for(stop) - len(table) for table, (_, _, stop) in zip(tables, spans, strict=True))
-        written = Counter(
-            table[-1] for table, (_, start, _) in zip(tables, spans, strict=True) if start % self.block_size
-        )
+        growth = 0
+        written: Counter[int] = Counter()  # the partly filled last blocks
+        for table, (_, start, stop) in zip(tables, spans, strict=True):
+            growth += self.blocks_for(stop) - len(table)
+            if start % self.block_size:
+                written[table[-1]] += 1
         return num_distinct(tables) + growth + sum(count - 1 for count in written.values())
 
     def swap_in(self, sequence_ids: Sequence[int]) -> Moves:
@@ -338,9 +377,10 @@ class BlockTables:
     def check(self) -> None:
         """Asserts the invariants of pools and tables, and that they agree."""
         slides = self.sliding_window is not None
-        check_references(self.pool, {sequence_id: table.blocks for sequence_id, table in self.tables.items()})
+        check_references(self.pool, {key: table.blocks for key, table in self.tables.items()})
         self.swapped.check()
         for sequence_id, table in self.tables.items():
             check_table(table.blocks, slides=slides)
             assert sequence_id not in self.swapped, f"sequence {sequence_id} is in two pools"
-            assert table.frozen is None or table.frozen == tuple(table.blocks), f"sequence {sequence_id}: stale tuple"
+            is_fresh = table.frozen in (None, tuple(table.blocks))
+            assert is_fresh, f"sequence {sequence_id}: the tuple is not that of its blocks"

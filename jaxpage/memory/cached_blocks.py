@@ -1,4 +1,12 @@
-"""Which blocks hold prefixes that others may begin with: the index knows those of the first cache group, and the others' go with them."""
+"""Finds the cached prefix of a sequence in all cache groups, and notes what can be found.
+
+The prefix index knows the blocks of the first group. A block of another group with the same tokens
+is attached to the block of the first, and a hit needs only those that are in the group's window:
+
+    tokens               [ t0 .. t15 | t16 .. t31 | t32 .. t47 ]   a hit of 48 tokens
+    group 0 (full)       [     3     |     9      |     4      ]   blocks of the index
+    group 1 (window 16)  [     0     |     21     |     25     ]   21 is attached to 9, 25 to 4
+"""
 
 from __future__ import annotations
 
@@ -12,123 +20,185 @@ from jaxpage.memory.prefix_index import Digest, Parent, PrefixIndex
 
 
 class CachedBlocks:
-    """Prefixes over all cache groups. A hit holds in each of them: where a group sees a window, in the blocks that are in it.
+    """Keeps prefixes over all cache groups.
 
-    A block of a further group is found through the block of the first group that holds the same tokens, which were compared; so it is
-    forgotten with it. Whose block is handed out anew first loses nothing but its own place.
+    The tokens of a block of the first group were compared, so those of an attached block are known.
+    A block of the first group that is forgotten takes the attached blocks along. An attached block
+    that is handed out for new content loses nothing but its own place.
+
+    Attributes:
+        index: The prefix index, over the blocks of the first group.
     """
 
     def __init__(self, groups: Sequence[BlockTables], index: PrefixIndex) -> None:
+        """Has the groups tell of each block that they allocate.
+
+        Args:
+            groups: The block tables of each cache group.
+            index: An empty index.
+        """
         assert all(group.block_size == index.block_size for group in groups)
         self.index = index
-        self._first, *self._further = groups
-        self._beside: list[dict[int, int]] = [{} for _ in self._further]  # by block of the first group
-        self._holder: list[dict[int, int]] = [{} for _ in self._further]  # the same the other way round
+        self._first, *self._others = groups
+        # For each of the other groups: its attached block by block of the first group, and back.
+        self._attached: list[dict[int, int]] = [{} for _ in self._others]
+        self._holders: list[dict[int, int]] = [{} for _ in self._others]
         self._first.reused = self._forget
-        for place, group in enumerate(self._further):
-            group.reused = partial(self._forget_beside, place)
+        for number, group in enumerate(self._others):
+            group.reused = partial(self._detach, number)
 
-    def find(self, token_ids: Sequence[int], digests: list[Digest], salt: str | None) -> tuple[list[int], ...]:
-        """Blocks of each group that hold the longest prefix that all of them have, at least one token left out."""
+    def find(
+        self,
+        token_ids: Sequence[int],
+        digests: list[Digest],
+        salt: str | None,
+    ) -> tuple[list[int], ...]:
+        """Returns the blocks of the longest prefix that all groups have, a list for each group.
+
+        At least one token is left out. The arguments are those of `BlockManager.find`.
+        """
         num_blocks = (len(token_ids) - 1) // self.index.block_size
-        found = self.index.match(self.index.extend(digests, token_ids, salt, num_blocks)[:num_blocks], token_ids, salt)
-        length = len(found)
-        while length and not all(self._holds(place, found, length) for place in range(len(self._further))):
-            length -= 1
-        return (found[:length], *(self._blocks_beside(place, found[:length]) for place in range(len(self._further))))
+        known_digests = self.index.extend(digests, token_ids, salt, num_blocks)[:num_blocks]
+        found = self.index.match(known_digests, token_ids, salt)
+        numbers = range(len(self._others))
+        while found and not all(self._has_attached(number, found) for number in numbers):
+            found.pop()
+        return (found, *(self._attached_blocks(number, found) for number in numbers))
 
-    def _holds(self, place: int, found: list[int], length: int) -> bool:
-        passed = self._further[place].num_passed(length * self.index.block_size)
-        return all(block in self._beside[place] for block in found[passed:length])
+    def _has_attached(self, number: int, found: list[int]) -> bool:
+        """Returns whether another group has all blocks of a prefix that are in its window."""
+        passed = self._num_passed(number, found)
+        return all(block in self._attached[number] for block in found[passed:])
 
-    def _blocks_beside(self, place: int, found: list[int]) -> list[int]:
-        passed = self._further[place].num_passed(len(found) * self.index.block_size)
-        return [NULL_BLOCK] * passed + [self._beside[place][block] for block in found[passed:]]
+    def _attached_blocks(self, number: int, found: list[int]) -> list[int]:
+        """Returns another group's blocks of a prefix, the null block where one has passed."""
+        passed = self._num_passed(number, found)
+        return [NULL_BLOCK] * passed + [self._attached[number][block] for block in found[passed:]]
+
+    def _num_passed(self, number: int, found: list[int]) -> int:
+        return self._others[number].num_passed(len(found) * self.index.block_size)
 
     def add(
-        self, sequence_id: int, num_computed: int, token_ids: Sequence[int], digests: list[Digest], salt: str | None
+        self,
+        sequence_id: int,
+        num_computed: int,
+        token_ids: Sequence[int],
+        digests: list[Digest],
+        salt: str | None,
     ) -> None:
-        """Notes the full blocks among the first `num_computed` tokens of a sequence.
+        """Adds the full blocks among the first `num_computed` tokens of a sequence.
 
-        A block whose content is known from another block already is given up for that one, so that the blocks before a cached
-        block are always the cached ones.
+        A block whose content another block holds already is given up for that one, so that the
+        blocks before a cached block are always the cached ones.
+
+        Args:
+            sequence_id: The sequence.
+            num_computed: The number of its tokens that are computed.
+            token_ids: Its tokens.
+            digests: The digests of its first blocks; the list grows.
+            salt: The request's cache salt, or None.
         """
-        index, first, table, size = self.index, self._first, self._first.tables[sequence_id], self.index.block_size
+        index = self.index
+        first = self._first
+        table = first.tables[sequence_id]
+        size = index.block_size
         index.extend(digests, token_ids, salt, num_computed // size)
         for place in range(table.num_cached, num_computed // size):
-            block, parent = table.blocks[place], table.blocks[place - 1] if place else salt
+            block = table.blocks[place]
+            parent = table.blocks[place - 1] if place else salt
             if block == NULL_BLOCK:
-                return  # it fell out of the window before it could be cached
+                return  # the block fell out of the window before it could be cached
             tokens = tuple(token_ids[place * size : (place + 1) * size])
             known = index.register(block, digests[place], parent, tokens)
-            if known is None or (known != block and first.pool.ref_count(block) > 1):
-                return  # the chain is broken, or a fork has the block too and would keep it behind another's
+            if known is None:
+                return  # the block before it is not in the index any more
             if known == block:
                 first.pool.keep(block)
+            elif first.pool.ref_count(block) > 1:
+                return  # a fork has the block, too, and would keep it after the block of another
             else:
                 first.replace(sequence_id, place, known)
-            for further in range(len(self._further)):
-                self._add_beside(further, sequence_id, place, known)
+            for number in range(len(self._others)):
+                self._attach(number, sequence_id, place, known)
             table.num_cached = place + 1
 
-    def _add_beside(self, further: int, sequence_id: int, place: int, holder: int) -> None:
-        group = self._further[further]
+    def _attach(self, number: int, sequence_id: int, place: int, holder: int) -> None:
+        """Attaches another group's block of a sequence to a block of the first group."""
+        group = self._others[number]
         block = group.tables[sequence_id].blocks[place]
-        known = self._beside[further].get(holder)
+        known = self._attached[number].get(holder)
         if block in (NULL_BLOCK, known):
             return
         if known is None:
             if not group.pool.is_kept(block):
-                self._beside[further][holder], self._holder[further][block] = block, holder
+                self._attached[number][holder] = block
+                self._holders[number][block] = holder
                 group.pool.keep(block)
         elif group.pool.ref_count(block) == 1:
             group.replace(sequence_id, place, known)
 
     @property
     def has_room(self) -> bool:
-        """Whether a block of the first group is free that holds nothing."""
+        """Returns whether the first group has a free block without content."""
         return self._first.pool.num_free > self._first.pool.num_cached
 
     def restore(self, digest: Digest, parent: Parent, token_ids: tuple[int, ...]) -> int:
-        """A free block, cached from now on with content that is not in the index and that the caller writes. Ask `has_room` first."""
+        """Returns a free block that is cached from now on; the caller writes its content.
+
+        Ask `has_room` first.
+
+        Args:
+            digest: The digest of the content, which is not in the index.
+            parent: The block before it, which is in the index; the salt if there is none.
+            token_ids: The tokens of the block.
+        """
         pool = self._first.pool
         block = pool.allocate()
-        assert self.index.register(block, digest, parent, token_ids) == block, "the content is known already"
+        registered = self.index.register(block, digest, parent, token_ids)
+        assert registered == block, "the content is known already"
         pool.keep(block)
         pool.release(block)
         return block
 
     def clear(self) -> None:
+        """Forgets all prefixes. Block tables stay as they are."""
         self.index.clear()
-        for group in (self._first, *self._further):
+        for group in (self._first, *self._others):
             group.pool.forget()
             for table in group.tables.values():
                 table.num_cached = 0
-        for blocks in (*self._beside, *self._holder):
+        for blocks in (*self._attached, *self._holders):
             blocks.clear()
 
     def _forget(self, block: int) -> None:
-        """A block of the first group is handed out anew: what is behind it cannot be found either, nor what goes with those."""
-        behind = self.index.forget(block)
-        for one in behind:
-            self._first.pool.unkeep(one)
-        for place, group in enumerate(self._further):
-            for one in (block, *behind):
-                if (beside := self._beside[place].pop(one, None)) is not None:
-                    del self._holder[place][beside]
-                    group.pool.unkeep(beside)
+        """Forgets a block of the first group that is handed out for new content.
 
-    def _forget_beside(self, place: int, block: int) -> None:
-        if (holder := self._holder[place].pop(block, None)) is not None:
-            del self._beside[place][holder]
+        The blocks after it cannot be found any more either, nor those attached to any of them.
+        """
+        after = self.index.forget(block)
+        for one in after:
+            self._first.pool.unkeep(one)
+        for number, group in enumerate(self._others):
+            for one in (block, *after):
+                if (attached := self._attached[number].pop(one, None)) is not None:
+                    del self._holders[number][attached]
+                    group.pool.unkeep(attached)
+
+    def _detach(self, number: int, block: int) -> None:
+        """Forgets a block of another group that is handed out for new content."""
+        if (holder := self._holders[number].pop(block, None)) is not None:
+            del self._attached[number][holder]
 
     def check(self) -> None:
-        """Asserts that what is kept is what can be found."""
+        """Asserts that the kept blocks are those that can be found."""
         first = self._first
-        cached = {sequence_id: table.blocks[: table.num_cached] for sequence_id, table in first.tables.items()}
+        cached = {key: table.blocks[: table.num_cached] for key, table in first.tables.items()}
         check_cached(first.pool, self.index, cached, slides=first.sliding_window is not None)
-        for place, group in enumerate(self._further):
-            beside, holder = self._beside[place], self._holder[place]
-            assert beside == {one: block for block, one in holder.items()}, "not one to one"
-            assert sorted(holder) == group.pool.kept_blocks(), "kept blocks are those that can be found"
-            assert all(one in self.index for one in beside), "a block is attached to one that is not in the index"
+        for number, group in enumerate(self._others):
+            attached = self._attached[number]
+            holders = self._holders[number]
+            inverse = {holder: block for block, holder in holders.items()}
+            assert attached == inverse, "attached blocks and holders are not one to one"
+            assert sorted(holders) == group.pool.kept_blocks(), "a kept block cannot be found"
+            is_known = all(holder in self.index for holder in attached)
+            assert is_known, "a block is attached to one that is not in the index"

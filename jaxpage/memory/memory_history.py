@@ -1,4 +1,4 @@
-"""What the pool held over time: a few samples of its split, however long it runs, and the report that is made of them."""
+"""Keeps a bounded number of samples of the pools over time, and makes a report of them."""
 
 from __future__ import annotations
 
@@ -12,28 +12,44 @@ from jaxpage.memory.memory_split import MemorySplit
 
 @dataclass(frozen=True)
 class MemorySample:
-    """What the pool held during one step, and what it is taken to have held until the next sample."""
+    """The split of the pools in one step, taken for that of all steps up to the next sample.
 
-    step: int  # how many steps came before, since the start
-    seconds: float  # that those took: time between steps, when nothing runs, does not count
+    Attributes:
+        step: The number of steps before it.
+        seconds: The time that those steps took. Time between steps, when nothing runs, is left out.
+        split: What the slots held.
+    """
+
+    step: int
+    seconds: float
     split: MemorySplit
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """What a KV pool held over some steps. Means are over the time that the steps took."""
+    """The use of the KV pools over some steps. Means are weighted by the time that steps took.
 
-    num_blocks: int  # that can be handed out
+    Attributes:
+        num_blocks: The number of blocks that can be handed out.
+        block_size: The slots of a block.
+        num_steps: The number of steps.
+        seconds: The time that the steps took.
+        peak_blocks: The most blocks that were used in a step, sampled or not.
+        num_preemptions: The number of preemptions.
+        samples: The samples, in order of time.
+    """
+
+    num_blocks: int
     block_size: int
     num_steps: int
     seconds: float
-    peak_blocks: int  # most blocks in use, of all steps and not only those sampled
+    peak_blocks: int
     num_preemptions: int
     samples: tuple[MemorySample, ...]
 
     @property
     def mean_shares(self) -> dict[str, float]:
-        """The four kinds as shares of the pool, 0 to 1 in sum; no step, no shares."""
+        """Returns the share of each kind of slots; they add up to 1, or there was no step."""
         shares: dict[str, float] = {}
         weighted = list(self._weighted())
         total = sum(weight for _, weight in weighted)
@@ -44,49 +60,62 @@ class MemoryReport:
 
     @property
     def saved_by_sharing(self) -> float:
-        """Blocks saved by sharing / blocks without sharing, 0 to 1, both summed up over time."""
+        """Returns the share of blocks, 0 to 1, that sharing saved over all the time."""
         weighted = list(self._weighted())
         unshared = sum(weight * split.unshared_blocks for split, weight in weighted)
-        return sum(weight * split.saved_blocks for split, weight in weighted) / unshared if unshared else 0.0
+        saved = sum(weight * split.saved_blocks for split, weight in weighted)
+        return saved / unshared if unshared else 0.0
 
     def _weighted(self) -> Iterator[tuple[MemorySplit, float]]:
-        """The samples with the seconds that each stands for; alike if no time has passed."""
+        """Returns each split with the seconds until the next one, or 1.0 if no time has passed."""
         times = [*(sample.seconds for sample in self.samples), self.seconds]
         for sample, (start, end) in zip(self.samples, itertools.pairwise(times), strict=True):
             yield sample.split, end - start if self.seconds else 1.0
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary, without the samples, for JSON. Shares are 0 to 1."""
+        """Returns the summary, without the samples, for JSON; shares are 0 to 1."""
+        shares = {kind.replace(" ", "_"): share for kind, share in self.mean_shares.items()}
         return {
             "num_blocks": self.num_blocks,
             "block_size": self.block_size,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
-            "mean_shares": {kind.replace(" ", "_"): share for kind, share in self.mean_shares.items()},
+            "mean_shares": shares,
             "peak_blocks": self.peak_blocks,
             "saved_by_sharing": self.saved_by_sharing,
             "num_preemptions": self.num_preemptions,
         }
 
     def __str__(self) -> str:
+        """Returns the summary as a table."""
         rows = [(kind, f"{share:.1%}") for kind, share in self.mean_shares.items()]
         rows += [
             ("peak use", f"{self.peak_blocks / self.num_blocks:.1%}"),
             ("saved by sharing", f"{self.saved_by_sharing:.1%}"),
             ("preemptions", f"{self.num_preemptions}"),
         ]
-        pool = f"KV memory, mean of {self.num_steps:,} steps: {self.num_blocks:,} blocks of {self.block_size} slots"
-        return "\n".join([pool, *(f"{name:<24}{value:>10}" for name, value in rows)])
+        pool = f"{self.num_blocks:,} blocks of {self.block_size} slots"
+        title = f"KV memory, mean of {self.num_steps:,} steps: {pool}"
+        return "\n".join([title, *(f"{name:<24}{value:>10}" for name, value in rows)])
 
 
 class MemoryHistory:
-    """Samples every k-th step, with k = 1 at first; when the samples are many, every other one goes and k doubles.
+    """Samples every k-th step, where k is 1 at first and doubles when there are many samples.
 
-    So their number is bounded, and whenever the number of steps doubles, the block tables were walked max_samples / 2 times more.
+    Every second sample is dropped then. So the number of samples is bounded, and the block tables
+    are walked max_samples / 2 times more whenever the number of steps doubles.
     """
 
     def __init__(self, max_samples: int = 512) -> None:
-        """Raises ValueError unless `max_samples` is even and positive: thinning keeps the steps that k divides."""
+        """Begins without samples.
+
+        Args:
+            max_samples: The most samples that are kept.
+
+        Raises:
+            ValueError: `max_samples` is odd or not positive. With an odd number the step after a
+                thinning would not be a multiple of the new k.
+        """
         if max_samples < 2 or max_samples % 2:
             raise ValueError(f"{max_samples=} must be an even number from 2")
         self._max_samples = max_samples
@@ -97,26 +126,43 @@ class MemoryHistory:
         self._peak_blocks = 0
         self._num_preemptions = 0
 
-    def begin(self, usage: Callable[[], MemorySplit], *, used_blocks: int, num_preempted: int) -> None:
-        """A step was planned and has its blocks. `usage` is called only if the step is sampled."""
+    def begin(
+        self,
+        usage: Callable[[], MemorySplit],
+        *,
+        used_blocks: int,
+        num_preempted: int,
+    ) -> None:
+        """Notes that a step was planned and has its blocks.
+
+        Args:
+            usage: Gives the split; it is called only if the step is sampled.
+            used_blocks: The number of used blocks.
+            num_preempted: The number of groups that were preempted for the step.
+        """
         self._peak_blocks = max(self._peak_blocks, used_blocks)
         self._num_preemptions += num_preempted
         if self._num_steps % self._interval:
             return
-        if self._samples and self._samples[-1].step == self._num_steps:  # of a step that failed
-            self._samples.pop()
+        if self._samples and self._samples[-1].step == self._num_steps:
+            self._samples.pop()  # the sample of a step that failed
         if len(self._samples) == self._max_samples:
             del self._samples[1::2]
             self._interval *= 2
         self._samples.append(MemorySample(self._num_steps, self._seconds, usage()))
 
     def end(self, seconds: float) -> None:
-        """The step has happened, and took that long."""
+        """Notes that the step has happened, and how long it took."""
         self._num_steps += 1
         self._seconds += seconds
 
     def report(self, *, num_blocks: int, block_size: int) -> MemoryReport:
-        """What was seen so far, of a pool of `num_blocks` usable blocks."""
+        """Returns what was seen so far.
+
+        Args:
+            num_blocks: The number of blocks that the pools can hand out.
+            block_size: The slots of a block.
+        """
         return MemoryReport(
             num_blocks=num_blocks,
             block_size=block_size,

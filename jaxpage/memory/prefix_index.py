@@ -1,4 +1,4 @@
-"""Which block holds which tokens behind which others: the cached prefixes, found by hash and confirmed by comparison."""
+"""Indexes the blocks of cached prefixes: found by hash, and confirmed by comparison."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ from typing import NamedTuple
 import numpy as np
 
 Digest = bytes
-Parent = int | str | None  # the block before; of the first block of a sequence, the salt
+Parent = int | str | None  # the block before; for the first block of a sequence the cache salt
 
 
 def blake2b_256(content: bytes) -> Digest:
-    """Cryptographic: no caller can choose tokens that collide. Even then nothing is shared, since tokens are compared."""
+    """Returns a cryptographic hash, so that no caller can choose tokens that collide.
+
+    Even a collision would share nothing, because tokens are compared.
+    """
     return hashlib.blake2b(content, digest_size=32).digest()
 
 
 class Entry(NamedTuple):
-    """What a block holds. With the entries of the blocks before, all that its keys and values depend on."""
+    """The content of a block.
+
+    With the entries of the blocks before it, this is all that its keys and values depend on.
+
+    Attributes:
+        digest: The hash of the digest before it and of its own tokens.
+        parent: The block before it; for the first block of a sequence the cache salt.
+        token_ids: Its tokens, a block full.
+    """
 
     digest: Digest
     parent: Parent
@@ -26,44 +37,81 @@ class Entry(NamedTuple):
 
 
 class CacheObserver:
-    """Is told what can be found of the cache. This one ignores it."""
+    """Is told which blocks can be found in the cache. This one ignores it."""
 
     def stored(self, block: int, entry: Entry) -> None:
-        """A block can be found now, behind the block before it."""
+        """Notes that a block can be found, after the block before it."""
 
     def removed(self, blocks: list[int]) -> None:
-        """Blocks cannot be found any more."""
+        """Notes that blocks cannot be found any more."""
 
     def cleared(self) -> None:
-        """Nothing can be found any more."""
+        """Notes that no block can be found any more."""
 
 
 class PrefixIndex:
     """A one-to-one map between digests and blocks, for full and computed blocks.
 
-    A block's digest is the hash of the digest before it (of the salt, at the root) and of its own tokens. It only finds
-    candidates: a match has equal tokens behind the very block that matched before it, so a collision shares nothing.
-    The block before a block of the index is always in the index too: a block that is taken out takes those behind it along.
+    A block's digest is the hash of the digest before it (of the salt, at the root) and of its own
+    tokens. The digest only finds a candidate. A match has equal tokens, and the block before it is
+    the very block that matched before, so a collision shares nothing:
+
+        salt ──▶ [ t0 .. t15 ]  ──▶ [ t16 .. t31 ]  ──▶ [ t32 .. t47 ]
+                   block 3            block 9      └──▶ [ t32'.. t47']
+                                                          two blocks follow block 9
+
+    The block before a block of the index is in the index, too: a block that is taken out takes the
+    blocks after it along.
+
+    Attributes:
+        block_size: The tokens of a block.
+        observer: Is told of every change.
     """
 
-    def __init__(self, block_size: int, hash_function: Callable[[bytes], Digest] = blake2b_256) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        hash_function: Callable[[bytes], Digest] = blake2b_256,
+    ) -> None:
+        """Makes an empty index.
+
+        Args:
+            block_size: The tokens of a block.
+            hash_function: Makes a digest of bytes.
+        """
         self.block_size = block_size
+        self.observer = CacheObserver()
         self._hash = hash_function
         self._block_of: dict[Digest, int] = {}
-        self._entries: dict[int, Entry] = {}
-        self.observer = CacheObserver()
-        self._children: dict[int, set[int]] = {}  # the blocks right behind a block, where there are any
+        self._entries: dict[int, Entry] = {}  # by block
+        self._children: dict[int, set[int]] = {}  # the blocks right after a block; no set is empty
 
     def __contains__(self, block: int) -> bool:
+        """Returns whether a block can be found."""
         return block in self._entries
 
     def __len__(self) -> int:
+        """Returns how many blocks can be found."""
         return len(self._entries)
 
     def extend(
-        self, digests: list[Digest], token_ids: Sequence[int], salt: str | None, num_blocks: int
+        self,
+        digests: list[Digest],
+        token_ids: Sequence[int],
+        salt: str | None,
+        num_blocks: int,
     ) -> list[Digest]:
-        """The digests of the first `num_blocks` blocks of a sequence. Those that are missing in the list are added to it."""
+        """Adds digests to the list until it has those of a sequence's first `num_blocks` blocks.
+
+        Args:
+            digests: The digests that are known.
+            token_ids: The tokens of the sequence.
+            salt: The request's cache salt, or None.
+            num_blocks: The number of blocks, all of them full.
+
+        Returns:
+            The same list, which may have been longer before.
+        """
         size = self.block_size
         first = len(digests)
         if first >= num_blocks:
@@ -78,25 +126,50 @@ class PrefixIndex:
     def _root(self, salt: str | None) -> Digest:
         return self._hash(b"no salt" if salt is None else b"salt " + salt.encode())
 
-    def match(self, digests: Sequence[Digest], token_ids: Sequence[int], salt: str | None) -> list[int]:
-        """The blocks that hold the longest known prefix of these tokens, at most as many as there are digests."""
+    def match(
+        self,
+        digests: Sequence[Digest],
+        token_ids: Sequence[int],
+        salt: str | None,
+    ) -> list[int]:
+        """Returns the blocks that hold the longest known prefix of these tokens.
+
+        Args:
+            digests: The digests of the first blocks; at most as many blocks are returned.
+            token_ids: The tokens of the sequence.
+            salt: The request's cache salt, or None.
+        """
         size = self.block_size
         blocks: list[int] = []
         parent: Parent = salt
         for start, digest in zip(range(0, len(token_ids), size), digests, strict=False):
             block = self._block_of.get(digest)
-            if block is None or not self._holds(block, parent, tuple(token_ids[start : start + size])):
+            tokens = tuple(token_ids[start : start + size])
+            if block is None or not self._holds(block, parent, tokens):
                 break
             blocks.append(block)
             parent = block
         return blocks
 
-    def register(self, block: int, digest: Digest, parent: Parent, token_ids: tuple[int, ...]) -> int | None:
-        """Notes what a full and computed block holds.
+    def register(
+        self,
+        block: int,
+        digest: Digest,
+        parent: Parent,
+        token_ids: tuple[int, ...],
+    ) -> int | None:
+        """Notes the content of a full and computed block.
+
+        Args:
+            block: The block.
+            digest: The digest of its content.
+            parent: The block before it; the salt if there is none.
+            token_ids: Its tokens.
 
         Returns:
-            The block that is known for this content: `block`, or another one that was there first. None: it cannot be known,
-            because other content has this digest, or because the block before is not in the index (any more).
+            The block that can be found for this content: the block itself, or another one that was
+            there first. None if neither can be found, because other content has this digest, or
+            because the block before it is not in the index any more.
         """
         if isinstance(parent, int) and parent not in self._entries:
             return None
@@ -114,11 +187,15 @@ class PrefixIndex:
         return entry.token_ids == token_ids and entry.parent == parent
 
     def forget(self, block: int) -> list[int]:
-        """Takes a block out, if it is in, and all blocks behind it, which could not be found without it. Returns those behind."""
+        """Takes a block out if it is in, and all blocks after it, which would not be found.
+
+        Returns:
+            The blocks that were taken out after it.
+        """
         if block not in self._entries:
             return []
         taken = [block]
-        for one in taken:  # grows while it is walked
+        for one in taken:  # the list grows while it is walked
             digest, parent, _ = self._entries.pop(one)
             del self._block_of[digest]
             taken += self._children.pop(one, ())
@@ -130,29 +207,39 @@ class PrefixIndex:
         return taken[1:]
 
     def clear(self) -> None:
+        """Takes all blocks out."""
         self._entries.clear()
         self._block_of.clear()
         self._children.clear()
         self.observer.cleared()
 
     def block_of(self, digest: Digest) -> int | None:
-        """Where the tokens with this digest are. Only for digests that come from a sequence that was compared."""
+        """Returns the block with this digest, or None.
+
+        Tokens are not compared, so the digest must be that of a sequence that was compared before.
+        """
         return self._block_of.get(digest)
 
     def entry(self, block: int) -> Entry:
+        """Returns the content of a block that is in the index."""
         return self._entries[block]
 
     def check(self) -> None:
-        """Asserts the one-to-one map, full blocks, and that every digest follows from an entry whose own block is in."""
-        assert self._block_of == {entry.digest: block for block, entry in self._entries.items()}, "not one to one"
+        """Asserts that the map is one to one, and that each entry follows from one that is in."""
+        blocks = {entry.digest: block for block, entry in self._entries.items()}
+        assert self._block_of == blocks, "digests and blocks are not one to one"
         assert len(self._block_of) == len(self._entries), "two blocks have one digest"
-        behind = {(entry.parent, block) for block, entry in self._entries.items() if isinstance(entry.parent, int)}
-        assert behind == {(parent, block) for parent, blocks in self._children.items() for block in blocks}, (
-            "lost children"
-        )
+        parents = {block: entry.parent for block, entry in self._entries.items()}
+        after = {(parent, block) for block, parent in parents.items() if isinstance(parent, int)}
+        noted = {(parent, block) for parent, of in self._children.items() for block in of}
+        assert after == noted, "a block after another is lost"
         assert all(self._children.values()), "an empty set of children"
         for block, (digest, parent, token_ids) in self._entries.items():
             assert len(token_ids) == self.block_size, f"block {block} is not full"
-            assert not isinstance(parent, int) or parent in self._entries, f"block {parent} before {block} is missing"
-            before = self._entries[parent].digest if isinstance(parent, int) else self._root(parent)
-            assert digest == self._hash(before + np.array(token_ids, "<u4").tobytes()), f"block {block}: wrong digest"
+            if isinstance(parent, int):
+                assert parent in self._entries, f"block {parent} before {block} is missing"
+                before = self._entries[parent].digest
+            else:
+                before = self._root(parent)
+            content = np.array(token_ids, "<u4").tobytes()
+            assert digest == self._hash(before + content), f"block {block}: wrong digest"

@@ -1,4 +1,4 @@
-"""Block tables in host memory: where the blocks of swapped sequences lie, over a pool of their own."""
+"""Keeps block tables in host memory: where the blocks of swapped sequences lie."""
 
 from __future__ import annotations
 
@@ -11,15 +11,28 @@ Moves = tuple[tuple[int, int], ...]  # (block of the one pool, block of the othe
 
 
 def num_distinct(tables: Iterable[Sequence[int]]) -> int:
-    """Blocks that the tables refer to, each once."""
+    """Returns how many blocks the tables refer to; a block that several share counts once."""
     return len({block for table in tables for block in table} - {NULL_BLOCK})
 
 
 def moved(
-    tables: Iterable[Sequence[int]], allocate: Callable[[], int], share: Callable[[int], None]
+    tables: Iterable[Sequence[int]],
+    allocate: Callable[[], int],
+    share: Callable[[int], None],
 ) -> tuple[list[list[int]], Moves]:
-    """The same tables over another pool, and what has to be moved: a block that tables share moves once and is shared there."""
-    place: dict[int, int] = {}
+    """Makes the same tables over another pool.
+
+    A block that several tables share is moved once, and is shared in the other pool, too.
+
+    Args:
+        tables: The block tables of some sequences.
+        allocate: Takes a block of the other pool.
+        share: Adds a reference to a block of the other pool.
+
+    Returns:
+        The new tables, and the pairs (old block, new block) that must be moved.
+    """
+    new_blocks: dict[int, int] = {}  # by old block
     copies: list[list[int]] = []
     for table in tables:
         copy: list[int] = []
@@ -27,51 +40,65 @@ def moved(
             if block == NULL_BLOCK:
                 copy.append(NULL_BLOCK)
                 continue
-            if block in place:
-                share(place[block])
+            if block in new_blocks:
+                share(new_blocks[block])
             else:
-                place[block] = allocate()
-            copy.append(place[block])
+                new_blocks[block] = allocate()
+            copy.append(new_blocks[block])
         copies.append(copy)
-    return copies, tuple(place.items())
+    return copies, tuple(new_blocks.items())
 
 
 class HostTables:
-    """The swapped sequences. They keep the order and the sharing that their blocks had in the pool of the device."""
+    """Holds the block tables of swapped sequences over a pool of host blocks.
+
+    The tables have the order and the sharing that the blocks had on the device.
+
+    Attributes:
+        pool: The pool of host blocks; None where nothing can be swapped.
+    """
 
     def __init__(self, pool: BlockPool | None) -> None:
-        """pool: of host blocks; None where nothing can be swapped."""
+        """Begins without swapped sequences."""
         self.pool = pool
-        self._tables: dict[int, list[int]] = {}
+        self._tables: dict[int, list[int]] = {}  # the key is a sequence id
 
     def __contains__(self, sequence_id: int) -> bool:
+        """Returns whether a sequence is swapped out."""
         return sequence_id in self._tables
 
     def __len__(self) -> int:
+        """Returns how many sequences are swapped out."""
         return len(self._tables)
 
     def table(self, sequence_id: int) -> list[int]:
+        """Returns the host blocks of a swapped sequence in order of position."""
         return self._tables[sequence_id]
 
     def has_room(self, tables: Iterable[Sequence[int]]) -> bool:
+        """Returns whether there are free host blocks for everything that these tables hold."""
         return self.pool is not None and num_distinct(tables) <= self.pool.num_free
 
     def store(self, sequence_ids: Sequence[int], tables: Sequence[Sequence[int]]) -> Moves:
-        """Takes sequences in. Ask `has_room` first. Returns (block, host block) pairs to move."""
+        """Takes in sequences with their block tables; ask `has_room` first.
+
+        Returns:
+            The pairs (block, host block) that must be moved.
+        """
         assert self.pool is not None
         copies, moves = moved(tables, self.pool.allocate, self.pool.share)
         self._tables.update(zip(sequence_ids, copies, strict=True))
         return moves
 
     def drop(self, sequence_id: int) -> None:
-        """Forgets a sequence and frees what is its alone."""
+        """Forgets a sequence, and frees the host blocks that no other sequence shares."""
         assert self.pool is not None
         for block in self._tables.pop(sequence_id):
             if block != NULL_BLOCK:
                 self.pool.release(block)
 
     def check(self) -> None:
-        """Asserts that the host pool's reference counts are exactly the entries of the tables."""
+        """Asserts that the reference counts of the pool are exactly the entries of the tables."""
         if self.pool is None:
             assert not self._tables, "sequences are swapped without a host pool"
             return

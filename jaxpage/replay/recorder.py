@@ -34,8 +34,7 @@ class Recorder(Events):
     def __init__(self, sink: Callable[[Record], None]) -> None:
         self._sink = sink
         self._step = 0  # the last that was planned
-        self._tables: dict[int, tuple[int, ...]] = {}  # by sequence id, as last recorded
-        self._further: dict[int, tuple[tuple[int, ...], ...]] = {}  # the same, of the other cache groups
+        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # by sequence id, as last recorded
 
     def arrived(self, group: SequenceGroup) -> None:
         request = group.request
@@ -70,8 +69,7 @@ class Recorder(Events):
         fields = {
             "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
             "drafts": drafts,
-            "tables": self._table_changes(plan),
-            "further_tables": self._further_changes(plan),
+            **self._table_changes(plan),
             **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
             "preempted": list(plan.preempted),
         }
@@ -95,7 +93,6 @@ class Recorder(Events):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         self._record("failure", error=f"{type(error).__name__}: {error}")
         self._tables.clear()
-        self._further.clear()
 
     def pages_rebuilt(self) -> None:
         self._record("rebuild")
@@ -117,30 +114,29 @@ class Recorder(Events):
     def _record(self, event: str, **fields: Any) -> None:
         self._sink({"event": event, "step": self._step, **fields})
 
-    def _table_changes(self, plan: StepPlan) -> list[list[Any]]:
-        changes = []
-        for row in plan.rows:
-            before, table = self._tables.get(row.sequence_id, ()), row.block_table
-            if table is not before:
-                self._tables[row.sequence_id] = table
-                changes.append([row.sequence_id, len(table), *_changed_runs(before, table)])
-        return changes
+    def _table_changes(self, plan: StepPlan) -> Record:
+        """Returns what changed in block tables since the last row of their sequences.
 
-    def _further_changes(self, plan: StepPlan) -> list[list[Any]]:
-        changes = []
+        The format of the log has the first cache group in `tables`, and the others, whose changes
+        begin with the number of the group, in `further_tables`.
+        """
+        tables: list[list[Any]] = []
+        further: list[list[Any]] = []
         for row in plan.rows:
-            if row.further_tables:
-                known = self._further.get(row.sequence_id, ((),) * len(row.further_tables))
-                for group, (before, table) in enumerate(zip(known, row.further_tables, strict=True), start=1):
-                    if table is not before:
-                        changes.append([group, row.sequence_id, len(table), *_changed_runs(before, table)])
-                self._further[row.sequence_id] = row.further_tables
-        return changes
+            known = self._tables.get(row.sequence_id) or ((),) * len(row.block_tables)
+            for group, (before, table) in enumerate(zip(known, row.block_tables, strict=True)):
+                if table is not before:
+                    change = [row.sequence_id, len(table), *_changed_runs(before, table)]
+                    if group:
+                        further.append([group, *change])
+                    else:
+                        tables.append(change)
+            self._tables[row.sequence_id] = row.block_tables
+        return {"tables": tables, "further_tables": further}
 
     def _forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self._tables.pop(sequence_id, None)
-            self._further.pop(sequence_id, None)
 
 
 def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""What a waiting group brings along or finds in place, what its admission costs after that, and what is counted of it."""
+"""Admits a waiting group: finds the blocks that it can begin with, and says what it costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Hit(NamedTuple):
-    """What a sequence begins with: blocks that are cached, or pinned by others."""
+    """A sequence with the blocks, cached or pinned, that hold its first tokens already."""
 
     sequence: Sequence
     prefix: Prefix
@@ -20,41 +20,59 @@ class Hit(NamedTuple):
 
 @dataclass
 class PrefixCounts:
-    """Tokens. A request is counted once, when it is first admitted; what it finds again after a preemption is counted apart."""
+    """Counts the tokens that were looked up and found in the prefix cache and among pins.
+
+    Attributes:
+        num_queried: The known tokens of all requests at their first admission.
+        num_hits: The tokens among them that were found.
+        num_resumed_hits: The tokens that requests found when they came back after a preemption.
+    """
 
     num_queried: int = 0
     num_hits: int = 0
     num_resumed_hits: int = 0
 
     def note(self, group: SequenceGroup, hits: list[Hit], *, may_hit: bool) -> None:
-        """Counts an admission. Without prefix caching and pins there was no query to count."""
+        """Counts the admission of a group.
+
+        Args:
+            group: The group that was admitted.
+            hits: What its sequences begin with.
+            may_hit: False if there is neither a prefix cache nor a pin, so that nothing was asked.
+        """
         num_hits = sum(prefix.num_tokens for _, prefix in hits)
         if group.num_cached_tokens is not None:
             self.num_resumed_hits += num_hits
             return
         group.num_cached_tokens = num_hits
-        if may_hit and group.request.params.prompt_logprobs is None:  # who scores its prompt asks for nothing
+        # A request whose prompt is scored cannot use the cache, so it does not count as a query.
+        if may_hit and group.request.params.prompt_logprobs is None:
             self.num_queried += sum(sequence.num_known_tokens for sequence, _ in hits)
             self.num_hits += num_hits
 
 
 def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit]]:
-    """What the sequences of a group could begin with, the most tokens first.
+    """Returns the ways in which a group can begin, the one with the most tokens first.
 
-    The first is nearly always taken. Where it takes more blocks than there are, one of the others may not: cached blocks may be other
-    ones than the pinned, and where a window slides, what is found comes on top of what is ever needed.
+    The first way is nearly always taken. It may need more blocks than are free where another way
+    does not: the cached blocks may be other ones than the pinned blocks, and where a window slides
+    the blocks that are found come on top of those that the sequence needs at a time.
 
-    What is found is not computed, and has no logits: a prompt that is scored can begin with what was scored before, and no more.
+    Tokens that are found are not computed, so there are no logits for them. A prompt that is being
+    scored therefore begins with at most the tokens that were scored before.
     """
     salt = group.request.prefix_salt
-    cached, pinned = [], []
+    cached: list[Hit] = []
+    pinned: list[Hit] = []
     for sequence in group.unfinished:
-        known = sequence.token_ids  # of which the last is never found
+        known = sequence.token_ids
         if group.num_unscored:
+            # One token more than those that are scored: the last token is never found.
             known = known[: len(group.prompt_logprobs) + 1]
         cached.append(Hit(sequence, manager.find(known, sequence.block_digests, salt)))
         pinned.append(Hit(sequence, manager.find_pinned(known, salt)))
-    yield [max(both, key=lambda hit: hit.prefix.num_tokens) for both in zip(pinned, cached, strict=True)]
+    pairs = zip(pinned, cached, strict=True)
+    yield [max(pair, key=lambda hit: hit.prefix.num_tokens) for pair in pairs]
     if manager.pins:
         yield pinned
     if manager.slides:
@@ -62,35 +80,43 @@ def beginnings(group: SequenceGroup, manager: BlockManager) -> Iterator[list[Hit
 
 
 def blocks_to_admit(hits: list[Hit], manager: BlockManager) -> Counts:
-    """Free blocks that the group takes."""
-    return manager.num_to_begin([(sequence.num_known_tokens, prefix) for sequence, prefix in hits])
+    """Returns how many free blocks a group takes that begins with these hits, by cache group."""
+    return manager.num_to_begin([(hit.sequence.num_known_tokens, hit.prefix) for hit in hits])
 
 
 def admit_with_hits(
-    group: SequenceGroup, hits: list[Hit], manager: BlockManager, step: PlanBuilder, counts: PrefixCounts
+    group: SequenceGroup,
+    hits: list[Hit],
+    manager: BlockManager,
+    step: PlanBuilder,
+    counts: PrefixCounts,
 ) -> None:
-    """Begins the block tables of the group."""
-    step.add_copies(manager.begin([(s.sequence_id, s.num_known_tokens, prefix) for s, prefix in hits]), manager)
+    """Begins the block tables of a group, and counts what it found."""
+    new = [(one.sequence_id, one.num_known_tokens, prefix) for one, prefix in hits]
+    step.add_copies(manager.begin(new), manager)
     for sequence, prefix in hits:
         sequence.num_computed_tokens = prefix.num_tokens
     counts.note(group, hits, may_hit=manager.cached is not None or bool(manager.pins))
 
 
 def is_swapped(group: SequenceGroup, manager: BlockManager) -> bool:
+    """Returns whether the blocks of a group are in host memory."""
     return any(manager.is_swapped(sequence.sequence_id) for sequence in group.unfinished)
 
 
 def blocks_to_swap_in(group: SequenceGroup, manager: BlockManager) -> Counts:
-    """Free blocks that the group takes when its blocks come back from host memory."""
+    """Returns how many free blocks a swapped group takes when it comes back, by cache group."""
     return manager.num_swap_in_blocks(_spans(group))
 
 
 def admit_swapped(group: SequenceGroup, manager: BlockManager, step: PlanBuilder) -> None:
-    """Takes the block tables of the group back from host memory."""
+    """Moves the blocks of a group back from host memory, and reserves the rest of what it knows."""
     step.swap_in += manager.swap_in([sequence.sequence_id for sequence in group.unfinished])
     for span in _spans(group):
         step.add_copies(manager.reserve(*span), manager)
 
 
 def _spans(group: SequenceGroup) -> list[tuple[int, int, int]]:
-    return [(s.sequence_id, s.num_computed_tokens, s.num_known_tokens) for s in group.unfinished]
+    """Returns the positions of the known tokens that each sequence has to compute."""
+    unfinished = group.unfinished
+    return [(one.sequence_id, one.num_computed_tokens, one.num_known_tokens) for one in unfinished]

@@ -1,4 +1,4 @@
-"""What each edit of a decoding strategy does to sequences and block tables."""
+"""Applies the edits of a decoding strategy to sequences and block tables."""
 
 from __future__ import annotations
 
@@ -8,16 +8,31 @@ from jaxpage.memory import BlockManager
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
 from jaxpage.step.request import Sequence, SequenceGroup
 
-Sequences = MutableMapping[int, tuple[SequenceGroup, Sequence]]
+Sequences = MutableMapping[int, tuple[SequenceGroup, Sequence]]  # the key is a sequence id
 
 
-def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) -> SequenceGroup | None:
-    """Applies one edit and returns the group it touched; None when its sequence is gone (the request was aborted)."""
+def apply_edit(
+    edit: Edit,
+    sequences: Sequences,
+    block_manager: BlockManager,
+) -> SequenceGroup | None:
+    """Applies one edit.
+
+    Args:
+        edit: What happens to a sequence.
+        sequences: All sequences of unfinished groups. A fork is added here, a dropped sequence
+            is removed.
+        block_manager: The owner of the block tables.
+
+    Returns:
+        The group that was changed, or None if its request was aborted and the sequence is gone.
+    """
     sequence_id = edit.parent_id if isinstance(edit, Fork) else edit.sequence_id
     if sequence_id not in sequences:
         return None
     group, sequence = sequences[sequence_id]
-    assert sequence.finish_reason is None or type(edit) is Drop, f"{edit} comes after the end of its sequence"
+    is_open = sequence.finish_reason is None
+    assert is_open or type(edit) is Drop, f"{edit} comes after the end of its sequence"
     match edit:
         case Append():
             _append(sequence, edit)
@@ -29,7 +44,7 @@ def apply_edit(edit: Edit, sequences: Sequences, block_manager: BlockManager) ->
             sequences[child.sequence_id] = (group, child)
             block_manager.fork(edit.parent_id, edit.child_id)
         case Drop():
-            if not sequence.finished:  # who has ended owns no block any more
+            if is_open:  # a finished sequence has given its blocks back already
                 block_manager.release(sequence_id)
             group.sequences.remove(sequence)
             del sequences[sequence_id]
@@ -49,7 +64,8 @@ def _append(sequence: Sequence, edit: Append) -> None:
 
 
 def _score(group: SequenceGroup, edit: Score) -> None:
-    assert edit.position == 1 + len(group.prompt_logprobs), f"{edit} does not follow what is scored"
+    is_next = edit.position == 1 + len(group.prompt_logprobs)
+    assert is_next, f"{edit} does not follow the scores that are there"
     group.prompt_logprobs += edit.logprobs
 
 
@@ -60,6 +76,7 @@ def _finish(sequence: Sequence, edit: Finish) -> None:
 
 
 def _forked(parent: Sequence, edit: Fork) -> Sequence:
+    """Returns a sequence that begins with everything that is known of its parent."""
     return Sequence(
         sequence_id=edit.child_id,
         sample_index=edit.sample_index,

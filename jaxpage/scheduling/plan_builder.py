@@ -1,4 +1,4 @@
-"""A step while it is being planned: which sequence computes how many tokens, and what that costs of the step's limits."""
+"""Collects a step while it is being planned, and freezes it into a plan."""
 
 from __future__ import annotations
 
@@ -11,66 +11,90 @@ from jaxpage.step.request import Request, Sequence, SequenceGroup
 
 
 class PlanBuilder:
-    """Collects work, memory commands and preemptions until they are frozen into a plan."""
+    """Collects work, memory commands and preemptions until they are frozen into a plan.
+
+    Where the limits allow mixed steps, a chunk of a prompt follows the sequences that decode:
+
+        row 0   sequence 3   [t40]                       decodes: one token, one draw
+        row 1   sequence 5   [t17]                       decodes: one token, one draw
+        row 2   sequence 8   [t0 t1 t2 .. t13]           a chunk: no draw before its last token
+
+    Attributes:
+        work: The group, the sequence, and how many of its next tokens the step computes.
+        num_tokens: The tokens of all work.
+        num_extra_samples: The draws that have no row of their own.
+        swap_out: The pairs (block, host block) to move before anything else.
+        swap_in: The pairs (host block, block) to move after that.
+        copies: The pairs (source block, destination block) to copy after that.
+        preempted: The ids of the requests that gave their blocks up for this step.
+        num_admitted: The number of groups that were admitted.
+        drafts: The drafts by sequence id; each of these sequences computes one token.
+    """
 
     def __init__(self) -> None:
-        self.work: list[tuple[SequenceGroup, Sequence, int]] = []  # who computes how many of its next tokens
+        """Begins a step without work."""
+        self.work: list[tuple[SequenceGroup, Sequence, int]] = []
         self.num_tokens = 0
-        self.num_extra_samples = 0  # draws that have no row of their own
+        self.num_extra_samples = 0
         self.swap_out: list[tuple[int, int]] = []
         self.swap_in: list[tuple[int, int]] = []
         self.copies: list[tuple[int, int]] = []
         self.preempted: list[str] = []
-        self.num_admitted = 0  # groups
-        self.drafts: dict[int, Draft] = {}  # by sequence id, of sequences that compute one token
+        self.num_admitted = 0
+        self.drafts: dict[int, Draft] = {}
 
     def compute(self, group: SequenceGroup, sequence: Sequence, num_tokens: int) -> None:
+        """Has the step compute the next tokens of a sequence."""
         self.work.append((group, sequence, num_tokens))
         self.num_tokens += num_tokens
         if group.child_ids and sequence.num_pending_tokens == num_tokens:
             self.num_extra_samples += len(group.pending_forks)
 
     def add_copies(self, copies: Iterable[tuple[int, int]], block_manager: BlockManager) -> None:
+        """Has the step copy blocks before it writes."""
         for source, destination in copies:
-            # A source that were free could be handed out to a swap-in of this very step, which happens before the copies.
+            # A free source could be handed out to a swap-in of this very step, which comes before
+            # the copies.
             assert block_manager.is_used(source), f"block {source} is copied and was given up"
             self.copies.append((source, destination))
 
     @property
     def num_rows(self) -> int:
-        """Rows that the step's shape must have: it holds as many draws."""
+        """Returns how many rows the shape of the step must have: it holds as many draws."""
         return len(self.work) + self.num_extra_samples
 
     def freeze(self, step_id: int, block_manager: BlockManager) -> StepPlan:
-        """The plan, with its rows in the order of the work and a draw wherever a row reaches the last known token.
+        """Returns the plan, with a row for each piece of work and in the same order.
 
-        The first token of a request's samples is drawn from the same row, once for each.
+        There is a draw wherever a row reaches the last known token of its sequence. Where a request
+        asks for several samples, the first token of each is drawn from the same row.
         """
         rows: list[Row] = []
         samples: list[Sample] = []
         for group, sequence, num_tokens in self.work:
-            sequence_id, start, known = sequence.sequence_id, sequence.num_computed_tokens, sequence.token_ids
+            start = sequence.num_computed_tokens
+            known = sequence.token_ids
             draws = start + num_tokens == len(known)
             if draws:
                 sample = sample_of(len(rows), num_tokens, sequence, group.request)
-                if group.child_ids:
-                    children = enumerate(group.pending_forks, start=1)
-                    samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
+                for index, child_id in enumerate(group.pending_forks, start=1):
+                    samples.append(sample._replace(sequence_id=child_id, sample_index=index))
                 samples.append(sample)
-            token_ids = (known[start],) if num_tokens == 1 else tuple(known[start : start + num_tokens])
-            row = Row(sequence_id, start, token_ids, block_manager.block_table(sequence_id))
-            if further := block_manager.further_tables(sequence_id):
-                row = row._replace(further_tables=further)
+            if num_tokens == 1:
+                token_ids = (known[start],)
+            else:
+                token_ids = tuple(known[start : start + num_tokens])
+            tables = block_manager.block_tables(sequence.sequence_id)
+            row = Row(sequence.sequence_id, start, token_ids, tables)
             if group.request.lora:
                 row = row._replace(lora=group.request.lora.digest)
             if not draws:
                 row = row._replace(next_token_id=known[start + num_tokens])
-            if draft := self.drafts.get(sequence_id):
-                row = row._replace(
-                    token_ids=token_ids + draft.token_ids, parents=tuple(p + 1 for p in draft.parents), q=draft.q
-                )
+            if draft := self.drafts.get(sequence.sequence_id):
+                row = _with_draft(row, draft)
                 samples += drafted_samples(samples[-1], draft, sequence, group.request)
-            decodes = draws and num_tokens == 1  # as most rows do: no token of the prompt stands behind it
+            # Most rows decode, and no token of the prompt follows theirs.
+            decodes = draws and num_tokens == 1
             rows.append(row if decodes else _scoring(row, group))
         return StepPlan(
             step_id,
@@ -83,51 +107,53 @@ class PlanBuilder:
         )
 
 
+def _with_draft(row: Row, draft: Draft) -> Row:
+    """Returns the row of one known token with a draft after it."""
+    # Draft i is token 1 + i of the row, and a draft without a parent follows the known token.
+    parents = tuple(parent + 1 for parent in draft.parents)
+    return row._replace(token_ids=row.token_ids + draft.token_ids, parents=parents, q=draft.q)
+
+
 def _scoring(row: Row, group: SequenceGroup) -> Row:
-    """The row, asking for the log probabilities of the prompt's tokens behind its own that have none yet."""
+    """Returns the row, asking for the log probabilities of those prompt tokens that have none yet.
+
+    The logits of a row's token give the log probability of the token after it.
+    """
     if not group.num_unscored:
         return row
     num_known = len(group.prompt_logprobs)
     scored = group.request.prompt_token_ids[num_known + 1 : row.context_length + 1]
     if not scored:
         return row
-    first, num_top = num_known - row.start, group.request.params.prompt_logprobs
-    assert first >= 0 and num_top is not None, f"sequence {row.sequence_id} passes over tokens that are to be scored"
+    first = num_known - row.start
+    num_top = group.request.params.prompt_logprobs
+    name = f"sequence {row.sequence_id}"
+    assert first >= 0 and num_top is not None, f"{name} passes over tokens that are to be scored"
     return row._replace(scored=scored, first_scored=first, num_logprobs=num_top)
 
 
 def sample_of(row: int, num_tokens: int, sequence: Sequence, request: Request) -> Sample:
-    """The draw from the last token of a row that reaches the last known token of its sequence."""
-    known, params = sequence.token_ids, request.params
+    """Returns the draw from the last token of a row that reaches its sequence's last known token.
+
+    Args:
+        row: The number of the row.
+        num_tokens: The number of tokens of the row.
+        sequence: The sequence that draws.
+        request: The request of the sequence.
+    """
+    known = sequence.token_ids
     sample = Sample(
         row,
         num_tokens - 1,
         sequence.sequence_id,
-        params,
+        request.params,
         request.seed,
         sequence.sample_index,
         len(known),
         num_logprobs=request.num_logprobs,
     )
-    return _processed(sample, request, known) if request.processes_logits else sample  # most are not
-
-
-def drafted_samples(sample: Sample, draft: Draft, sequence: Sequence, request: Request) -> list[Sample]:
-    """The draws behind each draft, as if the drafts before it were known. `sample`: the draw from the last known token."""
-    row, _, sequence_id, params, seed, sample_index, position, _, _, num_logprobs, history, num_prompt_tokens, _ = (
-        sample
-    )
-    suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
-    samples = []
-    for index, depth in enumerate(draft.depths):  # several draws for every token that comes out: each is made in one go
-        path = draft.path(index) if request.processes_logits else ()
-        suppressed = suppression(request, [*sequence.token_ids, *path]) if suppresses else (False, ())
-        who = (row, 1 + index, sequence_id, params, seed, sample_index, position + depth)
-        samples.append(Sample(*who, *suppressed, num_logprobs, history, num_prompt_tokens, path))
-    return samples
-
-
-def _processed(sample: Sample, request: Request, known: list[int]) -> Sample:
+    if not request.processes_logits:  # the common case
+        return sample
     is_early, suppressed = suppression(request, known)
     return sample._replace(
         is_early=is_early,
@@ -137,17 +163,49 @@ def _processed(sample: Sample, request: Request, known: list[int]) -> Sample:
     )
 
 
-def suppression(request: Request, known: list[int]) -> tuple[bool, tuple[int, ...]]:
-    """Whether the next draw is below min_tokens, and what may not be drawn in it beside stop ids: see `Sample`.
+def drafted_samples(
+    sample: Sample,
+    draft: Draft,
+    sequence: Sequence,
+    request: Request,
+) -> list[Sample]:
+    """Returns the draws after each token of a draft, as if the tokens before it were known.
 
-    As in vLLM a bad word counts only where all of it is output: the prompt begins none.
+    Args:
+        sample: The draw after the last known token.
+        draft: The draft that follows that token.
+        sequence: The sequence that draws.
+        request: The request of the sequence.
+    """
+    # A step has several draws for every token that comes out of it, so each is made by one call.
+    noise = (sample.params, sample.seed, sample.sample_index)
+    counted = (sample.num_logprobs, sample.history, sample.num_prompt_tokens)
+    suppresses = bool(request.params.min_tokens or request.bad_word_token_ids)
+    samples = []
+    for index, depth in enumerate(draft.depths):
+        path = draft.path(index) if request.processes_logits else ()
+        suppressed: tuple[bool, tuple[int, ...]] = (False, ())
+        if suppresses:
+            suppressed = suppression(request, [*sequence.token_ids, *path])
+        place = (sample.row, 1 + index, sample.sequence_id)
+        position = sample.position + depth
+        samples.append(Sample(*place, *noise, position, *suppressed, *counted, path))
+    return samples
+
+
+def suppression(request: Request, known: list[int]) -> tuple[bool, tuple[int, ...]]:
+    """Returns whether the next draw is below `min_tokens`, and the ids that it must not give.
+
+    The stop ids of the request are not among them; see `Sample`. A bad word is suppressed only
+    where all of it would be output, as in vLLM: the prompt does not begin one.
     """
     num_output = len(known) - len(request.prompt_token_ids)
     is_early = num_output < request.params.min_tokens
     suppressed = set(request.bad_token_ids)
     if is_early:
         suppressed |= request.eos_token_ids
-    for word in request.bad_words_behind.get(known[-1], ()):
-        if len(word) <= num_output + 1 and word[:-1] == tuple(known[1 - len(word) :]):
+    for word in request.bad_words_after.get(known[-1], ()):
+        is_output = len(word) <= num_output + 1
+        if is_output and word[:-1] == tuple(known[1 - len(word) :]):
             suppressed.add(word[-1])
     return is_early, tuple(sorted(suppressed))

@@ -1,41 +1,51 @@
-"""What a backend admits in one step, and the scheduler's constants: every number that shapes a plan stands here."""
+"""Holds the settings of preemption, and the numbers that decide about an admission."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# Share of the pool that admitting a request must leave free while others run, so that they do not preempt it at once
-# (the watermark of vLLM's first version, which the PagedAttention paper measured). Never less than one block.
+# The share of the pool that an admission leaves free while other requests run, so that it does not
+# lead to a preemption at once: the watermark of vLLM's first version, which the PagedAttention
+# paper measured. It is never less than one block.
 WATERMARK = 0.01
 
 
 @dataclass(frozen=True)
 class Preemption:
-    """What becomes of a group that is preempted, and what new ones wait for (PagedAttention, section 4.5).
+    """Says what becomes of a preempted group (PagedAttention, section 4.5).
 
-    mode: "recompute" computes its tokens again, "swap" moves its blocks to host memory and back, as long as there are host blocks.
-        "auto" recomputes one sequence and swaps several: what several share is moved once, but would be computed once for each.
-        It is not chosen by measured cost, so that the same events give the same schedule on every machine.
-    new_wait_until: preempted groups are "readmitted", or, as the paper has it literally, "completed".
+    No mode compares measured costs, so the same events give the same schedule on every machine.
+
+    Attributes:
+        mode: "recompute" computes the tokens of the group again. "swap" moves its blocks to host
+            memory and back, as long as host blocks are free. "auto" recomputes a group of one
+            sequence and swaps a group of several: a block that several sequences share is moved
+            once, but would be computed once for each of them.
+        new_wait_until: New groups are admitted when the preempted ones are "readmitted" or, as the
+            paper has it literally, "completed".
     """
 
     mode: Literal["auto", "recompute", "swap"] = "auto"
     new_wait_until: Literal["readmitted", "completed"] = "readmitted"
 
     def swaps(self, num_sequences: int) -> bool:
+        """Returns whether a group of this many sequences is swapped instead of recomputed."""
         return self.mode == "swap" or (self.mode == "auto" and num_sequences > 1)
 
 
 def spare_blocks(num_usable: int, num_running: int, num_joining: int, *, resumes: bool) -> int:
-    """Blocks that an admission must leave free.
+    """Returns how many blocks of a pool an admission must leave free.
 
-    Who comes back after a preemption leaves one for every sequence that runs then, itself included: each takes at most one in S tokens,
-    so that no preempted request comes back only to be preempted at once.
+    A group that was preempted leaves a block for every sequence that runs after its admission, its
+    own included. Each of them takes at most one block in S tokens, so the group is not preempted
+    again as soon as it is back.
 
     Args:
-        num_usable: blocks of the pool.
-        num_running, num_joining: sequences.
+        num_usable: The number of blocks that the pool can hand out at all.
+        num_running: The number of sequences that run.
+        num_joining: The number of sequences of the group that is to be admitted.
+        resumes: True if the group was preempted before.
     """
     if not num_running:
         return 0

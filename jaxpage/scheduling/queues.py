@@ -1,4 +1,4 @@
-"""The policies: in which order waiting requests are admitted, and in which order running ones are preempted."""
+"""Holds the scheduling policies: which request is admitted next, and which is preempted first."""
 
 from __future__ import annotations
 
@@ -13,90 +13,115 @@ Rank = tuple[int, int]
 
 
 class WaitingQueue(Protocol):
-    """The requests that wait, under one policy. No operation takes longer because many wait, but for a logarithm."""
+    """The requests that wait, under one policy.
+
+    The time of an operation grows at most with the logarithm of the number of waiting requests.
+    """
 
     def rank(self, group: SequenceGroup) -> Rank:
-        """Of running groups the lowest is never preempted, the highest first. It does not change while a group runs."""
+        """Returns the rank of a group, which does not change while the group runs.
+
+        The running group of the lowest rank is never preempted, that of the highest rank first.
+        """
 
     def add(self, group: SequenceGroup) -> None:
-        """A newcomer."""
+        """Takes in a new group."""
 
     def put_back(self, group: SequenceGroup) -> None:
-        """A preempted group; of several, the one with the highest rank comes first."""
+        """Takes a preempted group back; of several the one with the highest rank comes first."""
 
     def first(self) -> SequenceGroup | None:
-        """The group to be admitted next; it stays in the queue."""
+        """Returns the group that is to be admitted next; it stays in the queue."""
 
     def remove(self, group: SequenceGroup) -> None:
-        """It was admitted, or has ended."""
+        """Lets go of a group that was admitted or has ended."""
 
     def admitted(self, group: SequenceGroup, num_tokens: int) -> None:
-        """A newcomer was admitted, with so many tokens of its prompt to compute."""
+        """Notes that a new group was admitted with this many tokens of its prompt to compute."""
 
     def served(self, group: SequenceGroup, num_tokens: int) -> None:
-        """A group was given so many tokens of output."""
+        """Notes that a group was given this many tokens of output."""
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        """All groups, the next to be admitted first, as far as that is settled."""
+        """Returns all groups in the order of admission, as far as that is settled."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Returns how many groups wait."""
 
 
 class FirstCome:
-    """First come, first served: arrival decides who is admitted, and the latest is preempted first."""
+    """First come, first served.
+
+    The group that arrived first is admitted first, and the last to arrive is preempted first.
+    """
 
     def __init__(self) -> None:
-        self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()
+        """Makes an empty queue."""
+        self._groups: OrderedDict[str, SequenceGroup] = OrderedDict()  # the key is a request id
 
     def rank(self, group: SequenceGroup) -> Rank:
+        """Returns a rank that grows with the arrival."""
         return 0, group.arrival
 
     def add(self, group: SequenceGroup) -> None:
+        """Puts a new group at the end."""
         self._groups[group.request.request_id] = group
 
     def put_back(self, group: SequenceGroup) -> None:
+        """Puts a preempted group at the front: it arrived before all that wait."""
         self.add(group)
-        self._groups.move_to_end(group.request.request_id, last=False)  # it came before all that wait
+        self._groups.move_to_end(group.request.request_id, last=False)
 
     def first(self) -> SequenceGroup | None:
+        """Returns the group at the front."""
         return next(iter(self._groups.values()), None)
 
     def remove(self, group: SequenceGroup) -> None:
+        """Takes a group out, wherever it is."""
         del self._groups[group.request.request_id]
 
     def admitted(self, group: SequenceGroup, num_tokens: int) -> None:
-        pass
+        """Does nothing: this policy counts no tokens."""
 
     def served(self, group: SequenceGroup, num_tokens: int) -> None:
-        pass
+        """Does nothing: this policy counts no tokens."""
 
     def __iter__(self) -> Iterator[SequenceGroup]:
+        """Returns the groups from the front to the end."""
         return iter(self._groups.values())
 
     def __len__(self) -> int:
+        """Returns how many groups wait."""
         return len(self._groups)
 
 
 class ByPriority(FirstCome):
-    """The lowest `priority` first, arrival among equals, whether new or preempted; running requests are preempted in the opposite order.
+    """The lowest `priority` first, and the first arrival among equals.
 
-    A waiting request takes no running one's place: it is next when there is room.
+    New and preempted requests are treated alike, and running requests are preempted in the opposite
+    order. A waiting request does not take the place of a running one: it is the next to be admitted
+    when there is room.
     """
 
     def __init__(self) -> None:
+        """Makes an empty queue."""
         super().__init__()
-        self._heap: list[tuple[Rank, str]] = []  # of those that wait, and some that do so no more
+        # An entry for each waiting group, and some for groups that do not wait any more.
+        self._heap: list[tuple[Rank, str]] = []
 
     def rank(self, group: SequenceGroup) -> Rank:
+        """Returns a rank that grows with the priority's number, then with the arrival."""
         return group.request.params.priority, group.arrival
 
     def add(self, group: SequenceGroup) -> None:
+        """Puts a group, new or preempted, at its rank."""
         super().add(group)
         heapq.heappush(self._heap, (self.rank(group), group.request.request_id))
 
     put_back = add
 
     def first(self) -> SequenceGroup | None:
+        """Returns the waiting group of the lowest rank."""
         while self._heap:
             rank, request_id = self._heap[0]
             group = self._groups.get(request_id)
@@ -106,60 +131,75 @@ class ByPriority(FirstCome):
         return None
 
     def __iter__(self) -> Iterator[SequenceGroup]:
+        """Returns the groups in order of rank."""
         return iter(sorted(self._groups.values(), key=self.rank))
 
 
 class FairShare:
-    """Every user gets the same share of the tokens, as far as they ask for it: virtual token counters (Sheng et al., OSDI 2024).
+    """Gives every user the same share of the tokens, as far as the user asks for it.
 
-    A user's counter grows with the tokens of prompts that are computed and, twice as much, with the tokens that are drawn. Next is the
-    first request of the waiting user whose counter is lowest. A user who comes back after a pause starts no lower than the waiting users,
-    so that no share can be saved for later. Preempted requests come before new ones, in the order in which they were first admitted;
-    that order also decides which is preempted. Requests without a user count as one user's.
+    The policy is the virtual token counter (Sheng et al., OSDI 2024). A user's counter grows by one
+    for each token of a prompt that is computed, and by two for each token that is drawn. The next
+    request is the first one of the waiting user with the lowest counter. A user who comes back
+    after a pause starts no lower than the waiting users do, so that no share can be saved for
+    later.
+
+    Preempted requests come before new ones, in the order of their first admission. That order also
+    decides which running request is preempted. All requests without a user count as one user's.
     """
 
-    PROMPT_WEIGHT, OUTPUT_WEIGHT = 1, 2
+    PROMPT_WEIGHT = 1
+    OUTPUT_WEIGHT = 2
     MOST_IDLE = 1024  # users whose counters are remembered while none of their requests waits
 
     def __init__(self) -> None:
+        """Makes an empty queue."""
         self._preempted = FirstCome()
-        self._waiting: dict[str, OrderedDict[str, SequenceGroup]] = {}  # by user; never empty
-        self._counters: dict[str, int] = {}  # of those users
-        self._idle: OrderedDict[str, int] = OrderedDict()  # the counters of the others
-        self._turns: dict[str, int] = {}  # of each waiting user: the arrival with which its entry in the heap was made
-        self._heap: list[tuple[int, int, str]] = []  # (counter, no higher than it is now; turn; user)
-        self._level = 0  # the counter of the user who was admitted last: where a user starts when no other waits
+        self._waiting: dict[str, OrderedDict[str, SequenceGroup]] = {}  # by user; none is empty
+        self._counters: dict[str, int] = {}  # the counters of the users in `_waiting`
+        self._idle: OrderedDict[str, int] = OrderedDict()  # the counters of other users
+        # The arrival of each waiting user's entry in the heap; an entry with another one is old.
+        self._turns: dict[str, int] = {}
+        # (counter, turn, user); the counter may have grown since.
+        self._heap: list[tuple[int, int, str]] = []
+        # The counter of the user who was admitted last: a user starts there when no other waits.
+        self._level = 0
         self._num_waiting = 0
 
     def rank(self, group: SequenceGroup) -> Rank:
+        """Returns a rank that grows with the first admission."""
         return 0, group.admission
 
     def add(self, group: SequenceGroup) -> None:
+        """Puts a new group at the end of its user's requests."""
         user = _user(group)
         if user not in self._waiting:
             lowest = self._lowest()
             floor = self._level if lowest is None else self._counters[lowest]
             self._counters[user] = max(self._idle.pop(user, 0), floor)
-            self._waiting[user], self._turns[user] = OrderedDict(), group.arrival
+            self._waiting[user] = OrderedDict()
+            self._turns[user] = group.arrival
             heapq.heappush(self._heap, (self._counters[user], group.arrival, user))
         self._waiting[user][group.request.request_id] = group
         self._num_waiting += 1
 
     def put_back(self, group: SequenceGroup) -> None:
+        """Puts a preempted group before all others."""
         self._preempted.put_back(group)
 
     def first(self) -> SequenceGroup | None:
+        """Returns a preempted group, or the first group of the user with the lowest counter."""
         if (preempted := self._preempted.first()) is not None:
             return preempted
         lowest = self._lowest()
         return None if lowest is None else next(iter(self._waiting[lowest].values()))
 
     def _lowest(self) -> str | None:
-        """The waiting user with the lowest counter; of equals, the one that has waited longest."""
+        """Returns the waiting user with the lowest counter; of equals the one who waits longest."""
         while self._heap:
             counter, turn, user = self._heap[0]
             if self._turns.get(user) != turn:
-                heapq.heappop(self._heap)  # it has stopped waiting since
+                heapq.heappop(self._heap)  # the user has stopped waiting since
             elif counter < self._counters[user]:
                 heapq.heapreplace(self._heap, (self._counters[user], turn, user))
             else:
@@ -167,28 +207,33 @@ class FairShare:
         return None
 
     def remove(self, group: SequenceGroup) -> None:
-        user, request_id = _user(group), group.request.request_id
+        """Takes a group out; a user without waiting groups becomes idle."""
         if group.num_preemptions:
             self._preempted.remove(group)
             return
-        del self._waiting[user][request_id]
+        user = _user(group)
+        del self._waiting[user][group.request.request_id]
         self._num_waiting -= 1
         if not self._waiting[user]:
-            del self._waiting[user], self._turns[user]
+            del self._waiting[user]
+            del self._turns[user]
             self._idle[user] = self._counters.pop(user)
             if len(self._idle) > self.MOST_IDLE:
                 self._idle.popitem(last=False)
 
     def admitted(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Counts the tokens of a prompt."""
         counters, user = self._counters_of(group)
         self._level = max(self._level, counters[user])
         counters[user] += self.PROMPT_WEIGHT * num_tokens
 
     def served(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Counts tokens of output."""
         counters, user = self._counters_of(group)
         counters[user] += self.OUTPUT_WEIGHT * num_tokens
 
     def _counters_of(self, group: SequenceGroup) -> tuple[dict[str, int], str]:
+        """Returns the dictionary that has the counter of a group's user, and the user."""
         user = _user(group)
         if user in self._counters:
             return self._counters, user
@@ -196,11 +241,14 @@ class FairShare:
         return self._idle, user
 
     def __iter__(self) -> Iterator[SequenceGroup]:
+        """Returns the preempted groups, then those of each user, the lowest counter first."""
         yield from self._preempted
-        for user in sorted(self._waiting, key=lambda user: (self._counters[user], self._turns[user])):
+        users = sorted(self._waiting, key=lambda user: (self._counters[user], self._turns[user]))
+        for user in users:
             yield from self._waiting[user].values()
 
     def __len__(self) -> int:
+        """Returns how many groups wait."""
         return len(self._preempted) + self._num_waiting
 
 
@@ -208,4 +256,8 @@ def _user(group: SequenceGroup) -> str:
     return group.request.params.user or ""
 
 
-POLICIES: dict[str, Callable[[], WaitingQueue]] = {"fcfs": FirstCome, "priority": ByPriority, "fair": FairShare}
+POLICIES: dict[str, Callable[[], WaitingQueue]] = {
+    "fcfs": FirstCome,
+    "priority": ByPriority,
+    "fair": FairShare,
+}

@@ -1,47 +1,229 @@
-"""Continuous batching over paged memory: what each step computes, and the one place where sequences change."""
+"""Schedules requests over paged memory: plans what each step computes, and commits what came of it.
+
+A sequence has tokens that are known and tokens that are computed. A step gives it work so that the
+second number catches up with the first; there are no phases beyond that.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from jaxpage.errors import CapacityError
+from jaxpage.memory import BlockManager, MemorySplit, Pin
 from jaxpage.scheduling.committing import apply_edit
+from jaxpage.scheduling.fitting import refuse_to_crowd_out
 from jaxpage.scheduling.plan_builder import PlanBuilder
+from jaxpage.scheduling.policy import Preemption
+from jaxpage.scheduling.queues import ByPriority, FirstCome, WaitingQueue
 from jaxpage.scheduling.running_set import RunningSet
 from jaxpage.step.draft import NO_DRAFTS, PLACEHOLDER, Draft, Drafts, chain
 from jaxpage.step.edits import Append, Edit, Score
-from jaxpage.step.plan import StepPlan
+from jaxpage.step.limits import StepLimits
+from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.request import Sequence, SequenceGroup
 
-Members = tuple[SequenceGroup, list[Sequence]]  # a group and those of its sequences that are not finished
+# A group, and those of its sequences that are not finished.
+Members = tuple[SequenceGroup, list[Sequence]]
 
 
 def decodes(sequences: list[Sequence]) -> bool:
-    """Whether each sequence of a group has one token left to compute."""
-    return all([len(s.token_ids) - s.num_computed_tokens == 1 for s in sequences])
+    """Returns whether each sequence of a group has exactly one token left to compute."""
+    return all([len(one.token_ids) - one.num_computed_tokens == 1 for one in sequences])
 
 
-class Scheduler(RunningSet):
-    """Plans steps for the running groups, and commits what came of them.
+class Scheduler:
+    """Plans steps for the running groups, and is the one place where sequences change.
 
-    There are no phases: a sequence has tokens known and tokens computed, and is given work so that the second catches up. With one token
-    left for each of its sequences a group decodes, all sequences in the same step; before that it computes its prompt, or after a
-    preemption all its tokens, in chunks. A request that asks for several sequences has one until its prompt is computed; the first token
-    of each is drawn in the same step.
+    A group decodes when each of its sequences has one token left to compute; all of them take part
+    in the same step. Before that the group computes its prompt, or all its tokens after a
+    preemption, in chunks. A request that asks for several samples has one sequence until its prompt
+    is computed; the first token of each sample is drawn in the same step.
+
+    Attributes:
+        limits: The steps that the compiled shapes hold.
+        block_manager: The owner of all block tables.
+        max_num_seqs: The most sequences that run at a time.
+        has_priorities: True if the policy looks at the priority of requests.
+        num_preemptions: How many groups were preempted, by what became of them.
+        prefix_counts: How many tokens were found in the prefix cache and among pins.
     """
 
-    _last_was_chunk = False  # where the two kinds of steps alternate: whose turn it is
-    _num_steps = 0  # that were planned
+    def __init__(
+        self,
+        limits: StepLimits,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        queue: WaitingQueue | None = None,
+        preemption: Preemption | None = None,
+        max_loras: int = 0,
+    ) -> None:
+        """Makes a scheduler without requests.
+
+        Args:
+            limits: The steps that the compiled shapes hold.
+            block_manager: The owner of the block tables.
+            max_num_seqs: The most sequences that run at a time.
+            queue: The waiting queue, empty; None for first come, first served.
+            preemption: The settings of preemption; None for the defaults.
+            max_loras: The most LoRA adapters that the running requests may have.
+
+        Raises:
+            ValueError: A step does not hold a token of each of `max_num_seqs` sequences.
+        """
+        if not 1 <= max_num_seqs <= limits.max_rows:
+            most = limits.max_rows
+            raise ValueError(f"{max_num_seqs=} must be between 1 and the {most} rows of a step")
+        self.limits = limits
+        self.block_manager = block_manager
+        self.max_num_seqs = max_num_seqs
+        self.has_priorities = isinstance(queue, ByPriority)
+        self._requests = RunningSet(
+            block_manager,
+            max_num_seqs=max_num_seqs,
+            queue=FirstCome() if queue is None else queue,
+            preemption=preemption or Preemption(),
+            max_loras=max_loras,
+        )
+        self.num_preemptions = self._requests.num_preemptions
+        self.prefix_counts = self._requests.prefix_counts
+        self._gives_way = False
+        self._last_was_chunk = False  # where the two kinds of steps alternate: the kind of the last
+        self._num_steps = 0  # the number of steps that were planned
+
+    @property
+    def running(self) -> tuple[SequenceGroup, ...]:
+        """Returns the groups that own blocks, the lowest rank first."""
+        return self._requests.running
+
+    @property
+    def waiting(self) -> tuple[SequenceGroup, ...]:
+        """Returns the groups that own no block of the pools, the next to be admitted first."""
+        return self._requests.waiting
+
+    @property
+    def num_running(self) -> int:
+        """Returns how many groups run."""
+        return self._requests.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Returns how many groups wait."""
+        return self._requests.num_waiting
+
+    @property
+    def num_swapped(self) -> int:
+        """Returns how many of the waiting groups have their blocks in host memory."""
+        return self._requests.num_swapped
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Returns whether any group runs or waits."""
+        return self.num_running + self.num_waiting > 0
+
+    @property
+    def has_sequence_slots(self) -> bool:
+        """Returns whether a group waits that could run if there were blocks for it."""
+        return self._requests.has_sequence_slots
+
+    def usage(self) -> MemorySplit:
+        """Returns how the slots of the pools are used.
+
+        This walks all block tables: it is for reports, not for every step.
+        """
+        running = [sequence for group in self.running for sequence in group.unfinished]
+        return self.block_manager.usage(
+            {sequence.sequence_id: sequence.num_computed_tokens for sequence in running},
+            {sequence.sequence_id: sequence.num_known_tokens for sequence in running},
+        )
+
+    # Requests come and go between two steps.
+
+    def add(self, group: SequenceGroup) -> None:
+        """Takes in a new group, which waits.
+
+        Raises:
+            CapacityError: The group could not run even if it were alone.
+            ValueError: The request id is in use, or the prompt is empty or as long as the request
+                may become.
+        """
+        self._requests.add(group)
+
+    def abort(self, request_id: str, reason: str = "abort") -> SequenceGroup | None:
+        """Ends a group in whatever state it is, and gives its blocks back at once.
+
+        Returns:
+            The group, or None if there is none with this id any more.
+        """
+        return self._requests.abort(request_id, reason)
+
+    def pin(self, pin_id: int, request_id: str) -> SequenceGroup:
+        """Ends a running request, and keeps its computed prompt in place.
+
+        Args:
+            pin_id: The id of the pin, to be given to `block_manager.unpin`.
+            request_id: The request; its prompt is computed.
+
+        Returns:
+            The group of the request.
+
+        Raises:
+            CapacityError: Another request could not run alone any more. Nothing has changed.
+        """
+        manager = self.block_manager
+        (group,) = (one for one in self.running if one.request.request_id == request_id)
+        prompt = group.request.prompt_token_ids
+        sequence = group.unfinished[0]
+        assert sequence.num_computed_tokens >= len(prompt), "the prompt is not computed yet"
+        manager.pin(pin_id, sequence.sequence_id, Pin(prompt, group.request.prefix_salt))
+        others = [other for other in self._requests.groups if other is not group]
+        try:
+            refuse_to_crowd_out(others, manager, len(prompt))
+        except CapacityError:
+            manager.unpin(pin_id)
+            raise
+        self.abort(request_id)
+        return group
+
+    def give_way(self) -> None:
+        """Has the next plan begin with a preemption if two groups run, whatever there is room for.
+
+        Tests show with it that a request draws the same tokens wherever it is preempted.
+        """
+        self._gives_way = True
+
+    def preempt_all(self) -> None:
+        """Has every group start over, after a step that was planned and did not happen."""
+        self._requests.preempt_all()
+
+    def lose_pages(self) -> None:
+        """Forgets what was in the blocks: all groups start over, nothing is cached or pinned."""
+        self.preempt_all()
+        self.block_manager.lose_pages()
+
+    def check(self) -> None:
+        """Asserts what holds between two steps."""
+        self._requests.check()
+
+    # Planning a step.
 
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
-        """The next step, or None when there is nothing to do. Reserves its blocks; changes no sequence but those it preempts.
+        """Returns the next step, or None when there is nothing to do.
 
-        drafts: what may follow. They are suggestions: as many are verified as fit in a step in which everybody decodes, and in the blocks
-        that are free. Where `StepLimits.num_steps` is more than 1, nobody drafts, and the step draws several tokens of each sequence.
+        The blocks of the step are reserved. No sequence is changed but those that are preempted.
+
+        Args:
+            drafts: What may follow some sequences. As many drafts are verified as fit in a step in
+                which every row decodes, and in the blocks that are free. They are not used where
+                `StepLimits.num_steps` is more than 1: there a step draws several tokens of a row.
         """
         step = PlanBuilder()
+        if self._gives_way and self.num_running > 1:
+            self._requests.preempt_last(step)
+        self._gives_way = False
         decoding, computing = self._divide()
-        num_decoding = sum(len(sequences) + len(group.pending_forks) for group, sequences in decoding)
-        if self.limits.holds_chunks_beside(num_decoding):
+        num_decoding = sum(len(members) + len(group.pending_forks) for group, members in decoding)
+        if self.limits.holds_chunks_with(num_decoding):
             self._plan_decoding(step, decoding)
             self._plan_chunks(step, computing)
         elif self._last_was_chunk:
@@ -51,13 +233,15 @@ class Scheduler(RunningSet):
             self._plan_chunks(step, computing)
             self._last_was_chunk = bool(step.work) or step.num_admitted > 0
         if not step.work:
-            decoding, _ = self._divide()  # once more: who was just admitted with one token per sequence decodes
+            # Divide again: a group that was admitted just now can decode at once if all but one
+            # token of each of its sequences was found.
+            decoding, _ = self._divide()
             self._plan_decoding(step, decoding)
-        while not step.work and len(self._running) > 1 and not step.num_admitted:
-            self._preempt_last(step)  # no chunk has room: see _reserve_chunk
+        while not step.work and self.num_running > 1 and not step.num_admitted:
+            self._requests.preempt_last(step)  # no chunk has room: see `_reserve_chunk`
             self._plan_chunks(step, computing)
         if not step.work:
-            assert not self._groups, "there are unfinished groups, and none can run"
+            assert not self.has_unfinished, "there are unfinished groups, and none can run"
             return None
         if self.limits.num_steps > 1:
             drafts = self._several_steps(step)
@@ -67,29 +251,37 @@ class Scheduler(RunningSet):
         return step.freeze(self._num_steps, self.block_manager)
 
     def _divide(self) -> tuple[list[Members], list[Members]]:
-        """The running groups with their unfinished sequences: those that decode, and those with more to compute."""
+        """Returns the running groups that decode, and those that have more to compute."""
         decoding: list[Members] = []
         computing: list[Members] = []
-        for group in self._running.values():
+        for group in self.running:
             sequences = group.unfinished
-            (decoding if decodes(sequences) else computing).append((group, sequences))
+            if decodes(sequences):
+                decoding.append((group, sequences))
+            else:
+                computing.append((group, sequences))
         return decoding, computing
 
     def _plan_decoding(self, step: PlanBuilder, decoding: list[Members]) -> None:
-        """One token for every sequence that decodes, the lowest rank first; the highest is preempted when blocks run out."""
+        """Computes a token of every sequence that decodes, in order of rank.
+
+        When blocks run out, the running group of the highest rank is preempted.
+        """
         for group, sequences in decoding:
-            if step.preempted and group.request.request_id not in self._running:
-                return  # was preempted, and with it all of higher rank
+            if step.preempted and not self._requests.is_running(group):
+                return  # the group was preempted, and with it all groups of a higher rank
             if self._make_room(group, sequences, step):
                 for sequence in sequences:
                     step.compute(group, sequence, 1)
 
     def _several_steps(self, step: PlanBuilder) -> Drafts:
-        """Returns places for the tokens that the step draws one after the other, each of which its row goes on with.
+        """Returns places for the tokens that the step draws one after the other.
 
-        The places are planned, booked, logged and replayed as drafts that are all right. The host sees none of the tokens before all
-        are drawn. If any request of the step needs the host between two tokens, the step therefore draws one token of each sequence.
-        This is decided from the step as it is planned: a group that was not running before may have been admitted by it.
+        The row of a sequence goes on with each of them. The places are planned, booked, logged and
+        replayed as drafts that are all right. The host sees none of the tokens before all are
+        drawn. If any request of the step needs the host between two tokens, the step therefore
+        draws one token of each sequence. This is decided from the step as it is planned: a group
+        that was not running before may have been admitted by it.
         """
         if any([group.request.beam or group.request.processes_logits for group, _, _ in step.work]):
             return NO_DRAFTS
@@ -97,87 +289,126 @@ class Scheduler(RunningSet):
         return Drafts({sequence.sequence_id: places for _, sequence, _ in step.work})
 
     def _plan_drafts(self, step: PlanBuilder, drafts: Mapping[int, Draft]) -> None:
-        """Adds drafts to a step of single draws, the lowest rank first. No request is preempted or waits for them: they come last.
+        """Adds drafts to a step in which every sequence decodes.
 
-        Which beam goes on behind a token is not known before all have drawn, so beams have no drafts. Neither has a prefix that is computed
-        to be pinned: right drafts would take it to its end.
+        Drafts are served in order of rank, and only from blocks that are free: a draft neither
+        preempts a request nor makes one wait. Two kinds of requests get none:
+          * a beam search, because the beams that go on are known only after all have drawn;
+          * a prefix that is computed for a pin, because accepted drafts would take it to its end.
         """
-        if any(sequence.num_pending_tokens > 1 or group.pending_forks for group, sequence, _ in step.work):
+        if any([one.num_pending_tokens > 1 or group.pending_forks for group, one, _ in step.work]):
             return
-        num_left, manager = self.limits.draft_budget(len(step.work)), self.block_manager
+        num_rows = len(step.work)
+        budget = self.limits.draft_budget(num_rows)
         for group, sequence, _ in step.work:
+            request = group.request
             draft = drafts.get(sequence.sequence_id)
-            if draft is None or group.request.beam or group.request.is_prefix:
+            if draft is None or request.beam or request.is_prefix:
                 continue
             if not self.limits.trees:
                 draft = draft.first_branch()
-            start = sequence.num_known_tokens
-            most = min(num_left, self.limits.most_drafts(len(step.work)), group.request.max_total_tokens - start - 1)
-            num_drafts = min(len(draft.token_ids), most)
-            while num_drafts > 0:
-                span = (sequence.sequence_id, start, start + num_drafts)
-                if manager.has_room([span]):
-                    step.add_copies(manager.reserve(*span), manager)
-                    step.drafts[sequence.sequence_id] = draft.cut(num_drafts)
-                    num_left -= num_drafts
-                    break
-                num_drafts -= 1
+            num_left = request.max_total_tokens - sequence.num_known_tokens - 1
+            most = min(budget, self.limits.most_drafts(num_rows), num_left)
+            budget -= self._add_draft(step, sequence, draft, most)
 
-    def _make_room(self, group: SequenceGroup, sequences: list[Sequence], step: PlanBuilder) -> bool:
-        """Reserves a token for each sequence of the group. False: there is no room in this step, or the group itself was preempted.
+    def _add_draft(self, step: PlanBuilder, sequence: Sequence, draft: Draft, most: int) -> int:
+        """Adds as much of a draft as free blocks hold, at most `most` tokens; returns how many."""
+        manager = self.block_manager
+        start = sequence.num_known_tokens
+        for num_tokens in range(min(len(draft.token_ids), most), 0, -1):
+            span = (sequence.sequence_id, start, start + num_tokens)
+            if manager.has_room([span]):
+                step.add_copies(manager.reserve(*span), manager)
+                step.drafts[sequence.sequence_id] = draft.cut(num_tokens)
+                return num_tokens
+        return 0
 
-        A step admits or preempts, never both: the blocks of who was just admitted are filled in this very step.
+    def _make_room(
+        self,
+        group: SequenceGroup,
+        sequences: list[Sequence],
+        step: PlanBuilder,
+    ) -> bool:
+        """Reserves a token for each sequence of a group.
+
+        A step admits or preempts, never both: the blocks of a group that was just admitted are
+        filled in this very step.
+
+        Returns:
+            False if there is no room in this step, or if the group itself was preempted.
         """
         manager = self.block_manager
         if manager.slides:
             for sequence in sequences:
                 manager.slide(sequence.sequence_id, sequence.num_computed_tokens)
-        if all([manager.can_write(s.sequence_id, s.num_computed_tokens) for s in sequences]):
-            return True  # as fifteen times in sixteen
-        spans = [(s.sequence_id, s.num_computed_tokens, s.num_computed_tokens + 1) for s in sequences]
+        if all([manager.can_write(one.sequence_id, one.num_computed_tokens) for one in sequences]):
+            return True  # the common case: the last block of 16 still has room
+        starts = [(one.sequence_id, one.num_computed_tokens) for one in sequences]
+        spans = [(sequence_id, start, start + 1) for sequence_id, start in starts]
         while not manager.has_room(spans):
-            if step.num_admitted or self._preempt_last(step) is group:
+            if step.num_admitted or self._requests.preempt_last(step) is group:
                 return False
         for span in spans:
             step.add_copies(manager.reserve(*span), manager)
         return True
 
     def _plan_chunks(self, step: PlanBuilder, computing: list[Members]) -> None:
-        """Tokens for the running groups that do not decode yet, then for those that can be admitted, up to the step's limits.
+        """Computes tokens of running groups that do not decode yet, then of newly admitted ones.
 
-        Who comes first takes all it can. Only who found all but the last token in place decodes before an older group does.
+        The first group takes all that the limits of the step allow. A newcomer needs no chunk if
+        all its tokens but the last one were found. If no chunk is planned before it, it decodes in
+        this step, and the groups that arrived later wait.
         """
         for group, sequences in computing:
-            if not step.preempted or group.request.request_id in self._running:
+            if not step.preempted or self._requests.is_running(group):
                 self._add_chunks(step, group, sequences)
         has_decoding = False
         while not step.preempted and self._has_room(step):
-            newcomer = self._queue.first()
-            if newcomer is None or not self._admit(newcomer, step):
+            newcomer = self._requests.admit_next(step)
+            if newcomer is None:
                 return
             sequences = newcomer.unfinished
-            if decodes(sequences) and (sequences[0].num_computed_tokens or newcomer.pending_forks):
-                has_decoding = True  # all but the last token was in place
+            was_found = sequences[0].num_computed_tokens > 0 or bool(newcomer.pending_forks)
+            if decodes(sequences) and was_found:
+                has_decoding = True
             elif has_decoding and not step.work:
-                return  # who is older decodes first; the newcomer's turn comes next
+                return  # the group before it decodes in this step
             else:
                 self._add_chunks(step, newcomer, sequences)
 
     def _has_room(self, step: PlanBuilder) -> bool:
-        return step.num_tokens < self.limits.max_tokens and step.num_rows < self.limits.max_chunk_rows
+        """Returns whether the step holds another token, in a row of its own."""
+        limits = self.limits
+        return step.num_tokens < limits.max_tokens and step.num_rows < limits.max_chunk_rows
 
-    def _add_chunks(self, step: PlanBuilder, group: SequenceGroup, sequences: list[Sequence]) -> None:
-        # Sequences of one group draw in the same step or not at all: the last token waits until each has one left. Where the first
-        # draws are several it waits too: a step of single tokens has as many rows, and draws, as there are sequence slots.
+    def _add_chunks(
+        self,
+        step: PlanBuilder,
+        group: SequenceGroup,
+        sequences: list[Sequence],
+    ) -> None:
+        """Computes the next tokens of each sequence of a group, as many as the step holds."""
+        # The sequences of a group draw in the same step, so the last token of each waits until all
+        # have one token left. It also waits where the first draws are several: a step of single
+        # tokens has as many rows, and draws, as there are sequence slots.
         num_kept = 1 if len(sequences) > 1 or group.pending_forks else 0
         for sequence in sequences:
-            num_tokens = min(sequence.num_pending_tokens - num_kept, self.limits.max_tokens - step.num_tokens)
-            if num_tokens > 0 and self._has_room(step) and self._reserve_chunk(step, sequence, num_tokens):
+            room = self.limits.max_tokens - step.num_tokens
+            num_tokens = min(sequence.num_pending_tokens - num_kept, room)
+            if num_tokens <= 0 or not self._has_room(step):
+                continue
+            if self._reserve_chunk(step, sequence, num_tokens):
                 step.compute(group, sequence, num_tokens)
 
     def _reserve_chunk(self, step: PlanBuilder, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for a chunk: they are there since the admission, unless a window slides over what others share by now."""
-        manager, sequence_id, start = self.block_manager, sequence.sequence_id, sequence.num_computed_tokens
+        """Reserves the blocks of a chunk; returns False if there are too few.
+
+        They are there since the admission, unless a window slides over blocks that other sequences
+        share by now.
+        """
+        manager = self.block_manager
+        sequence_id = sequence.sequence_id
+        start = sequence.num_computed_tokens
         manager.slide(sequence_id, start)
         for stop in (sequence.num_known_tokens, start + num_tokens):
             if manager.has_room([(sequence_id, start, stop)]):
@@ -185,49 +416,64 @@ class Scheduler(RunningSet):
                 return True
         return False
 
+    # Committing a step.
+
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
-        """Books a step that happened: its rows are computed, then the edits apply, in order.
+        """Books a step that happened: its rows are computed, then its edits apply in order.
 
         Rows and edits of groups that were aborted meanwhile are passed over.
 
         Returns:
-            The groups that an edit touched, in the order of their first one. Scores alone are no news: a draw always follows.
+            The groups that an edit touched, in the order of their first edit. A score alone does
+            not count, because a draw always follows.
         """
-        block_size = self.block_manager.block_size
         for row in plan.rows:
-            if row.sequence_id in self._sequences:
-                group, sequence = self._sequences[row.sequence_id]
-                start = row.start
-                assert sequence.num_computed_tokens == start, f"step {plan.step_id} is committed out of turn"
-                sequence.num_computed_tokens = stop = start + len(row.token_ids) - len(row.parents)
-                if stop // block_size > start // block_size:
-                    self._cache(group, sequence)
+            if row.sequence_id in self._requests.sequences:
+                self._compute(row, plan.step_id)
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
-            changed = apply_edit(edit, self._sequences, self.block_manager)
-            if changed is not None and type(edit) is not Score:
-                touched[changed.request.request_id] = changed
-                if type(edit) is Append:
-                    self._queue.served(changed, 1)
-                    if edit.drafted:
-                        self._computed_ahead(changed, edit.sequence_id)
+            changed = apply_edit(edit, self._requests.sequences, self.block_manager)
+            if changed is None or type(edit) is Score:
+                continue
+            touched[changed.request.request_id] = changed
+            if type(edit) is Append:
+                self._requests.served(changed)
+                if edit.drafted:
+                    self._computed_ahead(changed, edit.sequence_id)
         for row in plan.rows:
             if row.parents and row.sequence_id in self.block_manager.sequence_ids:
-                _, sequence = self._sequences[row.sequence_id]
-                self.block_manager.trim(row.sequence_id, sequence.num_computed_tokens)  # what wrong drafts had
+                _, sequence = self._requests.sequences[row.sequence_id]
+                # The blocks of wrong drafts are given up.
+                self.block_manager.trim(row.sequence_id, sequence.num_computed_tokens)
         for group in touched.values():
             if group.finished:
-                self._forget(group)
+                self._requests.remove(group)
         return list(touched.values())
 
+    def _compute(self, row: Row, step_id: int) -> None:
+        """Counts the known tokens of a row as computed."""
+        group, sequence = self._requests.sequences[row.sequence_id]
+        start = row.start
+        assert sequence.num_computed_tokens == start, f"step {step_id} is committed out of turn"
+        stop = start + len(row.token_ids) - len(row.parents)
+        sequence.num_computed_tokens = stop
+        block_size = self.block_manager.block_size
+        if stop // block_size > start // block_size:
+            self._cache(group, sequence)
+
     def _computed_ahead(self, group: SequenceGroup, sequence_id: int) -> None:
-        """A draft became a token of its sequence: it is computed already."""
-        _, sequence = self._sequences[sequence_id]
+        """Counts a draft that became a token of its sequence as computed."""
+        _, sequence = self._requests.sequences[sequence_id]
         sequence.num_computed_tokens += 1
         if sequence.num_computed_tokens % self.block_manager.block_size == 0:
             self._cache(group, sequence)
 
     def _cache(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Another block of the sequence is full and computed: from now on others find it."""
-        salt, num_computed = group.request.prefix_salt, sequence.num_computed_tokens
-        self.block_manager.cache(sequence.sequence_id, num_computed, sequence.token_ids, sequence.block_digests, salt)
+        """Has other requests find another block of a sequence, which is full and computed."""
+        self.block_manager.cache(
+            sequence.sequence_id,
+            sequence.num_computed_tokens,
+            sequence.token_ids,
+            sequence.block_digests,
+            group.request.prefix_salt,
+        )

@@ -32,7 +32,7 @@ class Walk:
         copies = self.manager.reserve(sequence_id, start, start + len(words))
         for source, destination in copies:
             self.words[destination] = list(self.words[source])
-        table, size = self.manager.block_table(sequence_id), self.manager.block_size
+        table, size = self.manager.block_tables(sequence_id)[0], self.manager.block_size
         for position, word in enumerate(words, start):
             if position % size == 0:
                 self.words[table[position // size]] = [EMPTY] * size
@@ -54,7 +54,7 @@ class Walk:
         return [block for block in table if not self.pool.ref_count(block)]
 
     def table(self, name: str) -> list[int]:
-        return list(self.manager.block_table(self._ids[name]))
+        return list(self.manager.block_tables(self._ids[name])[0])
 
     def show(self, title: str = "") -> None:
         """Prints the block table of each sequence with its filled slots, and the blocks with their words and reference counts."""
@@ -99,7 +99,7 @@ def walk_steps(
         scheduler.check()
         for group in scheduler.running:
             for sequence in group.unfinished:
-                table = scheduler.block_manager.block_table(sequence.sequence_id)
+                table = scheduler.block_manager.block_tables(sequence.sequence_id)[0]
                 print(f"   request {group.request.request_id}, sequence {sequence.sequence_id}: blocks {list(table)}")
         manager = scheduler.block_manager
         print(f"   {manager.num_free} of {manager.num_usable} blocks are free; {scheduler.num_waiting} requests wait")

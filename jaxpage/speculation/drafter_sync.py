@@ -67,7 +67,8 @@ class DrafterSync:
     def _note(self, plan: StepPlan, depth: int | None) -> None:
         """What is stale after the step. If it fails the pages are lost, and those blocks with them."""
         for row in plan.rows:
-            written = row.block_table[row.start // self._block_size :]
+            table = row.block_tables[0]
+            written = table[row.start // self._block_size :]
             if depth is None:
                 self._stale.add(row.sequence_id)
                 self._stale_blocks.update(written)
@@ -75,11 +76,11 @@ class DrafterSync:
                 begun = -(-row.start // self._block_size)  # blocks with tokens from before
                 if row.start == 0:
                     self._stale.discard(row.sequence_id)
-                elif row.sequence_id not in self._seen and not self._stale_blocks.isdisjoint(row.block_table[:begun]):
+                elif row.sequence_id not in self._seen and not self._stale_blocks.isdisjoint(table[:begun]):
                     self._stale.add(row.sequence_id)
-                self._stale_blocks.difference_update(row.block_table[begun:])
+                self._stale_blocks.difference_update(table[begun:])
             if (plan.swap_in or plan.copies) and row.sequence_id in self._stale:
-                self._stale_blocks.update(row.block_table)
+                self._stale_blocks.update(table)
             self._seen.add(row.sequence_id)
         for sample in () if plan.decodes else plan.samples:  # forks
             self._seen.add(sample.sequence_id)

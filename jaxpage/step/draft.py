@@ -1,4 +1,9 @@
-"""Drafts: tokens that may follow a sequence, as a tree. A chain is a tree."""
+"""Defines drafts: tokens that may follow a sequence, as a tree. A chain is a tree without branches.
+
+known ─┬─ draft 0 ─┬─ draft 2        parents = (-1, -1, 0, 0)
+       │           └─ draft 3        depths  = ( 1,  1, 2, 2)
+       └─ draft 1                    a parent comes before its children
+"""
 
 from __future__ import annotations
 
@@ -11,45 +16,75 @@ import numpy.typing as npt
 
 from jaxpage.shapes import MOST_CANDIDATES
 
-# In place of a draft: a token that the step itself draws and goes on with (`StepLimits.num_steps`).
+# It takes the place of a token that the step itself draws and goes on with; see
+# `StepLimits.num_steps`.
 PLACEHOLDER = -1
 
 
 class Candidates(NamedTuple):
-    """Distributions that drafts were drawn from: the tokens that had a chance, with probabilities that sum to 1."""
+    """The distributions that drafts were drawn from.
 
-    token_ids_NW: npt.NDArray[np.int32]  # at most MOST_CANDIDATES; padded with -1
-    probabilities_NW: npt.NDArray[np.float32]  # padded with 0
+    A row has the tokens that had a chance, with probabilities that sum to 1.
+
+    Attributes:
+        token_ids_NW: At most MOST_CANDIDATES ids for each draft, padded with -1.
+        probabilities_NW: Their probabilities, padded with 0.
+    """
+
+    token_ids_NW: npt.NDArray[np.int32]
+    probabilities_NW: npt.NDArray[np.float32]
 
     def of(self, places: list[int] | slice) -> Candidates:
+        """Returns the distributions of some of the drafts."""
         return Candidates(self.token_ids_NW[places], self.probabilities_NW[places])
 
     def as_lists(self) -> list[tuple[list[int], list[int]]]:
-        """Of each draft ids and the float32 bits of their probabilities, up to the last that has a chance: for a log."""
+        """Returns the ids and the float32 bits of the probabilities of each draft, for a log.
+
+        Both end with the last token that has a chance.
+        """
         counts = [1 + int(np.flatnonzero(row)[-1]) for row in self.probabilities_NW]
-        rows = zip(self.token_ids_NW, self.probabilities_NW.view(np.int32), counts, strict=True)
+        bits_NW = self.probabilities_NW.view(np.int32)
+        rows = zip(self.token_ids_NW, bits_NW, counts, strict=True)
         return [(ids[:count].tolist(), bits[:count].tolist()) for ids, bits, count in rows]
 
     @classmethod
     def from_lists(cls, rows: list[tuple[list[int], list[int]]]) -> Candidates:
-        """From a log. Raises OverflowError, TypeError or ValueError where that makes no sense."""
+        """Returns the distributions that a log has.
+
+        Raises:
+            OverflowError, TypeError, ValueError: The lists are not those of `as_lists`.
+        """
         width = max(len(ids) for ids, _ in rows)
-        ids_NW, bits_NW = np.full((len(rows), width), -1, np.int32), np.zeros((len(rows), width), np.int32)
+        ids_NW = np.full((len(rows), width), -1, np.int32)
+        bits_NW = np.zeros((len(rows), width), np.int32)
         for index, (ids, bits) in enumerate(rows):
-            ids_NW[index, : len(ids)], bits_NW[index, : len(ids)] = ids, bits
+            ids_NW[index, : len(ids)] = ids
+            bits_NW[index, : len(ids)] = bits
         return cls(ids_NW, bits_NW.view(np.float32))
 
     def check(self, token_ids: tuple[int, ...], vocab_size: int) -> None:
-        """Raises ValueError unless each of these tokens can come of its distribution, over the tokens of the model."""
-        ids_NW, probabilities_NW = self.token_ids_NW[: len(token_ids)], self.probabilities_NW[: len(token_ids)]
-        if ids_NW.shape != probabilities_NW.shape or ids_NW.ndim != 2 or len(ids_NW) != len(token_ids):
-            raise ValueError(
-                f"{len(token_ids)} drafts with q of {ids_NW.shape} tokens, {probabilities_NW.shape} numbers"
-            )
+        """Refuses distributions that the drafts cannot have been drawn from.
+
+        Args:
+            token_ids: The drafts.
+            vocab_size: The number of tokens of the model.
+
+        Raises:
+            ValueError: A row is no distribution over the model's tokens, or gives its draft no
+                chance.
+        """
+        ids_NW = self.token_ids_NW[: len(token_ids)]
+        probabilities_NW = self.probabilities_NW[: len(token_ids)]
+        is_matrix = ids_NW.shape == probabilities_NW.shape and ids_NW.ndim == 2
+        if not is_matrix or len(ids_NW) != len(token_ids):
+            shapes = f"{ids_NW.shape} tokens, {probabilities_NW.shape} numbers"
+            raise ValueError(f"{len(token_ids)} drafts with q of {shapes}")
         if ids_NW.shape[1] > MOST_CANDIDATES:
             raise ValueError(f"q has {ids_NW.shape[1]} tokens; {MOST_CANDIDATES} are possible")
         possible_NW = probabilities_NW > 0
-        if not (probabilities_NW >= 0).all() or (abs(probabilities_NW.sum(axis=1) - 1) > 1e-3).any():
+        is_positive = (probabilities_NW >= 0).all()
+        if not is_positive or (abs(probabilities_NW.sum(axis=1) - 1) > 1e-3).any():
             raise ValueError("q has rows that are no distribution")
         if (possible_NW & ((ids_NW < 0) | (ids_NW >= vocab_size))).any():
             raise ValueError(f"q has tokens beyond the model's, which end at {vocab_size - 1}")
@@ -58,13 +93,22 @@ class Candidates(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow the last known token of a sequence. `parents[i]`, smaller than i, is the draft before draft i; -1: none.
+    """Tokens that may follow the last known token of a sequence.
 
-    `q`: a row for each draft, what it was drawn from, for acceptance "rejection" (the other rules look at the tokens alone). Drafts behind
-    the same token are drawn without replacement: each has the whole distribution as its row, and was drawn from that less the drafts before
-    it. The row is what was really drawn from, so it is cut to so many tokens before the draw; and which drafts there are may depend on
-    those before them, but not on the draft itself: one that was drawn is not left out for what it is. None: they were chosen, by whatever
-    rule. Of drafts that were drawn that is as right, and accepts fewer.
+    The distributions are for the acceptance "rejection"; the other rules look at the tokens alone.
+    They have to be right in two ways, or acceptance would change what is sampled:
+      * Drafts after the same token are drawn without replacement. The row of each is the whole
+        distribution, and the draft was drawn from it less the drafts before it. The row is the one
+        that was really drawn from, so it is cut to MOST_CANDIDATES tokens before the draw.
+      * The number of drafts may depend on the drafts before it, but not on a draft itself: a draft
+        that was drawn is not left out for what it is.
+
+    Attributes:
+        token_ids: The drafts.
+        parents: The draft that each draft follows, a smaller number than its own, or -1 if it
+            follows the last known token.
+        q: The distribution that each draft was drawn from. None says that the drafts were chosen,
+            by whatever rule. It may be None for drawn drafts, too; fewer of them are accepted then.
     """
 
     token_ids: tuple[int, ...]
@@ -72,43 +116,54 @@ class Draft(NamedTuple):
     q: Candidates | None = None
 
     def cut(self, num_tokens: int) -> Draft:
-        """The first tokens: still a tree, since parents come first."""
+        """Returns the first drafts, which are a tree because parents come first."""
         q = self.q and self.q.of(slice(num_tokens))
         return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens], q)
 
     def first_branch(self) -> Draft:
-        """The chain of first children."""
+        """Returns the chain of first children."""
         places: list[int] = []
         for index, parent in enumerate(self.parents):
             if parent == (places[-1] if places else -1):
                 places.append(index)
-        return chain(tuple(self.token_ids[place] for place in places), self.q and self.q.of(places))
+        token_ids = tuple(self.token_ids[place] for place in places)
+        return chain(token_ids, self.q and self.q.of(places))
 
     def sound(self, vocab_size: int, num_tokens: int) -> Draft:
-        """The first tokens, at most `num_tokens`, up to one that the model does not have or that follows nothing before it.
+        """Returns the first drafts up to one that is not possible.
 
-        Raises ValueError where `q` cannot be what they were drawn from: to leave out what was drawn would be no draw from it.
+        That is a token that the model does not have, or one that follows no draft before it.
+
+        Args:
+            vocab_size: The number of tokens of the model.
+            num_tokens: The most drafts to return.
+
+        Raises:
+            ValueError: The drafts cannot have been drawn from `q`. They are not left out, because
+                what remained would not be drawn from `q` either.
         """
         if self.q is not None:
             self.q.check(self.token_ids[:num_tokens], vocab_size)
         count = 0
         for token_id, parent in zip(self.token_ids, self.parents, strict=False):
-            if count == num_tokens or not (0 <= token_id < vocab_size and -1 <= parent < count):
+            is_possible = 0 <= token_id < vocab_size and -1 <= parent < count
+            if count == num_tokens or not is_possible:
                 break
             count += 1
-        q = self.q and self.q.of(slice(count))
-        return Draft(tuple(map(int, self.token_ids[:count])), tuple(map(int, self.parents[:count])), q)
+        token_ids = tuple(map(int, self.token_ids[:count]))
+        parents = tuple(map(int, self.parents[:count]))
+        return Draft(token_ids, parents, self.q and self.q.of(slice(count)))
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of each draft; 1 for those that follow the last known token."""
+        """Returns the depth of each draft; it is 1 for those that follow the last known token."""
         depths: list[int] = []
         for parent in self.parents:
             depths.append(1 if parent < 0 else depths[parent] + 1)
         return tuple(depths)
 
     def path(self, index: int) -> tuple[int, ...]:
-        """The tokens from the first down to draft `index`."""
+        """Returns the tokens from the root of the tree down to a draft."""
         tokens: list[int] = []
         while index >= 0:
             tokens.append(self.token_ids[index])
@@ -117,14 +172,21 @@ class Draft(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a speculator proposes for a step."""
+    """The drafts that a speculator proposes for a step.
 
-    of: Mapping[int, Draft] = MappingProxyType({})  # by sequence id
-    seconds: float = 0.0  # that it took to make them; what a device drafter takes is a part of its steps
+    Attributes:
+        of: The drafts by sequence id.
+        seconds: The time that it took to make them. A device drafter takes none here: its time is
+            part of its steps.
+    """
+
+    of: Mapping[int, Draft] = MappingProxyType({})
+    seconds: float = 0.0
 
 
 NO_DRAFTS = Drafts()
 
 
 def chain(token_ids: tuple[int, ...], q: Candidates | None = None) -> Draft:
+    """Returns a draft in which each token follows the one before it."""
     return Draft(token_ids, tuple(range(-1, len(token_ids) - 1)), q)

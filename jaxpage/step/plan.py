@@ -1,4 +1,7 @@
-"""What one step is to do (`StepPlan`) and what came of it (`StepResult`): the only two things that cross between host and device."""
+"""Defines a step as the host plans it (`StepPlan`), and its outcome (`StepResult`).
+
+These two are all that crosses between host and device.
+"""
 
 from __future__ import annotations
 
@@ -15,35 +18,53 @@ from jaxpage.step.draft import PLACEHOLDER, Candidates
 
 
 class Row(NamedTuple):
-    """The part of one sequence in a step: `token_ids` are computed at positions `start`, `start + 1`, ...
+    """The part of one sequence in a step.
 
-    `block_table`, that of the first cache group, covers every position up to the last of them; `start` tokens are already in it. A row
-    with drafts is one known token and a tree of what may follow it, each draft behind its parent; a token stands at the position that its
-    depth in the tree gives it.
+    A row with drafts has one known token and a tree of tokens that may follow it, each after its
+    parent. Slots go by the place in the row, positions by the depth in the tree:
+
+        token_ids   ( t40, a, b, c )      a and b may follow t40, c may follow a
+        parents     (      0, 0, 1 )      slots 40 41 42 43, positions 40 41 41 42
+
+    Attributes:
+        sequence_id: The sequence.
+        start: The number of tokens that are computed already; the row begins at this position.
+        token_ids: The tokens that are computed.
+        block_tables: The sequence's block table in each cache group. They cover every position up
+            to the last one of the row.
+        parents: The token of the row that each draft or placeholder follows; these are its last
+            tokens.
+        q: The distributions that the drafts were drawn from; see `Draft`.
+        scored: Prompt tokens, one after the other, whose log probabilities are wanted.
+        first_scored: The number of the row's token before the first of them.
+        num_logprobs: The number of most likely candidates that are wanted with each of them.
+        next_token_id: The known token after the row; -1 if it is to be drawn.
+        lora: The digest of the LoRA adapter.
     """
 
     sequence_id: int
     start: int
     token_ids: tuple[int, ...]
-    block_table: tuple[int, ...]
-    # The row's last tokens are drafts or placeholders: which of its tokens each of them follows
+    block_tables: tuple[tuple[int, ...], ...]
     parents: tuple[int, ...] = ()
-    q: Candidates | None = None  # what each draft was drawn from: see `Draft`
-    scored: tuple[int, ...] = ()  # tokens of the prompt whose log probabilities are wanted, one behind the other
-    first_scored: int = 0  # which of the row's tokens stands before the first of them
-    num_logprobs: int = 0  # likeliest candidates that are wanted beside each of them
-    next_token_id: int = -1  # what is known behind the row; -1: it is drawn
-    further_tables: tuple[tuple[int, ...], ...] = ()  # block tables of the other cache groups, in their order
-    lora: str | None = None  # digest of its LoRA adapter
+    q: Candidates | None = None
+    scored: tuple[int, ...] = ()
+    first_scored: int = 0
+    num_logprobs: int = 0
+    next_token_id: int = -1
+    lora: str | None = None
 
     @property
     def context_length(self) -> int:
-        """Slots that are filled when the row is computed."""
+        """Returns how many slots are filled when the row is computed."""
         return self.start + len(self.token_ids)
 
 
 def depths_of(parents: Sequence[int]) -> list[int]:
-    """How deep in the tree each token of a row with drafts stands, from `Row.parents`; the known token at 0."""
+    """Returns the depth of each token of a row in its tree, from `Row.parents`.
+
+    The depth of the known token is 0.
+    """
     depths = [0]
     for parent in parents:
         depths.append(depths[parent] + 1)
@@ -51,13 +72,30 @@ def depths_of(parents: Sequence[int]) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """One draw of a step: from the logits of query token `offset` of row `row`. A row with drafts has a draw behind each of its tokens.
+    """One draw of a step.
 
-    Where `sequence_id` is not that of the row, the draw begins a new sequence, forked off the row's as it was before its own draw: the
-    draws of a row stand one after the other, its own last.
+    A row with drafts has a draw after each of its tokens. Where `sequence_id` is not that of the
+    row, the draw begins a new sequence, which is forked off the row's as it was before its own
+    draw: the draws of a row are next to each other, its own is the last.
 
-    The draw's noise is a function of (`seed`, `sample_index`, `position`) alone, where `position` is the place that the drawn
-    token takes in its sequence.
+    The noise of the draw is a function of `seed`, `sample_index` and `position` alone.
+
+    Attributes:
+        row: The number of the row.
+        offset: The number of the row's token whose logits are drawn from.
+        sequence_id: The sequence that gets the token.
+        params: The sampling parameters.
+        seed: The seed of the request.
+        sample_index: The number of the sequence among the samples of its request.
+        position: The position of the drawn token in its sequence.
+        is_early: True below `min_tokens`: the stop ids of `params` may not be drawn either.
+        suppressed_token_ids: Ids that may not be drawn: end-of-sequence ids below `min_tokens`, and
+            the last tokens of bad words.
+        num_logprobs: The number of most likely candidates that are wanted with the drawn token;
+            None if not even the log probability of that token is wanted.
+        history: The known tokens, prompt first, where a penalty counts them.
+        num_prompt_tokens: The number of prompt tokens in the history.
+        drafts: The drafts between the known tokens and the draw, where anything asks for them.
     """
 
     row: int
@@ -67,80 +105,104 @@ class Sample(NamedTuple):
     seed: int
     sample_index: int
     position: int
-    is_early: bool = False  # below min_tokens: neither may the stop ids of `params` be drawn
-    suppressed_token_ids: tuple[
-        int, ...
-    ] = ()  # may not be drawn: end-of-sequence ids below min_tokens, the ends of bad words
-    num_logprobs: int | None = None  # likeliest candidates wanted beside the drawn token; None: not even its own
-    history: tuple[int, ...] = ()  # the known tokens, prompt first, where a penalty counts them
-    num_prompt_tokens: int = 0  # of the history
-    drafts: tuple[int, ...] = ()  # what stands between the known tokens and the draw, where anything asks
+    is_early: bool = False
+    suppressed_token_ids: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    history: tuple[int, ...] = ()
+    num_prompt_tokens: int = 0
+    drafts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step, in the order in which it happens: swap-out, swap-in, block copies, then the rows' writes and reads, then the draws.
+    """One step, in the order in which it happens.
 
-    Swap-out comes first because the blocks that it frees are handed out again in the same step. Each list is ready for batches: no
-    block is a destination twice, and in a list of copies no source is a destination before it was read.
+    Blocks are swapped out, swapped in and copied; then the rows are written and read; then tokens
+    are drawn. Swap-out comes first because the blocks that it frees are handed out again in the
+    same step. Each list of moves can be done at once: no block is a destination twice, and no copy
+    reads a block that another copy of the step has written.
+
+    Attributes:
+        step_id: The number of the step, from 1.
+        rows: The sequences that take part.
+        samples: The draws, those of a row next to each other.
+        swap_out: The pairs (block, host block).
+        swap_in: The pairs (host block, block).
+        copies: The pairs (source block, destination block) of copy-on-write.
+        preempted: The ids of the requests that gave up their blocks for this step.
+        draft_depth: The number of tokens that a device drafter drafts ahead. With 0 it only
+            computes the step's tokens; None switches it off for the step.
     """
 
     step_id: int
     rows: tuple[Row, ...]
     samples: tuple[Sample, ...]
-    swap_out: tuple[tuple[int, int], ...] = ()  # (block, host block)
-    swap_in: tuple[tuple[int, int], ...] = ()  # (host block, block)
-    copies: tuple[tuple[int, int], ...] = ()  # (source block, destination block): copy-on-write
-    preempted: tuple[str, ...] = ()  # ids of the requests that gave up their blocks for this step
-    draft_depth: int | None = (
-        None  # tokens ahead that a device drafter drafts; 0: it only computes the step's tokens; None: it is off
-    )
+    swap_out: tuple[tuple[int, int], ...] = ()
+    swap_in: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    preempted: tuple[str, ...] = ()
+    draft_depth: int | None = None
 
     @property
     def moves_blocks(self) -> bool:
-        """Whether block tables name blocks that are not filled before the step has run."""
+        """Returns whether block tables name blocks that only this step fills."""
         return bool(self.swap_out or self.swap_in or self.copies)
 
     @cached_property
     def verifies(self) -> bool:
-        """Whether any row has drafts."""
+        """Returns whether any row has drafts."""
         return not self.is_multi_step and any([row.parents for row in self.rows])
 
     @cached_property
     def is_multi_step(self) -> bool:
-        """Whether rows go on with what they draw: see `StepLimits.num_steps`."""
+        """Returns whether rows go on with what they draw; see `StepLimits.num_steps`."""
         return any([row.token_ids[-1] == PLACEHOLDER for row in self.rows])
 
     @cached_property
     def branches(self) -> bool:
-        """Whether the drafts of any row are no chain."""
-        return any([row.parents != tuple(range(len(row.parents))) for row in self.rows if row.parents])
+        """Returns whether the drafts of any row are no chain."""
+        parents = [row.parents for row in self.rows if row.parents]
+        return any([each != tuple(range(len(each))) for each in parents])
 
     @cached_property
     def num_tokens(self) -> int:
+        """Returns how many tokens all rows have."""
         return sum([len(row.token_ids) for row in self.rows])
 
     @cached_property
     def decodes(self) -> bool:
-        """Whether its own sequence draws behind every token: no prompt goes on, and no sequence forks."""
+        """Returns whether each row's own sequence draws after every token of the row.
+
+        Then no prompt goes on after the step, and no sequence is forked.
+        """
         drawing = [row.sequence_id for row in self.rows for _ in row.token_ids]
         return [sample.sequence_id for sample in self.samples] == drawing
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the device drew, one entry per `StepPlan.samples`. Log probabilities are natural logarithms of the raw softmax.
+    """The outcome of a step, with an entry for each of `StepPlan.samples`.
 
-    A negative token id says why none was drawn: see `NOT_FINITE` and `NOTHING_ALLOWED`.
+    Log probabilities are natural logarithms of the raw softmax. A negative token id says why none
+    was drawn; see `NOT_FINITE` and `NOTHING_ALLOWED`.
+
+    Attributes:
+        token_ids: [B] The drawn tokens.
+        logprobs: [B] Their log probabilities.
+        ranks: [B] Their ranks, 1 for the most likely token; 0 where no sample of the step asks.
+        top_token_ids: [B, W] The most likely candidates.
+        top_logprobs: [B, W] Their log probabilities.
+        paths: [B, Q] For each row with drafts the draws that count, in order, padded with -1.
+        draft_candidates: The candidates of a device drafter, for its proposer; padded at the end.
+        scored: The scores of `Row.scored`: an entry for each token of the stream, up to the last
+            one that is scored.
     """
 
-    token_ids: npt.NDArray[np.int32]  # [B]
-    logprobs: npt.NDArray[np.float32]  # [B] of the drawn token
-    ranks: npt.NDArray[np.int32]  # [B] of the drawn token, 1 = likeliest; 0 where no sample of the step asks
-    top_token_ids: npt.NDArray[np.int32]  # [B, W]
-    top_logprobs: npt.NDArray[np.float32]  # [B, W]
-    paths: npt.NDArray[np.int32] | None = (
-        None  # [B, Q] of rows with drafts: the draws that count, in order; -1 behind the last
-    )
-    draft_candidates: npt.NDArray[np.int32] | None = None  # of a device drafter, for its proposer; padded at the end
-    scored: StepResult | None = None  # of `Row.scored`: an entry per token of the stream, up to the last that is scored
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+    top_token_ids: npt.NDArray[np.int32]
+    top_logprobs: npt.NDArray[np.float32]
+    paths: npt.NDArray[np.int32] | None = None
+    draft_candidates: npt.NDArray[np.int32] | None = None
+    scored: StepResult | None = None

@@ -1,4 +1,4 @@
-"""The report of a step, for the event log, the metrics and the speculator."""
+"""Reports a step to the event log, the metrics and the speculator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from jaxpage.step.request import SequenceGroup
 
 @dataclass(frozen=True)
 class StepReport:
-    """A step that ran and was committed."""
+    """A step that ran and was committed.
 
-    drafts: Drafts  # that were proposed for it; the plan has those that were verified
+    Attributes:
+        drafts: The drafts that were proposed; the plan has those that were verified.
+        plan: The step.
+        result: What the device drew.
+        edits: The edits that were applied, in order.
+        groups: The groups that the edits touched.
+    """
+
+    drafts: Drafts
     plan: StepPlan
     result: StepResult
     edits: list[Edit]
-    groups: list[SequenceGroup]  # that the edits touched
+    groups: list[SequenceGroup]

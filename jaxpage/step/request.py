@@ -1,4 +1,8 @@
-"""A request as the host sees it: what was asked (`Request`, frozen) and what has come of it so far (`Sequence`, `SequenceGroup`)."""
+"""Defines a request as the host sees it.
+
+`Request` is what was asked, and never changes. `Sequence` and `SequenceGroup` are what has come of
+it so far.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,12 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 class LoRAAdapter(NamedTuple):
-    """digest: of its numbers, by which it is known."""
+    """A LoRA adapter that was opened.
+
+    Attributes:
+        name: The name that the caller gave it.
+        digest: The hash of its numbers, by which it is known.
+    """
 
     name: str
     digest: str
@@ -19,23 +28,42 @@ class LoRAAdapter(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One admitted request. Everything is resolved: the seed is drawn, the lengths are clipped to the model."""
+    """One admitted request, in which everything is resolved.
+
+    Attributes:
+        request_id: The id, which no other unfinished request has.
+        prompt: The text of the prompt, if it was given as text.
+        prompt_token_ids: The tokens of the prompt.
+        params: The sampling parameters. For a beam search they are neutral but for its lengths and
+            the tokens that end it.
+        seed: The seed of the noise, 0 <= seed < 2**64. The engine drew it if the caller gave none.
+        eos_token_ids: The end-of-sequence tokens; none with `ignore_eos`.
+        max_total_tokens: The most tokens of prompt and output together, clipped to the model.
+        beam: The parameters of a beam search; None for sampling.
+        bad_word_token_ids: The bad words as tokens. None of them may be output as a whole.
+        is_prefix: True if the request is computed for a pin and ends when its prompt is computed.
+            Nothing is drafted for it.
+        lora: The adapter that it is computed with, or None.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
-    params: SamplingParams  # of a beam search: neutral but for its lengths and its ends
-    seed: int  # of the noise, 0 <= seed < 2**64; drawn by the engine when the caller gave none
-    eos_token_ids: frozenset[int]  # empty when ignore_eos
-    max_total_tokens: int  # prompt and output together: min(prompt + max_tokens, max_model_len)
+    params: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int]
+    max_total_tokens: int
     beam: BeamSearchParams | None = None
-    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # `bad_words` as tokens: none of these may come out whole
-    is_prefix: bool = False  # it is computed to be pinned, and ended when its prompt is: nothing is drafted behind it
-    lora: LoRAAdapter | None = None  # the adapter that it is computed with
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()
+    is_prefix: bool = False
+    lora: LoRAAdapter | None = None
 
     @cached_property
     def prefix_salt(self) -> str | None:
-        """Only requests with the same share cached prefixes: that of the caller, and the adapter's numbers. Callers' have no NUL."""
+        """Returns the salt of its cached prefixes: only requests with the same one share them.
+
+        It is made of the caller's cache salt, which has no NUL, and of the adapter's numbers.
+        """
         salt = self.params.cache_salt
         if self.lora is None:
             return salt
@@ -43,32 +71,35 @@ class Request:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences the request can have at once: what its admission has to make room for."""
+        """Returns how many sequences can run at once, for which its admission makes room."""
         return self.beam.beam_width if self.beam else self.params.best_of or self.params.n
 
     @property
     def num_sequence_ids(self) -> int:
-        """How many ids its sequences can have at once: of a beam search also those that have ended and may still be the result."""
+        """Returns how many sequence ids it can use at once.
+
+        A beam search also keeps sequences that have ended and may still be the result.
+        """
         return 2 * self.beam.beam_width if self.beam else self.num_sequences
 
     @cached_property
     def ending_token_ids(self) -> frozenset[int]:
-        """Every token that ends a sequence."""
+        """Returns every token that ends a sequence."""
         return self.eos_token_ids.union(self.params.stop_token_ids)
 
     @cached_property
     def processes_logits(self) -> bool:
-        """Whether anything but temperature and truncation stands between the logits and a draw."""
+        """Returns whether the logits are changed by more than temperature and truncation."""
         return self.params.processes_logits or bool(self.bad_word_token_ids)
 
     @cached_property
     def bad_token_ids(self) -> frozenset[int]:
-        """Bad words of one token."""
+        """Returns the bad words of one token."""
         return frozenset(word[0] for word in self.bad_word_token_ids if len(word) == 1)
 
     @cached_property
-    def bad_words_behind(self) -> dict[int, list[tuple[int, ...]]]:
-        """The other bad words, by their last token but one."""
+    def bad_words_after(self) -> dict[int, list[tuple[int, ...]]]:
+        """Returns the other bad words, by their last token but one."""
         words: dict[int, list[tuple[int, ...]]] = {}
         for word in self.bad_word_token_ids:
             if len(word) > 1:
@@ -77,91 +108,137 @@ class Request:
 
     @cached_property
     def num_logprobs(self) -> int | None:
-        """Of the likeliest candidates of each draw, how many have to leave the device; None: not even the drawn one.
+        """Returns how many of the most likely candidates of each draw must leave the device.
 
-        Of a beam search as many as go on, should one beam have them all, besides those that end it.
+        None says that not even the log probability of the drawn token is needed. A beam search
+        needs as many candidates as there are beams, should one beam have them all, and in addition
+        those that end it.
         """
-        return self.beam.beam_width + len(self.ending_token_ids) if self.beam else self.params.num_logprobs
+        if self.beam:
+            return self.beam.beam_width + len(self.ending_token_ids)
+        return self.params.num_logprobs
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One sequence of a request: tokens known, and how many of them the device has computed.
+    """One sequence of a request: the tokens that are known, and how many of them are computed.
 
-    There are no phases. The scheduler gives work so that `num_computed_tokens` catches up with `num_known_tokens`;
-    the last known token is the one whose logits are sampled next. Only `Scheduler.commit`, admission and preemption change a
-    sequence; known tokens are only ever added.
+    The scheduler gives it work so that the second number catches up with the first. The logits of
+    the last known token are sampled next. Only `Scheduler.commit`, admission and preemption change
+    a sequence, and known tokens are only ever added.
+
+    Attributes:
+        sequence_id: The id, under which it has block tables.
+        sample_index: Its number among the samples of the request.
+        num_prompt_tokens: The number of tokens of the prompt.
+        token_ids: The known tokens: the prompt, then the output.
+        num_computed_tokens: The number of tokens whose keys and values are in its blocks.
+        block_digests: The digests of its first full blocks; see `memory.PrefixIndex`.
+        text: The text that may be shown. Text that a stop string could still cut is held back.
+        logprobs: The log probabilities of the output tokens; empty unless asked for.
+        cumulative_logprob: The sum of the log probabilities of the output tokens.
+        finish_reason: The reason why it ended; None while it has not.
+        stop_reason: The stop string or token that ended it, or what went wrong.
     """
 
     sequence_id: int
     sample_index: int
     num_prompt_tokens: int
-    token_ids: list[int]  # known: the prompt, then the output
-    num_computed_tokens: int = 0  # their keys and values are in the sequence's blocks
-    block_digests: list[bytes] = field(default_factory=list)  # of its first full blocks: see memory.PrefixIndex
-    text: str = ""  # what may be shown: text that a stop string could still cut is held back
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output tokens; empty unless asked for
+    token_ids: list[int]
+    num_computed_tokens: int = 0
+    block_digests: list[bytes] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     @property
     def num_known_tokens(self) -> int:
+        """Returns how many tokens are known."""
         return len(self.token_ids)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens known but not computed: 1 while decoding, more for a prompt or after a preemption."""
+        """Returns how many known tokens are not computed.
+
+        There is one while it decodes, and more with a new prompt or after a preemption.
+        """
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def output_token_ids(self) -> list[int]:
+        """Returns the tokens after the prompt."""
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
+        """Returns how many tokens follow the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def finished(self) -> bool:
+        """Returns whether it has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(eq=False)
 class SequenceGroup:
-    """The sequences of one request: admitted, preempted and resumed together, all or nothing (PagedAttention, section 4.5)."""
+    """The sequences of one request.
+
+    They are admitted, preempted and resumed together (PagedAttention, section 4.5).
+
+    Attributes:
+        request: What was asked.
+        sequences: The sequences, the finished ones included.
+        arrival: The number of its arrival, given by the scheduler.
+        admission: The number of its first admission, given by the scheduler.
+        num_preemptions: The number of times that it was preempted.
+        num_cached_tokens: The tokens of the prompt that were found at the first admission; None
+            before it.
+        child_ids: The sequence ids of samples 1, 2, ..., which the first draw forks off sample 0.
+        reserved_ids: The sequence ids that a beam search gives to its forks, each to one at a time.
+        prompt_logprobs: The log probabilities of the prompt's tokens 1, 2, ..., as far as they are
+            known.
+    """
 
     request: Request
     sequences: list[Sequence]
-    arrival: int = 0  # ordinals, given by the scheduler: of its arrival, and of its first admission
+    arrival: int = 0
     admission: int = 0
     num_preemptions: int = 0
-    num_cached_tokens: int | None = None  # of the prompt, found in the cache at the first admission; None before it
-    child_ids: tuple[int, ...] = ()  # sequence ids of samples 1, 2, ..., which the first draw forks off sample 0
-    reserved_ids: tuple[int, ...] = ()  # sequence ids that a beam search gives to its forks, each to one at a time
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # of its tokens 1, 2, ...: see `num_unscored`
+    num_cached_tokens: int | None = None
+    child_ids: tuple[int, ...] = ()
+    reserved_ids: tuple[int, ...] = ()
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_unscored(self) -> int:
-        """Tokens of the prompt whose log probabilities are wanted and not known yet. Nothing stands before the first, so it has none."""
+        """Returns how many tokens of the prompt lack a log probability that is wanted.
+
+        No token comes before the first one, so the first one has none.
+        """
         if self.request.params.prompt_logprobs is None:
             return 0
         return len(self.request.prompt_token_ids) - 1 - len(self.prompt_logprobs)
 
     @property
     def pending_forks(self) -> tuple[int, ...]:
-        """The ids of `child_ids` until they are forked, all at once."""
+        """Returns the ids of `child_ids` until they are forked, all in one step."""
         return self.child_ids if len(self.sequences) == 1 else ()
 
     @property
     def sequence_ids(self) -> list[int]:
-        """Of all its sequences, those that are due included, and all that are reserved for forks."""
-        return list(dict.fromkeys([*(s.sequence_id for s in self.sequences), *self.pending_forks, *self.reserved_ids]))
+        """Returns all ids that are its own: of sequences, of forks to come, and reserved ones."""
+        present = (sequence.sequence_id for sequence in self.sequences)
+        return list(dict.fromkeys([*present, *self.pending_forks, *self.reserved_ids]))
 
     @property
     def unfinished(self) -> list[Sequence]:
+        """Returns the sequences that have not ended."""
         return [sequence for sequence in self.sequences if sequence.finish_reason is None]
 
     @property
     def finished(self) -> bool:
+        """Returns whether all its sequences have ended."""
         return not self.unfinished

@@ -1,4 +1,4 @@
-"""The interface between the engine and a decoding strategy."""
+"""Defines the interface between the engine and a decoding strategy."""
 
 from __future__ import annotations
 
@@ -14,32 +14,50 @@ NO_TOKEN_LEFT = "all tokens are masked: the parameters of the request leave no t
 
 
 class Draw(NamedTuple):
-    """What came of one draw. `logprobs` is None unless the request asks for any."""
+    """The outcome of one draw.
+
+    Attributes:
+        sequence_id: The sequence that drew.
+        token_id: The token. A negative number says that none could be drawn; see `refusal`.
+        logprobs: The log probabilities; None unless the request asks for any.
+        drafted: True if the token is a draft of this step, and another draw follows after it.
+    """
 
     sequence_id: int
-    token_id: int  # negative: none could be drawn, and `refusal` says why
+    token_id: int
     logprobs: TokenLogprobs | None = None
-    drafted: bool = False  # the token drawn is a draft of this step, and another draw behind it follows
+    drafted: bool = False
 
 
 class Strategy(Protocol):
-    """Decodes one request. Sees what its sequences drew and answers with edits; never touches a block."""
+    """Decodes one request: sees what its sequences drew, and answers with edits.
+
+    It never touches a block.
+    """
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        """What a step leads to. The draws are those of all sequences of the request that have not ended: they draw together.
+        """Returns the edits that a step leads to.
 
-        A sequence whose drafts were right has several draws, one behind the other.
+        Args:
+            draws: The draws of all sequences of the request that have not ended: they draw in the
+                same step. A sequence whose drafts were right has several draws, in order.
         """
         ...
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
-        """What a sequence that is about to draw may draw, behind these drafts; None if no grammar says. Asked only if the request has
-        structured outputs."""
+        """Returns the tokens that a sequence may draw next, or None if no grammar says so.
+
+        The engine asks only if the request has structured outputs.
+
+        Args:
+            sequence_id: The sequence that is about to draw.
+            drafts: The drafts between its known tokens and the draw.
+        """
         ...
 
 
 def refusal(draw: Draw) -> Finish:
-    """The end of a sequence for which no token could be drawn."""
+    """Returns the end of a sequence for which no token could be drawn."""
     if draw.token_id == NOTHING_ALLOWED:
         reason = NO_TOKEN_LEFT
     else:

@@ -1,4 +1,7 @@
-"""Sets of token ids as bits of 32-bit words: the tokens that may be sampled. Made on the host, read by the step on the device."""
+"""Packs sets of token ids into bits of 32-bit words: the tokens that may be sampled.
+
+The host makes a mask, and the step reads it on the device.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,19 @@ import numpy.typing as npt
 
 from jaxpage.settings.token_ids import TokenIds
 
-MASK_BITS = 32  # of a word: token v is in the set if bit v % 32 of word v // 32 is set
+# The bits of a word: token v is in the set if bit v % 32 of word v // 32 is set.
+MASK_BITS = 32
 
 Mask = npt.NDArray[np.uint32]  # [U]
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """U"""
+    """Returns U, the number of words of a mask."""
     return -(-vocab_size // MASK_BITS)
 
 
 def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
+    """Returns the mask of a set of token ids."""
     words = np.zeros(num_mask_words(vocab_size), np.uint32)
     ids = np.array(tuple(token_ids), np.uint32)
     np.bitwise_or.at(words, ids // MASK_BITS, np.uint32(1) << ids % MASK_BITS)
@@ -27,7 +32,7 @@ def mask_of(token_ids: Iterable[int], vocab_size: int) -> Mask:
 
 
 def mask_of_ids(token_ids: TokenIds, vocab_size: int) -> Mask:
-    """The same of a request's parameters: made once, and read-only."""
+    """Returns the mask of ids that a request gives; it is made once, and is read-only."""
     if vocab_size not in token_ids.masks:
         mask = mask_of(token_ids, vocab_size)
         mask.flags.writeable = False

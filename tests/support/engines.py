@@ -22,9 +22,6 @@ from jaxpage.engine import build
 from jaxpage.engine.engine import Engine
 from jaxpage.models.base import KVSpec
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.scheduling import Scheduler
-from jaxpage.scheduling import scheduler as planning
-from jaxpage.scheduling.plan_builder import PlanBuilder
 from tests.support.executables import when_used
 
 LLAMA = {
@@ -148,26 +145,13 @@ def invariants(llm: LLM) -> None:
     assert not llm._calls._changed
 
 
-def give_way(scheduler: Scheduler) -> None:
-    """Preempts the newest running group at the beginning of the next step, whatever there is room for."""
-
-    class Forced(PlanBuilder):
-        def __init__(self) -> None:
-            super().__init__()
-            planning.PlanBuilder = PlanBuilder  # type: ignore[misc]
-            if scheduler.num_running > 1:
-                scheduler._preempt_last(self)
-
-    planning.PlanBuilder = Forced  # type: ignore[misc]
-
-
 def run_giving_way(engine: Engine, step: int) -> None:
     """Steps an engine until nothing is left; before step `step`, counted from 0, the newest running group is preempted."""
     for number in itertools.count():
         if not engine.has_unfinished:
             return
         if number == step:
-            give_way(engine.scheduler)
+            engine.scheduler.give_way()
         engine.step()
         engine.scheduler.check()
 

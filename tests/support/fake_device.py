@@ -191,7 +191,7 @@ class FakeDevice:
             if parent == path[-1] and row.token_ids[place] == drawn[parent]
         ]:
             path.append(right[0])
-        for table in tables_of(row):
+        for table in row.block_tables:
             places = [self.place(table, row.start + place) for place in path]
             kept = [(self.slots[block][slot], self.contexts[block][slot]) for block, slot in places]
             for depth, (token_id, context) in enumerate(kept):
@@ -210,7 +210,7 @@ class FakeDevice:
         self.copy(plan.copies)
         for row in plan.rows:
             known = row.token_ids[: len(row.token_ids) - len(row.parents)]
-            for table in tables_of(row):
+            for table in row.block_tables:
                 self.write(table, row.start, known, roots[row.sequence_id])
                 self.write_drafts(row, table)
         drawn: dict[int, list[tuple[Sample, int]]] = {}
@@ -223,8 +223,8 @@ class FakeDevice:
                 place = row.parents[place - 1]
             num_known = row.start + place + 1
             assert sample.position == num_known + len(path)
-            context = self.read(row.block_table, num_known)
-            for table, window in zip(row.further_tables, self.further_windows, strict=True):
+            context = self.read(row.block_tables[0], num_known)
+            for table, window in zip(row.block_tables[1:], self.further_windows, strict=True):
                 assert self.read_window(table, num_known, window) == context[-window:], "cache groups differ"
             context = [*context, *path[::-1]]
             context = context[-self.window :] if self.window else context
@@ -240,10 +240,6 @@ class FakeDevice:
             else:
                 counted += [(*each, False) for each in draws]
         return counted
-
-
-def tables_of(row: Row) -> tuple[tuple[int, ...], ...]:
-    return row.block_table, *row.further_tables
 
 
 EditsOf = Callable[[SequenceGroup, Sequence, int], list[Edit]]
@@ -284,7 +280,7 @@ class Driver:
         counted = self.device.run(plan, roots)
         for row in plan.rows:
             known = sequences[row.sequence_id][1].token_ids[: row.context_length - len(row.parents)]
-            self._check_row(tables_of(row), known, roots[row.sequence_id])
+            self._check_row(row.block_tables, known, roots[row.sequence_id])
         edits = self.scores(plan)
         draws: dict[str, list[Draw]] = {}
         ended: set[int] = set()
@@ -293,7 +289,7 @@ class Driver:
             parent_id = plan.rows[sample.row].sequence_id
             group, sequence = sequences[parent_id]
             if request := group.request.beam and group.request:
-                context = self.device.read(plan.rows[sample.row].block_table, sample.position)
+                context = self.device.read(plan.rows[sample.row].block_tables[0], sample.position)
                 candidates = likeliest(random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0)
                 draws.setdefault(request.request_id, []).append(Draw(parent_id, candidates.token_id, candidates))
                 if request.request_id not in self.searches:
@@ -318,7 +314,7 @@ class Driver:
         for row in plan.rows:
             sequence = sequences[row.sequence_id][1]
             if row.parents and not sequence.finished:
-                tables = (manager.block_table(row.sequence_id), *manager.further_tables(row.sequence_id))
+                tables = manager.block_tables(row.sequence_id)
                 num_computed = sequence.num_computed_tokens
                 assert num_computed == len(sequence.token_ids) - 1, "a right draft is computed"
                 num_blocks = manager.blocks_for(num_computed)
@@ -340,9 +336,8 @@ class Driver:
             row._replace(
                 token_ids=row.token_ids[: len(row.token_ids) - len(row.parents)],
                 parents=(),
-                block_table=row.block_table[: len(other.block_table)],
-                further_tables=tuple(
-                    table[: len(bare)] for table, bare in zip(row.further_tables, other.further_tables, strict=True)
+                block_tables=tuple(
+                    table[: len(bare)] for table, bare in zip(row.block_tables, other.block_tables, strict=True)
                 ),
             )
             for row, other in zip(plan.rows, without.rows, strict=True)
@@ -364,7 +359,7 @@ class Driver:
         edits: list[Edit] = []
         for row in plan.rows:
             first = row.start + row.first_scored + 1
-            scored = [score(self.device.read(row.block_table, p), t) for p, t in enumerate(row.scored, first)]
+            scored = [score(self.device.read(row.block_tables[0], p), t) for p, t in enumerate(row.scored, first)]
             if scored:
                 assert first + len(scored) <= row.context_length + 1, "a score before its logits"
                 edits.append(Score(row.sequence_id, first, tuple(scored)))
@@ -456,7 +451,7 @@ def check_limits(
         sequence = sequences[row.sequence_id]
         assert row.start == sequence.num_computed_tokens
         known_until = row.context_length - len(row.parents)
-        for group, table in zip(manager.groups, tables_of(row), strict=True):
+        for group, table in zip(manager.groups, row.block_tables, strict=True):
             num_passed, window = table.count(0), group.sliding_window
             assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), (
                 "a hole"
@@ -473,7 +468,8 @@ def check_limits(
     own = {sample.row: sample.sequence_id for sample in plan.samples}  # the last draw of a row is its own sequence's
     first = [sample.sequence_id for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
     assert own == reaching and len(set(first)) == len(first)
-    first_come = isinstance(scheduler._queue, FirstCome) and not isinstance(scheduler._queue, ByPriority)
+    queue = scheduler._requests._queue
+    first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:

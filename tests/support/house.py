@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import bisect
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,8 @@ ROOMS |= {
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
+# Rooms that other rooms enter through their `__init__`, which has a word about each name.
+DOORS = {"memory", "scheduling"}
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
 
 # Programs that import more than the front doors, because they time or replace a part that has none.
@@ -155,6 +158,7 @@ def violations(root: Path) -> list[str]:
         found += _house(module)
         for item in imports(module, known):
             found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
+            found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
         found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
@@ -167,7 +171,26 @@ def _house(module: Module) -> list[str]:
         found.append(f"{module.path}:1: no package of ROOMS: jaxpage/{place(module.name)[1]}/")
     if not ast.get_docstring(module.tree):
         found.append(f"{module.path}:1: a module says in its docstring what lives here")
+    elif module.name == f"jaxpage.{room_of(module.name)}" and room_of(module.name) in DOORS:
+        words = re.findall(r"\w+", ast.get_docstring(module.tree) or "")
+        unsaid = sorted(_public_names(module.tree) - set(words))
+        found += [f"{module.path}:1: the door says nothing about {name}" for name in unsaid]
     return found
+
+
+def _public_names(tree: ast.Module) -> set[str]:
+    """Returns the names in `__all__`."""
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    values = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
+    return {name for value in values for name in ast.literal_eval(value)}
+
+
+def _door_laws(module: Module, item: Import) -> Iterator[str]:
+    """Yields what is wrong with an import of a room's inside from outside."""
+    room = room_of(item.target)
+    is_inside = item.target.startswith(f"jaxpage.{room}.")
+    if room in DOORS and is_inside and room != room_of(module.name):
+        yield f"enters {room}/ past its door: what others may take is in jaxpage.{room}"
 
 
 def _import_laws(module: Module, item: Import) -> Iterator[str]:

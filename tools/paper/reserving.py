@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from jaxpage.errors import CapacityError
 from jaxpage.memory import MemorySplit
-from jaxpage.scheduling.committing import apply_edit
-from jaxpage.scheduling.plan_builder import sample_of
+from jaxpage.scheduling import apply_edit, sample_of
 from jaxpage.step.edits import Edit
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, SequenceGroup

@@ -100,15 +100,15 @@ def _sequence(sequence: Sequence, manager: BlockManager) -> Snapshot:
         "sample": sequence.sample_index,
         "known": sequence.num_known_tokens,
         "computed": sequence.num_computed_tokens,
-        "blocks": manager.block_table(sequence_id) if owns else (),
         "host_blocks": list(manager.host_tables(sequence_id)[0]) if swapped else [],
-        **(_further_tables(sequence_id, manager) if owns else {}),
+        **(_blocks(sequence_id, manager) if owns else {"blocks": ()}),
     }
 
 
-def _further_tables(sequence_id: int, manager: BlockManager) -> Snapshot:
-    """The block tables of the cache groups after the first, if there are any."""
-    return {"further_blocks": manager.further_tables(sequence_id)} if len(manager.groups) > 1 else {}
+def _blocks(sequence_id: int, manager: BlockManager) -> Snapshot:
+    """Returns the block table of the first cache group, and those of further groups if there are any."""
+    first, *further = manager.block_tables(sequence_id)
+    return {"blocks": first, **({"further_blocks": further} if further else {})}
 
 
 def _pool(manager: BlockManager) -> Snapshot:
@@ -136,8 +136,7 @@ def _pool(manager: BlockManager) -> Snapshot:
             {
                 "id": pin_id,
                 "tokens": len(pin.token_ids),
-                "blocks": manager.block_table(pin_id),
-                **_further_tables(pin_id, manager),
+                **_blocks(pin_id, manager),
             }
             for pin_id, pin in manager.pins.items()
         ],
