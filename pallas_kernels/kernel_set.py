@@ -37,8 +37,8 @@ class Call:
 @dataclass(frozen=True, kw_only=True)
 class KernelSet:
     """The operations get arguments that were checked (`paged_attention`, `kv_write` and `block_copy` say what they mean), and only calls
-    that `supports` takes; `interpret=True` and `tiles` are passed where a call has them. They may still raise `NotImplementedError` with a
-    reason.
+    that the set does not refuse (`refusal`); `interpret=True` and `tiles` are passed where a call has them. They may still raise
+    `NotImplementedError` with a reason.
 
     attend: (Arguments) -> out_TNH.
     write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the scales where there are any.
@@ -49,7 +49,9 @@ class KernelSet:
     None: the set has no such kernel.
     write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
     cutoffs, likeliest: selection in rows of logits, see `selection`, where a set has kernels for both.
-    supports: (jax.Device, Call) -> why not, or None. Kernels are also lowered for GPUs that are not there: then the device is a CPU.
+    honours: names of the fields of `AttentionOptions` that its attention computes; it refuses calls with others.
+    supports: (jax.Device, Call) -> why else it refuses a call, or None. Kernels are also lowered for GPUs that are not there: then the
+        device is a CPU.
     tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.
     platforms: of JAX, where it runs natively; empty for plain XLA, which runs everywhere.
     interpretable: whether its kernels run on CPU with interpret=True.
@@ -70,6 +72,7 @@ class KernelSet:
     write_and_attend: Callable[..., tuple[jax.Array, tuple[jax.Array | None, ...]]] | None = None
     cutoffs: Callable[..., jax.Array] | None = None
     likeliest: Callable[..., tuple[jax.Array, jax.Array]] | None = None
+    honours: frozenset[str]
     supports: Callable[[Any, Call], str | None]
     tiles: Callable[[Shape], Tiles] | None = None
     unaddressable: Callable[[DTypeLike], range] = lambda _: range(0)
@@ -80,6 +83,17 @@ class KernelSet:
 
     def runs_on(self, platform: str) -> bool:
         return not self.platforms or platform in self.platforms
+
+    def refusal(self, device: Any, call: Call) -> str | None:
+        """Returns why the set does not take a call on a `jax.Device`, or None if it does."""
+        reason = self.supports(device, call)
+        if reason is None and call.attention is not None:
+            given = call.attention.options.given
+            if missing := given - self.honours:
+                return f"{', '.join(sorted(missing))}: its attention has no such option"
+            if {"tree_mask_TQ", "sliding_window"} <= given:
+                return "a tree mask with a sliding window, which no set computes"
+        return reason
 
 
 def first_reason(*reasons: tuple[Any, str]) -> str | None:

@@ -191,6 +191,7 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
         "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import c\nfrom jaxpage.device import b",
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",
         "jaxpage/device/b.py": "import jax\nimport pallas_kernels",
+        "jaxpage/layers/context.py": "from pallas_kernels import AttentionOptions",
         "jaxpage/errors.py": "import os",
         "jaxpage/cli/commands.py": "def generate():\n    import jaxpage.llm",
         "pallas_kernels/a.py": "import jax, numpy, jaxtyping, math",

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, Call, candidates, set_for
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
@@ -48,7 +48,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         raise UnsupportedError(
             f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not interpret it on this device"
         )
-    if reason := chosen.supports(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
+    if reason := chosen.refusal(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
         raise UnsupportedError(
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
         )
@@ -101,16 +101,19 @@ def _attention_set(
         q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, tree: Any, layer: LayerPages
     ) -> None:
         nonlocal chosen
+        options = AttentionOptions(
+            scale=1.0,
+            sliding_window=window,
+            tree_mask_TQ=tree,
+            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
+        )
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=table_B1,
             context_len_B=length_B,
             query_start=start,
-            scale=1.0,
-            sliding_window=window,
-            tree_mask_TQ=tree,
+            options=options,
             max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
-            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
             **layer._asdict(),
         )
         call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)

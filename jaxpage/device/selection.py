@@ -39,7 +39,7 @@ def _found(backend: Backend) -> SelectionKernels | None:
     for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
         if each.cutoffs is None or each.likeliest is None:
             continue
-        if each.supports(jax.devices()[0], Call(interpret=backend.interpret)) is None:
+        if each.refusal(jax.devices()[0], Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
             return SelectionKernels(bound(each.cutoffs), bound(each.likeliest))
     return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
@@ -23,7 +22,7 @@ class Attention(nnx.Module):
     layer_index: of the layer in its model. query_key_value: three parts, in this order. scale: None is `head_width ** -0.5`.
     query_norm, key_norm: over each head, or over all heads together (`norm_together`).
     query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
-    sinks: see `Attend` [N].
+    sliding_window, logit_softcap, sinks: see `AttentionOptions`.
     num_groups: `query_key_value` is one part: for each of so many key/value heads its queries, its key and its value (Falcon).
     gated: behind each query head stands a gate as wide: what the head gives is multiplied by its sigmoid (Qwen3-Next).
     """
@@ -92,19 +91,13 @@ class Attention(nnx.Module):
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(1 + jnp.floor(context.positions_T.astype(jnp.float32) / length))
             q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
-        more: dict[str, Any] = {} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}
-        if self.sinks is not None:
-            more["sinks"] = self.sinks[...]
-        out_TNH, layer_pages = context.attend(
-            self.layer_index,
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            layer_pages,
+        options = AttentionOptions(
             scale=self.scale,
             sliding_window=self.sliding_window,
-            **more,
+            logit_softcap=self.logit_softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
+        out_TNH, layer_pages = context.attend(self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options)
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages

@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
+from pallas_kernels import AttentionOptions as AttentionOptions  # the layers' one word of the kernels' language
 
 LayerPages = (
     Any  # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it returns it
@@ -28,23 +29,17 @@ class Attend(Protocol):
         k_TKH: jax.Array,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
+        options: AttentionOptions,
         /,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        value_width: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
-        """Attend causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
+        """Attends causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
 
         Keys come after the rotary embedding. Query head n uses key/value head n // (N / K).
-        layer_index: of the model's layers, whose window and pages these are.
-        sliding_window: W positions, the query's own included: a query at p sees keys at p - W < position <= p.
-        None: all positions up to p.
-        logit_softcap: c: products s become `c tanh(s / c)` before the softmax (Gemma 2). Passed only where a layer has it.
-        sinks: one more logit of each query head, whose share of the softmax is lost (GPT-OSS). Passed as `logit_softcap` is.
-        value_width: values are the first so many numbers of the keys, and v_TKH is None. Passed as `logit_softcap` is.
+
+        Args:
+            layer_index: the layer's place in its model, which decides its cache group.
+            v_TKH: None where the values are within the keys (`options.value_width`).
+            options: handed on whole to the kernels; a tree mask is the step's to add.
         """
 
 

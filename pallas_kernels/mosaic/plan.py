@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention_options import AttentionOptions
+
 ROWS = 64  # query rows of a warpgroup: wgmma's M
 NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
 TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
@@ -31,9 +33,7 @@ class Plan:
     block_size: int
     table_width: int
     dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    options: AttentionOptions  # without arrays
     tree: bool
     sinks: bool
     interpret: bool

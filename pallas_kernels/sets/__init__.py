@@ -71,7 +71,7 @@ def first_that_takes(
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         try:
-            if (reason := each.supports(device, call)) is None:
+            if (reason := each.refusal(device, call)) is None:
                 result = pick(each)(*arguments, **options)
                 if any(pick(other) is not pick(each) for other in refused):
                     _tell_of_plain_xla(each, refusals)
@@ -87,7 +87,7 @@ def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
     """The first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
     refusals: list[str] = []
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
-        if (reason := each.supports(device, call)) is None:
+        if (reason := each.refusal(device, call)) is None:
             _tell_of_plain_xla(each, refusals)
             return each
         refusals.append(f"{each.name}: {reason}")

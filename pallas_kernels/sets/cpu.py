@@ -111,22 +111,23 @@ def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
-    tree = arguments.tree_mask_TQ
+    sinks, tree = arguments.options.sinks, arguments.options.tree_mask_TQ
     return (
         arguments.block_table_BM.astype(jnp.int32),
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
-        jnp.zeros(0, jnp.float32) if arguments.sinks is None else arguments.sinks,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks,
     )
 
 
 def _options(arguments: Arguments) -> dict[str, Any]:
+    options = arguments.options
     return {
-        "scale": np.float32(arguments.scale),
-        "softcap": np.float32(arguments.logit_softcap or 0.0),
-        "window": np.int64(arguments.sliding_window or 0),
-        "value_width": np.int64(arguments.value_width or 0),
+        "scale": np.float32(options.scale),
+        "softcap": np.float32(options.logit_softcap or 0.0),
+        "window": np.int64(options.sliding_window or 0),
+        "value_width": np.int64(options.value_width or 0),
     }
 
 
@@ -155,7 +156,7 @@ def _refusal(arguments: Arguments) -> str | None:
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (
-            arguments.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
+            arguments.options.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
             f"trees of {longest} tokens (up to {MOST_QUERY_LEN})",
         ),
     )
@@ -167,6 +168,7 @@ SET = dataclasses.replace(
     attend=attend,
     multiply=multiply,
     write_and_attend=write_and_attend,
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
     supports=_supports,
     platforms=("cpu",),
 )

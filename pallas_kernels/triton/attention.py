@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.triton import backend as tb
 
@@ -33,11 +34,7 @@ class Config:
     group: int  # query heads of a program
     programs: int  # that share a key/value head
     query_tokens: int  # of a tile, at most
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    max_query_len: int
-    value_width: int | None
+    options: AttentionOptions  # without arrays
     interpret: bool
 
 
@@ -122,7 +119,7 @@ def kernel(  # type: ignore[no-untyped-def]
     @pl.when(first < stop)
     def _() -> None:
         lanes = Lanes.of(tile, heads, config)
-        all_columns = Columns.of(q_ref.shape[2], config.value_width)
+        all_columns = Columns.of(q_ref.shape[2], config.options.value_width)
         of_values, *_ = all_columns
         at_A = tile.token + lanes.token_A, lanes.head_A
 
@@ -202,8 +199,8 @@ def _stretches(
     context = config.tiles.context
     all_see = tile.origin if tree else tile.position + 1
     stretches, low = [], first
-    if config.sliding_window is not None:
-        last_begin = jnp.maximum(tile.position + tile.count - config.sliding_window, 0)
+    if config.options.sliding_window is not None:
+        last_begin = jnp.maximum(tile.position + tile.count - config.options.sliding_window, 0)
         low = jnp.clip(pl.cdiv(last_begin, context), first, stop)
         stretches = [(first, low, True)]
     high = jnp.clip(all_see // context, low, stop)
@@ -246,16 +243,18 @@ def _read_scale(scale_ref, place, kv_head, needed_C):  # type: ignore[no-untyped
 
 def _factor(config: Config) -> float:
     """What turns scores, as the loop keeps them, into exponents of two. Above zero, so that a maximum stays one."""
-    return LOG2_E * (config.scale if config.logit_softcap is None and config.scale > 0 else 1.0)
+    return LOG2_E * (config.options.scale if config.options.logit_softcap is None and config.options.scale > 0 else 1.0)
 
 
 def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -> jax.Array:
     """Products of queries and keys as scores; the attention scale waits for `_factor` where it can."""
     if k_scale_C is not None:
         scores_AC = scores_AC * k_scale_C[None, :]
-    if config.logit_softcap is not None:
-        return config.logit_softcap * jnp.tanh(scores_AC * (config.scale / config.logit_softcap))
-    return scores_AC if config.scale > 0 else scores_AC * config.scale
+    if config.options.logit_softcap is not None:
+        return config.options.logit_softcap * jnp.tanh(
+            scores_AC * (config.options.scale / config.options.logit_softcap)
+        )
+    return scores_AC if config.options.scale > 0 else scores_AC * config.options.scale
 
 
 def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
@@ -267,8 +266,8 @@ def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # ty
         place_C = position_C - tile.origin  # among the query tokens of the row
         branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
         seen_AC = branch_AC | (place_C < 0)[None, :]
-    if config.sliding_window is not None:
-        seen_AC &= position_C[None, :] > own_A[:, None] - config.sliding_window
+    if config.options.sliding_window is not None:
+        seen_AC &= position_C[None, :] > own_A[:, None] - config.options.sliding_window
     return seen_AC
 
 

@@ -64,6 +64,9 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 
+# The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the kernels.
+ATTENTION_SEAM = "jaxpage/layers/context.py"
+
 # (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
     (
@@ -209,7 +212,8 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"pallas_kernels stands alone, but imports {item.target}"
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
-    if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):
+    may_bind = wing in ("kernels", "tools") or module.name.startswith("jaxpage.device")
+    if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
     if top in ("jaxpage", "tools"):
         yield from _floor_laws(module.name, item.target, floor, wing)
