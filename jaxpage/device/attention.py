@@ -17,7 +17,8 @@ from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from jaxpage.layers.product import Grouped, ProductKernels
+from jaxpage.layers.trace_scope import ProductKernels
+from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
     AttentionOptions,

@@ -25,9 +25,8 @@ from jaxpage.device.selection import selection_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.lora import adapters_of, token_adapters
-from jaxpage.layers.product import product_kernels
-from jaxpage.layers.sharding import UNDIVIDED, Sharding, divided_logits
+from jaxpage.layers.sharding import UNDIVIDED, Sharding
+from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 
@@ -87,8 +86,7 @@ def model_step(
         parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
         pages: of all layers, a drafter's behind the model's.
     """
-    backend = options.attention_backend
-    with product_kernels(make_product_kernels(backend)), selection_kernels(backend):
+    with selection_kernels(options.attention_backend):
         return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
 
 
@@ -105,7 +103,8 @@ def _step(
     pages, own_pages = split_layers(pages, options.drafter)
     output, target, pages = _target_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     if options.drafter is not None:
-        draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
+        with TraceScope(make_product_kernels(options.attention_backend)).opened():
+            draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
         output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
 
@@ -120,8 +119,8 @@ def _target_step(
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
-    with divided_logits(options.sharding):
-        logits = Logits(_drawn_logits(model, hidden_TD, inputs, options), options.vocab_size, options.sharding)
+    own_RU = _drawn_logits(model, hidden_TD, inputs, options, divided=True)
+    logits = Logits(own_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn = _drawn(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
@@ -198,15 +197,25 @@ def _multi_step(
     return StepOutput(drawn, drawn[:0], paths), pages
 
 
-def _drawn_logits(model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions) -> jax.Array:
-    """Returns the logits [R, V] of the tokens to draw from."""
+def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
+    """Returns what the layers of the model take in a pass over tokens with adapters in these slots."""
+    kernels = make_product_kernels(options.attention_backend)
+    return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
+
+
+def _drawn_logits(
+    model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
+) -> jax.Array:
+    """Returns the logits [R, V] of the tokens to draw from; divided: each device's part of them, where a model is divided."""
     rows_R = inputs.drawn_token_R
-    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options)
+    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options, divided=divided)
 
 
-def _logits(model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions) -> jax.Array:
+def _logits(
+    model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions, *, divided: bool = False
+) -> jax.Array:
     """Returns logits [B, V]; a family may multiply by linear layers there too, which take the rows' adapters (OPT-350m)."""
-    with token_adapters(adapters_of(lora_slot_B, options.max_loras)):
+    with _scope(options, lora_slot_B, divided=divided).opened():
         return cast(jax.Array, model.logits(hidden_BD))
 
 
@@ -240,9 +249,8 @@ def logits_step(
 ) -> tuple[jax.Array, KVPages]:
     """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
     pages, own_pages = split_layers(pages, options.drafter)
-    with product_kernels(make_product_kernels(options.attention_backend)):
-        model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
-        return _drawn_logits(model, hidden_TD, inputs, options), pages + own_pages
+    model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
+    return _drawn_logits(model, hidden_TD, inputs, options, divided=False), pages + own_pages
 
 
 def pooled_step(
@@ -252,8 +260,7 @@ def pooled_step(
 
     parameters: of the model.
     """
-    with product_kernels(make_product_kernels(options.attention_backend)):
-        _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
+    _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
     is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
     return jnp.stack([hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]), pages
@@ -269,7 +276,7 @@ def _hidden(
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
-    with token_adapters(adapters_of(inputs.lora_slot_T, options.max_loras)):
+    with _scope(options, inputs.lora_slot_T).opened():
         hidden_TD, by_layer, states = model(inputs.token_ids_T, _by_layer(pages, options.sharding), context)
     return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
 

@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, concatenate, parameter, stack, tensor
-from jaxpage.layers.product import Grouped, Weight, product, product_by_group
+from jaxpage.layers.product import product, product_by_group
+from jaxpage.layers.weight_kinds import AnyWeight, Grouped
 
 MXFP4_GROUP = 32  # inputs that share a scale
 
@@ -82,7 +83,7 @@ class ExpertLinear(nnx.Module):
         )
         self.bias = spec.declare_bias()
 
-    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Weight:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> AnyWeight:
         """Returns the weight of one expert, or with `...` all of them, with one more axis in front."""
         return self.kernel[...][expert]
 
@@ -120,7 +121,7 @@ class MXFP4ExpertLinear(ExpertLinear):
         self.scale = declare("scales", (*leading, num_groups), num_groups, "bfloat16", exponents)
         self.bias = spec.declare_bias()
 
-    def weight(self, expert: Int[Array, ""] | EllipsisType) -> Weight:
+    def weight(self, expert: Int[Array, ""] | EllipsisType) -> AnyWeight:
         return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
 
 

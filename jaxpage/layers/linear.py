@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.lora import LoRA
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import Weight, product
+from jaxpage.layers.product import product
+from jaxpage.layers.weight_kinds import AnyWeight
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Linear(nnx.Module):
         self.bias = spec.declare("bias") if spec.bias else None
 
     @property
-    def weight(self) -> Weight:
+    def weight(self) -> AnyWeight:
         return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:

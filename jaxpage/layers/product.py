@@ -2,71 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, Int32, Shaped
+from jaxtyping import Array, Float, Int, Int8, Int32
+
+from jaxpage.layers.trace_scope import ProductKernels, trace_scope
+from jaxpage.layers.weight_kinds import AnyWeight, Grouped, Scaled
 
 TOKENS_BY_HEAD = 16
 SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 
-class Scaled(NamedTuple):
-    """Eight bits, multiplied by inputs of eight bits (W8A8): row o stands for `scale_O[o] * values_OI[o]`."""
-
-    values_OI: Int8[Array, "O I"]
-    scale_O: Float[Array, "O"]
-
-
-class Grouped(NamedTuple):
-    """Few bits, multiplied by inputs as they are. See `pallas_kernels.QuantizedWeight`, which has the same fields."""
-
-    values: Shaped[Array, "O _"]
-    scale_OJ: Float[Array, "O J"]
-    zero_OJ: Float[Array, "O J"] | None
-    code: str
-    group_size: int
-    minimum_OJ: Float[Array, "O J"] | None = None
-    scale_row_O: Int[Array, "O"] | None = None
-
-
-class ProductKernels(NamedTuple):
-    """multiply: `x @ weight.T` in the type that is given. numbers: the weight in float32 [O, I].
-
-    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`. few_rounded: what `rounded_product` gives. Both return
-    None for a product that they do not take.
-    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
-    It returns None for a product that it does not take; None: there is no such kernel.
-    """
-
-    multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
-    numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
-    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
-    by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
-
-
-Weight = jax.Array | Scaled | Grouped
-_kernels: ContextVar[ProductKernels | None] = ContextVar("product_kernels", default=None)
-
-
-@contextmanager
-def product_kernels(kernels: ProductKernels) -> Iterator[None]:
-    """What is traced inside multiplies with these: `jaxpage/device/` binds them so. Outside there is no product with a `Grouped` one."""
-    token = _kernels.set(kernels)
-    try:
-        yield
-    finally:
-        _kernels.reset(token)
-
-
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
-def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
+def product(x_TI: Float[Array, "T I"], weight: AnyWeight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
     """`x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
@@ -81,7 +30,7 @@ def product(x_TI: Float[Array, "T I"], weight: Weight, *, result: DTypeLike | No
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
         return _for_grouped().multiply(x_TI, weight, result or x_TI.dtype)
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     if kernels is not None and kernels.few_rows is not None:
         y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
         if y_TO is not None:
@@ -98,7 +47,7 @@ def xla_product(
 
 
 def _for_grouped() -> ProductKernels:
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     assert kernels is not None, "bound where a model with such weights is traced"
     return kernels
 
@@ -112,7 +61,7 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     return _for_grouped().numbers(rows)
 
 
-def weight_numbers(weight: Weight) -> Float[Array, "O I"]:
+def weight_numbers(weight: AnyWeight) -> Float[Array, "O I"]:
     """The weight itself, dequantised, for what is not its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
@@ -147,7 +96,7 @@ def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
     """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
-    x_TI, kernels = x_TI.astype(jnp.float32), _kernels.get()
+    x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
     found = None
     if kernels is not None and kernels.few_rounded is not None:
         found = kernels.few_rounded(x_TI, weight.values_OI)
@@ -157,13 +106,13 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 
 def has_product_by_group() -> bool:
     """Returns whether there is a kernel that multiplies rows by the weights of their groups."""
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     return kernels is not None and kernels.by_group is not None
 
 
 @jax.named_scope("product")
 def product_by_group(
-    x_PI: Float[Array, "P I"], weight: Weight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
+    x_PI: Float[Array, "P I"], weight: AnyWeight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
 ) -> Float[Array, "P O"] | None:
     """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
 
@@ -172,7 +121,7 @@ def product_by_group(
 
     weight: its arrays have one more axis in front, of groups.
     """
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     if kernels is None or kernels.by_group is None:
         return None
     if not isinstance(weight, Scaled):

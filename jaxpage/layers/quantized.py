@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import Grouped, Scaled, product, rows_of
+from jaxpage.layers.product import product, rows_of
+from jaxpage.layers.weight_kinds import Grouped, Scaled
 
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}  # of the arrays that hold them
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int
 
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import Grouped, Scaled
 from jaxpage.layers.quantized import CODE_DTYPES, CODES_PER_BYTE, StoredArray, WeightFormat
+from jaxpage.layers.weight_kinds import Grouped, Scaled
 
 
 class QuantizedExpertLinear(ExpertLinear):

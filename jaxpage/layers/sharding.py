@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -35,6 +33,7 @@ from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis
 from jaxpage.layers.quantized import Quantized
+from jaxpage.layers.trace_scope import trace_scope
 
 DEVICE_AXIS = "devices"  # the axis of the mesh
 SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "experts"}
@@ -97,17 +96,6 @@ class Sharding:
 
 
 UNDIVIDED = Sharding(1)
-_divided_logits: ContextVar[bool] = ContextVar("divided_logits", default=False)
-
-
-@contextmanager
-def divided_logits(sharding: Sharding) -> Iterator[None]:
-    """What is traced inside does not gather logits, if several devices have them."""
-    token = _divided_logits.set(sharding.num_devices > 1)
-    try:
-        yield
-    finally:
-        _divided_logits.reset(token)
 
 
 def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
@@ -354,9 +342,11 @@ class ShardedEmbedding(nnx.Module):
         return summed(functools.reduce(operator.add, found), self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Of all tokens; under `divided_logits` those of this device, with what is behind the last row."""
+        """Returns the logits of the whole vocabulary, or where the step divides them (`TraceScope`) those of
+        this device's rows, with what follows the last row."""
         own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
-        return own if _divided_logits.get() else gathered(own, 1, self.sharding)[:, : self.num_rows]
+        is_divided = trace_scope().divided_logits and self.sharding.num_devices > 1
+        return own if is_divided else gathered(own, 1, self.sharding)[:, : self.num_rows]
 
 
 class ShardedExperts(Experts):

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.product import product_kernels
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract_model
 from jaxpage.training import dense_recur
 
@@ -72,7 +72,7 @@ def logits_of(
         model = nnx.merge(graph, parameters)
         positions_T = jnp.arange(token_ids_T.shape[0])
         context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
-        with product_kernels(make_product_kernels(Backend("auto"))):
+        with TraceScope(make_product_kernels(Backend("auto"))).opened():
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 

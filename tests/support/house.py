@@ -66,6 +66,7 @@ MAX_FUNCTION_LINES = 70
 
 # The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the kernels.
 ATTENTION_SEAM = "jaxpage/layers/context.py"
+TRACE_SCOPE = "jaxpage/layers/trace_scope.py"  # of what layers take from a step without being given it
 
 # (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
@@ -213,6 +214,8 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
     may_bind = wing in ("kernels", "tools") or module.name.startswith("jaxpage.device")
+    if top == "contextvars" and room_of(module.name) in ("layers", "models") and module.path != TRACE_SCOPE:
+        yield f"layers read one context variable, that of {TRACE_SCOPE}"
     if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
     if top in ("jaxpage", "tools"):
