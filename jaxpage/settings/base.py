@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.argument_checks import close_names, shown
@@ -29,6 +29,31 @@ def _as_bytes(value: Any) -> Any:
 
 
 ByteSize = Annotated[int, BeforeValidator(_as_bytes)]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    shown: str | None = None,
+    metavar: str | None = None,
+    alias: str | None = None,
+    given: str | None = None,
+) -> Any:
+    """Declares a setting: a field whose annotation has its type, choices and bounds.
+
+    Its flag, its typed keyword of `LLM` and its row in the reference are written from this by
+    `pytest tests/test_reference.py --write-reference`.
+
+    Args:
+        help: what it is, as --help and the reference say it, without the default.
+        shown: what they say of the default, where that is not the value itself.
+        metavar: what --help calls the value, where its type does not say it.
+        alias: another flag, where vLLM has one.
+        given: the type that a type checker allows in Python, where that is more than the annotation.
+    """
+    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
+    return Field(default, description=help, json_schema_extra={name: text for name, text in told.items() if text})
 
 
 class InvalidSettings(ConfigError):
