@@ -1,4 +1,4 @@
-"""What layers take from a step besides their input and their pages."""
+"""The context that a step gives to its layers, besides their input and their pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LayerPages = (
 
 @runtime_checkable
 class Attend(Protocol):
-    """Write new keys and values, attend with the queries, return the output and the pages."""
+    """Writes new keys and values, attends with the queries, returns the output and the pages."""
 
     def __call__(
         self,
@@ -45,9 +45,9 @@ class Attend(Protocol):
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a recurrent layer keeps: of each token its input [input_width], and of a sequence a state of this shape, in float32.
+    """The shapes of what a recurrent layer keeps: each token's input [input_width], and each sequence's state, in float32.
 
-    lookback: earlier inputs that an update takes beside the token's own: what a causal convolution reaches back.
+    lookback: earlier inputs that an update takes with the token's own, as far as a causal convolution reaches back.
     """
 
     shape: tuple[int, ...]
@@ -56,10 +56,10 @@ class StateSpec:
 
 
 class Recurrence(NamedTuple):
-    """One token of each row. What a row gets must not depend on the others.
+    """The computation of one token of each row. A row's results must not depend on the other rows.
 
     prepare: the last inputs [B, 1 + lookback, E], zeros before the first one -> any arrays [B, ...].
-    update: (states [B, *shape], those arrays) -> the states behind the token, and outputs [B, O].
+    update: (states [B, *shape], those arrays) -> the states after the token, and outputs [B, O].
     """
 
     prepare: Callable[[jax.Array], Any]
@@ -69,16 +69,16 @@ class Recurrence(NamedTuple):
 
 @runtime_checkable
 class Recur(Protocol):
-    """Keep the inputs of new tokens, update the state of their sequence one token after the other, return the outputs and the pages."""
+    """Keeps the inputs of new tokens, updates their sequence's state token by token, returns the outputs and the pages."""
 
     def __call__(
         self, layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: LayerPages, /
     ) -> tuple[jax.Array, LayerPages]:
-        """Outputs [T, O]. A sequence's state before its first token is zero. layer_index: of the model's layers."""
+        """Returns the outputs [T, O] and the pages. A sequence's state before its first token is zero."""
 
 
 def no_recurrence(*_: Any) -> NoReturn:
-    """Where a model runs that has no recurrent layers."""
+    """Refuses recurrent layers, where a model runs that has none."""
     raise UnsupportedError("recurrent layers (linear attention) are not supported here")
 
 
@@ -96,7 +96,7 @@ class ForwardContext:
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
-        """Of the positions; computed once for all layers that have this rope."""
+        """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
             self._angles[rope] = rope.angles(self.positions_T)
         return self._angles[rope]

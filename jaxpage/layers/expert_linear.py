@@ -1,4 +1,4 @@
-"""A linear layer of each expert, stacked: what multiplies rows by the weights of one of them."""
+"""A linear layer of each expert, stacked, which multiplies rows by the weights of one of them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ExpertLinearSpec:
         return self.num_out // self.num_parts
 
     def sources(self, one: Callable[[str], Source]) -> list[Source]:
-        """Of a parameter with rows for the outputs of each expert. one: those of a module of this name."""
+        """Returns the sources of a parameter that has the rows of every expert. one: gives those of a module of this name."""
         each = [concatenate([one(module) for module in modules]) for modules in self.modules]
         return [stack(each)] if each else []
 

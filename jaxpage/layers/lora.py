@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a linear layer (Hu et al., 2021): `y += B (A x)`, with an adapter of its own for each token, or none.
+"""Low-rank adapters of a linear layer (Hu et al., 2021): `y += B (A x)`, with an adapter of its own for each token, or none.
 
 The work goes with the adapters that a step has, not with those that are loaded. Each is multiplied with all tokens of the step, and taken
 for its own: A and B copied for every token would be more bytes than the step's own weights, and a product of one row, whose bits may differ
@@ -20,21 +20,21 @@ from jaxpage.layers.trace_scope import trace_scope
 
 
 class LoRA(nnx.Module):
-    """A and B of all slots. Where the linear layer is several products in one (q, k and v), each has an A of its own.
+    """The matrices A and B of all slots. Where the linear layer is several products in one (q, k and v), each has its own A.
 
-    rows: of each product. B has the factor alpha / r in it; ranks below `rank` are padded with zeros.
+    rows: outputs of each product. B has the factor alpha / r in it; ranks below `rank` are padded with zeros.
     """
 
     def __init__(
         self, num_slots: int, rank: int, num_in: int, rows: tuple[int, ...], axes: tuple[Axis, Axis], dtype: DTypeLike
     ):
-        """axes: of the linear layer's inputs and outputs."""
+        """Declares the parameters. axes: those of the linear layer's inputs and outputs."""
         self.rows = rows
         self.a = parameter((num_slots, len(rows) * rank, num_in), axes=(None, None, axes[0]), dtype=dtype)
         self.b = parameter((num_slots, sum(rows), rank), axes=(None, axes[1], None), dtype=dtype)
 
     def __call__(self, x_TI: Float[Array, "T I"], y_TO: Float[Array, "T O"]) -> Float[Array, "T O"]:
-        """y with what each token's adapter adds to it."""
+        """Returns y with what each token's adapter adds to it."""
         adapters = trace_scope().adapters
         assert adapters is not None, "a step of a model with adapters gives those of its tokens"
         ends = [sum(self.rows[: index + 1]) for index in range(len(self.rows) - 1)]

@@ -16,7 +16,7 @@ SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
 def product(x_TI: Float[Array, "T I"], weight: AnyWeight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
-    """`x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
+    """Returns `x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
     512 (docs/lab-log.md), which is what makes a token's result independent of the batch and of how its prompt was cut.
@@ -41,7 +41,7 @@ def product(x_TI: Float[Array, "T I"], weight: AnyWeight, *, result: DTypeLike |
 def xla_product(
     x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
 ) -> Float[Array, "T O"]:
-    """`product` without a kernel of ours."""
+    """Multiplies as `product` does, without a kernel of ours."""
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
@@ -53,7 +53,7 @@ def _for_grouped() -> ProductKernels:
 
 
 def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
-    """Of a table of few bits, in float32."""
+    """Returns rows of a table of few bits, in float32."""
     zero, minimum = (None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ))
     rows = weight._replace(
         values=weight.values[ids_T], scale_OJ=weight.scale_OJ[ids_T], zero_OJ=zero, minimum_OJ=minimum
@@ -62,7 +62,7 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
 
 
 def weight_numbers(weight: AnyWeight) -> Float[Array, "O I"]:
-    """The weight itself, dequantised, for what is not its product with an input."""
+    """Returns the weight itself, dequantised, for uses that are not its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
     return _for_grouped().numbers(weight) if isinstance(weight, Grouped) else weight
@@ -72,14 +72,14 @@ def weight_numbers(weight: AnyWeight) -> Float[Array, "O I"]:
 def product_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
-    """Each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
+    """Multiplies each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
 
     def whole(x_TNI: jax.Array) -> jax.Array:
         precision = jax.lax.Precision.HIGHEST if x_TNI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         return jnp.einsum("TNI,NIO->TNO" if transposed else "TNI,NOI->TNO", x_TNI, weight, precision=precision)
 
     def by_tiles(x_TNI: jax.Array) -> jax.Array:
-        """In one shape for any number of tokens, on which the path of such a product depends on CPU, and with it the bits."""
+        """Multiplies in one shape for any number of tokens: on CPU the shape decides XLA's path, and with it the bits."""
         num_tokens = x_TNI.shape[0]
         padded = jnp.pad(x_TNI, ((0, -num_tokens % TOKENS_BY_HEAD), (0, 0), (0, 0)))
         out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
@@ -90,12 +90,12 @@ def product_by_head(
 
 
 def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]) -> Float[Array, "B N V"]:
-    """What the matrix of each row and head holds under a vector. A plain sum of products takes XLA on CPU up to twenty times as long."""
+    """Multiplies each row's and head's vector by its matrix. XLA on CPU takes up to twenty times as long for a plain sum of products."""
     return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
 
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
-    """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
+    """Multiplies tokens that are rounded to eight bits, each with its own scale: sums of integers are exact in any order."""
     x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
     found = None
     if kernels is not None and kernels.few_rounded is not None:

@@ -57,7 +57,7 @@ class QuantizedExpertLinear(ExpertLinear):
         )
 
     def _of_stacked(self, array: StoredArray, shape: tuple[int, ...]) -> Source:
-        """Of one tensor that has the unquantised weights of all experts."""
+        """Returns the source that is one tensor with the unquantised weights of all experts."""
         spec = self.spec
 
         def decode(numbers: np.ndarray) -> np.ndarray:

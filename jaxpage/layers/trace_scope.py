@@ -1,7 +1,8 @@
-"""What layers take from a step without being given it: one record, in the only context variable that layers read.
+"""The scope of a trace: one record, in the only context variable that layers read.
 
-Attention and feed-forward of every family call linear layers with nothing but their input, and would
-all have to hand these things on. What a step gives to a layer by name is in `ForwardContext`.
+It has what linear layers take from a step. Attention and feed-forward of every family call them with
+nothing but their input, and would all have to hand these things on. What a step gives to a layer by
+name is in `ForwardContext`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
 
 @dataclass(frozen=True, eq=False)
 class TraceScope:
-    """What holds for all layers that are traced in one pass of a model. It belongs to that trace.
+    """The things that hold for all layers that are traced in one pass of a model. It belongs to that trace.
 
     kernels: None where there are none: then no weight may be a `Grouped` one.
     adapters: None for a model without LoRA layers.
