@@ -36,11 +36,11 @@ def paged_attention(
     tiles: Tiles | None = None,
     **options: Any,
 ) -> Float[Array, "T N _"]:
-    """Attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
+    """Returns the attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
 
     Row b owns the query tokens `query_start[b] <= t < query_start[b + 1]`. They are the last tokens of its context, so token t stands at
     position `context_len_B[b] - (query_start[b + 1] - t)` and sees the positions up to its own. Position c lies in block
-    `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty; tokens behind `query_start[B]` are padding and give zeros.
+    `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty; tokens after `query_start[B]` are padding and give zeros.
 
     Args:
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
@@ -94,7 +94,7 @@ def write_and_attend(
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """`write_kv` and then `paged_attention` over what it returns, by one kernel set, which may have one kernel for both.
+    """Does `write_kv` and then `paged_attention` over its pages, by one kernel set, which may have one kernel for both.
 
     Args:
         k_TKH, v_TKH, slots_T: what `write_kv` takes.

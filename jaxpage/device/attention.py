@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
-    """The seam for one step. A kernel set may write and read in one kernel; the layers do not know.
+    """Returns the seam for one step. A kernel set may write and read in one kernel; the layers do not know.
 
     layer_groups: the cache group of each layer.
     """

@@ -1,4 +1,4 @@
-"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. Where values come from: `config_sources`."""
+"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. `sources` says where values come from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's and vLLM's nam
 
 
 def dtype_name(value: Any) -> Any:
-    """The name of a dtype that is given as one: `jnp.bfloat16`, `np.float32`, "half"."""
+    """Returns the name of a dtype that is given as a type or by another name: `jnp.bfloat16`, `np.float32`, "half"."""
     if isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
     found = getattr(value, "dtype", value)  # a type of JAX has one
@@ -199,7 +199,7 @@ class EngineConfig(Settings):
 
     @property
     def acceptance(self) -> AcceptanceRule:
-        """The acceptance rule of speculative decoding."""
+        """Returns the acceptance rule of speculative decoding."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
 
     @property
@@ -261,7 +261,10 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 
 
 def attention_backends() -> tuple[str, ...]:
-    """The values of that setting. A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax."""
+    """Returns the values of that setting.
+
+    A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax.
+    """
     package = importlib.util.find_spec("pallas_kernels")
     folders = [os.path.join(path, "sets") for path in (package and package.submodule_search_locations) or ()]
     return ("auto", *(module.name for module in pkgutil.iter_modules(folders)))

@@ -1,4 +1,4 @@
-"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. What each means stands there."""
+"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. It says what each means."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class EngineSettings(TypedDict, total=False):
 
 
 class LLMSettings(EngineSettings, total=False):
-    """Those of `LLM`."""
+    """The keyword arguments of `LLM`."""
 
     tokenizer: AnyPath | None
 
 
 def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
-    """Raises what `EngineConfig` raises."""
+    """Returns the configuration of a model with these settings. Raises what `EngineConfig` raises."""
     return EngineConfig(model=cast(str, model), **cast("dict[str, Any]", settings))

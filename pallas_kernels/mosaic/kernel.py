@@ -112,7 +112,7 @@ _IDS_AHEAD = 8  # that fit the producer's registers
 
 def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
     def block_of(turn: jax.Array, copy: int) -> jax.Array:
-        """Behind the table the last entry stands in: those positions are masked."""
+        """Returns the block of a copy. After the end of the table the last entry stands in: those positions are masked."""
         position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
         return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
 
@@ -259,14 +259,14 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _hand_over(plan: Plan, shared: Shared) -> None:
-    """Both consumers meet. The second starts one meeting behind, so what one does before a meeting, the other does after it."""
+    """Lets both consumers meet. The second starts one meeting later, so what one does before a meeting, the other does after it."""
     if plan.consumers == 2:
         mg.barrier_arrive(shared.taking_turns)
         mg.barrier_wait(shared.taking_turns)
 
 
 def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
-    """Scores in powers of two."""
+    """Returns scores in powers of two."""
     if plan.options.logit_softcap is None:
         return products * (plan.options.scale * _LOG2E)
     # tanh(x) = 1 - 2 / (1 + exp(2x)), the quotient as a square of two roots: the GPU's own tanh has 11 bits.
@@ -275,7 +275,7 @@ def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
 
 
 def _tree_words(plan: Plan, operands: Operands, tile: jax.Array, consumer: jax.Array) -> list[jax.Array]:
-    """Of each row, the bits that say which new tokens it sees."""
+    """Returns the bits of each row that say which new tokens it sees."""
     if not plan.tree:
         return []
     rows, layout = pl.ds(consumer * ROWS, ROWS), mg.Layout.WGMMA.reduce(1)

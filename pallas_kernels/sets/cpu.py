@@ -39,7 +39,7 @@ def attend(arguments: Arguments) -> jax.Array:
 def write_and_attend(
     k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """The pages are written in place where they are donated."""
+    """Returns out_TNH and the pages, which are written in place where they are donated."""
     library.load()
     dtype = arguments.q_TNH.dtype
     pages = _bits(_pages(arguments))
@@ -95,7 +95,7 @@ def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
 
 
 def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
-    """Keys, values and their scales; empty where there are none."""
+    """Returns keys, values and their scales; empty arrays where there are none."""
     pages, scales = (arguments.k_pages, arguments.v_pages), (arguments.k_scale, arguments.v_scale)
     return (
         *(jnp.zeros(0, arguments.k_pages.dtype) if each is None else each for each in pages),
@@ -104,7 +104,7 @@ def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
 
 
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """float8 as the bytes that it is."""
+    """Returns the pages with float8 as the bytes that it is."""
     return [
         jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages
     ]

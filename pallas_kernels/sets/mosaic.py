@@ -31,7 +31,7 @@ _TREE_WIDTH = 32 * TREE_WORDS
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
+    """Returns tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
 
     Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
     """
@@ -172,7 +172,7 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
 
 
 def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
-    """Of each tile: its row, the first position of a query token, and the last position that it sees, -1 if none.
+    """Returns each tile's row, its first position of a query token, and the last position that it sees, -1 if none.
 
     With a tree mask "first" is where the row's new tokens begin, and the last is the last of the row.
     """
@@ -185,7 +185,7 @@ def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
 
 
 def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
+    """Returns q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
     q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(num_tiles, tokens, num_kv_heads, plan.group, plan.head_width)
@@ -194,7 +194,7 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Of each query row, which new tokens of its own sequence it sees, 32 to a word."""
+    """Returns which new tokens of its own sequence each query row sees, 32 to a word."""
     tree_mask_TQ = arguments.options.tree_mask_TQ
     assert tree_mask_TQ is not None
     num_tokens, width = tree_mask_TQ.shape
@@ -208,7 +208,7 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _sinks(arguments: Arguments, plan: Plan) -> jax.Array:
-    """Of each query row of a tile, in powers of two."""
+    """Returns the sinks of each query row of a tile, in powers of two."""
     sinks = arguments.options.sinks
     assert sinks is not None
     sinks_KG = jnp.maximum(sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
@@ -226,7 +226,7 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def _reduced(plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array) -> jax.Array:
-    """Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
+    """Reduces Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
     end_R = (description_R3[:, 2] + plan.context) // plan.context
     begin_R = jnp.zeros_like(end_R)
     if plan.options.sliding_window is not None:

@@ -8,7 +8,7 @@ the block table, the other rows, or how many query tokens its row has. Three hab
 context have a fixed size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths; and sums are
 written out by halves, since XLA splits a plain reduction differently for different shapes.
 
-With a tree mask a token is a tile of its own, and what it sees of its row stands behind the context in the order of the row: so a token of
+With a tree mask a token is a tile of its own, and what it sees of its row follows the context in the order of the row: so a token of
 a tree has, to the last bit, what it would have at the end of its branch alone.
 """
 
@@ -57,7 +57,7 @@ def _query_tile(arguments: Arguments) -> int:
 
 
 def _tree_tiles(arguments: Arguments) -> QueryTiles:
-    """A tile for each token, at the position that its branch gives it."""
+    """Returns a tile for each token, at the position that its branch gives it."""
     tree_mask_TQ = arguments.options.tree_mask_TQ
     assert tree_mask_TQ is not None
     num_tokens = arguments.q_TNH.shape[0]
@@ -69,7 +69,7 @@ def _tree_tiles(arguments: Arguments) -> QueryTiles:
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
-    """q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
+    """Returns q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
     num_kv_heads, width = arguments.k_pages.shape[2:]
     num_tiles, query_tile = tiles.token_RQ.shape
     q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.options.scale
@@ -105,7 +105,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:
             v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
-        # What lies before the window or behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
+        # What lies before the window or after the end of a context may be anything, even NaN, and zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
         scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
@@ -132,7 +132,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
-    """The sum over the last axis in an order that no compiler changes."""
+    """Returns the sum over the last axis, in an order that no compiler changes."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -140,14 +140,14 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
 
 
 def _padded_table(arguments: Arguments) -> jax.Array:
-    """The block table, widened with null blocks to whole tiles of the context."""
+    """Returns the block table, widened with null blocks to whole tiles of the context."""
     blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
     return jnp.pad(arguments.block_table_BM, ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)))
 
 
 @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
-    """Tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
+    """Returns tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
     block_size = pages.shape[1]
     if block_size <= CONTEXT_TILE:
         blocks_per_tile = CONTEXT_TILE // block_size
@@ -160,8 +160,10 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
 
 
 def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
-    """In place of `_context_tile` for tiles of one token each, in the order of the stream: slot by slot, and of the row's query tokens
-    only those that the token sees, one behind the other."""
+    """Returns what takes the place of `_context_tile` for tiles of one token each, in the order of the stream.
+
+    It gathers slot by slot, and of the row's query tokens only those that the token sees, one after the other.
+    """
     tree_mask_TQ = arguments.options.tree_mask_TQ
     assert tree_mask_TQ is not None
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])

@@ -42,7 +42,7 @@ FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Trito
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
-    """Tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
+    """Returns tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
 
     has: its compute capability; None: that of `target_device`, or Hopper's where that is no GPU.
 
@@ -104,7 +104,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
 
 
 def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
-    """What tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
+    """Returns what tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
     shape = shape_of(arguments)
     if arguments.options.value_width is None:
         return shape, 1
@@ -194,7 +194,7 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
 
 
 def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """What a program must know of its tile, [R, 8] (see `Tile`), and the number of splits of each token, 0 for padding."""
+    """Returns what a program must know of its tile, [R, 8] (see `Tile`), and each token's number of splits, 0 for padding."""
     causal_end_R = cut.position_R + cut.count_R
     end_R = causal_end_R if arguments.options.tree_mask_TQ is None else arguments.context_len_B[cut.row_R]
     end_R = jnp.where(cut.count_R > 0, end_R, 0)
