@@ -94,7 +94,7 @@ class KernelSet:
             if missing := given - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             if {"tree_mask_TQ", "sliding_window"} <= given:
-                return "a tree mask with a sliding window, which no set computes"
+                return "a tree mask with a sliding window"  # which no set computes, nor the definition
         return reason
 
 

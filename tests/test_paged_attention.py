@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Arguments, AttentionOptions, copy_blocks, paged_attention, write_and_attend, write_kv
+from pallas_kernels import (
+    SETS,
+    Arguments,
+    AttentionOptions,
+    Call,
+    copy_blocks,
+    paged_attention,
+    write_and_attend,
+    write_kv,
+)
 from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 from tests.support.sweeps import few
 
@@ -309,6 +318,20 @@ def test_refusals_name_the_argument():
     case.query_start = case.query_start[:-1]
     with pytest.raises(ValueError, match="query_start must have 3 entries"):
         paged_attention(*case.arrays, scale=1.0)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AttentionOptions)])
+def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not_compute_it(name):
+    assert name in SETS["reference"].honours
+    case = vars(make_case(9, [4, 4], [1, 1]))
+    arrays = {"sinks": np.zeros(4, np.float32), "tree_mask_TQ": np.ones((5, 1), bool)}
+    options = {"scale": 1.0, name: arrays.get(name, 3)}
+    if name == "value_width":
+        case["v_pages"] = None
+    call = Call(page_dtype="float32", attention=Arguments(**case, options=AttentionOptions(**options)))
+    without = dataclasses.replace(SETS["reference"], honours=SETS["reference"].honours - {name})
+    assert SETS["reference"].refusal(None, call) is None
+    assert without.refusal(None, call) == f"{name}: its attention has no such option"
 
 
 def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):

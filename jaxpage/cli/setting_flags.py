@@ -286,7 +286,7 @@ SERVER_FLAGS = (
     Flag(
         "reasoning_parser",
         str,
-        "format of the model's reasoning: think (the text in <think> is returned apart from the answer)",
+        "format of the model's reasoning, which is returned apart from the answer: think",
     ),
     Flag(
         "ui",

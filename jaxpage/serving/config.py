@@ -136,7 +136,7 @@ class ServerConfig(Settings):
     )
     reasoning_parser: Literal["think"] | None = setting(
         None,
-        "format of the model's reasoning: think (the text in <think> is returned apart from the answer)",
+        "format of the model's reasoning, which is returned apart from the answer: think",
     )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
     ui_show_prompts: bool = setting(False, "the inspector shows the prompts and outputs of all users")
