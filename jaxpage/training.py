@@ -20,7 +20,7 @@ from jaxpage.checkpoints.in_memory import ModelConfig, named_parameters, open_pa
 from jaxpage.checkpoints.loading import load_weights
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.context import Attend, ForwardContext, Recur, Recurrence
+from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
 from jaxpage.models.base import abstract, make_model
 
@@ -99,30 +99,27 @@ def dense_attend(num_rows: int) -> Attend:
         k_TKH: jax.Array,
         v_TKH: jax.Array | None,
         layer_pages: Any,
+        options: AttentionOptions,
         /,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        value_width: int | None = None,
     ) -> tuple[jax.Array, Any]:
+        sinks, softcap = options.sinks, options.logit_softcap
         num_kv_heads, head_width = k_TKH.shape[1:]
         length = len(q_TNH) // num_rows
         q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)
         kept = k_TKH, k_TKH if v_TKH is None else v_TKH
         k, v = (part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width) for part in kept)
-        scores = scale * jnp.einsum("rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST)
-        if logit_softcap is not None:
-            scores = logit_softcap * jnp.tanh(scores / logit_softcap)
+        scores = options.scale * jnp.einsum("rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         back = jnp.arange(length)[:, None] - jnp.arange(length)
-        seen = (back >= 0) & (back < (sliding_window or length))
+        seen = (back >= 0) & (back < (options.sliding_window or length))
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:
             of_heads = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
             scores = jnp.concatenate([scores, jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))], axis=-1)
         weights = jax.nn.softmax(scores, axis=-1)[..., :length]
-        out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v[..., :value_width], precision=jax.lax.Precision.HIGHEST)
+        v = v[..., : options.value_width]
+        out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
         return out.reshape(*q_TNH.shape[:2], -1).astype(q_TNH.dtype), layer_pages
 
     return attend

@@ -6,6 +6,7 @@ positions. A *block* is a KV block; what a kernel works on at a time is a *tile*
 """
 
 from pallas_kernels.arguments import Arguments
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.block_copy import copy_blocks, copy_slots, gather_blocks, scatter_blocks
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import write_kv
@@ -34,6 +35,7 @@ __all__ = [
     "XLA_ADVICE",
     "XLA_BACKENDS",
     "Arguments",
+    "AttentionOptions",
     "Call",
     "KernelSet",
     "QuantizedWeight",

@@ -1,4 +1,4 @@
-"""What moves whole blocks or slots, in all layers at once. Donate the pages and they are changed in place.
+"""Moves whole blocks or slots, in all layers at once. Donate the pages and they are changed in place.
 
 Ids are not checked on the device, where a source beyond the pages is clamped and a destination beyond them left out: the host must.
 """
@@ -64,8 +64,10 @@ def copy_slots(
 def gather_blocks(
     pages: Pages, blocks: Int[Array, "n"], *, backend: str = "auto", interpret: bool = False
 ) -> UInt8[Array, "n block_bytes"]:
-    """What the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host. Backend,
-    interpretation and errors are those of `copy_blocks`."""
+    """Returns what the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host.
+
+    Backend, interpretation and errors are those of `copy_blocks`.
+    """
     leaves, _ = _flattened(pages, axes=1)
     blocks = _ids("blocks", blocks)
     return _chosen("gather_blocks", backend, interpret, leaves, blocks)
@@ -79,8 +81,10 @@ def scatter_blocks(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Pages:
-    """Block `blocks[i]` gets back what `gather_blocks` made of some block. Padding names the null block. Backend, interpretation and
-    errors are those of `copy_blocks`."""
+    """Gives block `blocks[i]` what `gather_blocks` made of some block, and returns the pages.
+
+    Padding names the null block. Backend, interpretation and errors are those of `copy_blocks`.
+    """
     leaves, tree = _flattened(pages, axes=1)
     blocks, contents = _ids("blocks", blocks), jnp.asarray(contents)
     block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What differs among the versions of JAX that are supported, in one place."""
+"""The differences among the versions of JAX that are supported, in one place."""
 
 from __future__ import annotations
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Num
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.arguments import Arguments
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.kernel_set import Call, KernelSet
 from pallas_kernels.kv_write import checked
 from pallas_kernels.sets import first_that_takes
@@ -26,38 +28,27 @@ def paged_attention(
     context_len_B: Int[Array, "B"],
     query_start: Int[Array, "B+1"],
     *,
-    scale: float,
-    sliding_window: int | None = None,
-    logit_softcap: float | None = None,
-    tree_mask_TQ: Bool[Array, "T Q"] | None = None,
     k_scale: Float[Array, "P S K"] | None = None,
     v_scale: Float[Array, "P S K"] | None = None,
-    sinks: Float[Array, "N"] | None = None,
-    value_width: int | None = None,
     backend: str = "auto",
     interpret: bool = False,
     max_query_len: int | None = None,
     tiles: Tiles | None = None,
+    **options: Any,
 ) -> Float[Array, "T N _"]:
-    """Attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
+    """Returns the attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
 
     Row b owns the query tokens `query_start[b] <= t < query_start[b + 1]`. They are the last tokens of its context, so token t stands at
     position `context_len_B[b] - (query_start[b + 1] - t)` and sees the positions up to its own. Position c lies in block
-    `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty; tokens behind `query_start[B]` are padding and give zeros.
+    `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty; tokens after `query_start[B]` are padding and give zeros.
 
     Args:
-        scale: factor of the scores, usually H ** -0.5.
-        sliding_window: number of positions a token sees, its own included; None for all.
-        logit_softcap: scores become softcap * tanh(scores / softcap).
-        tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in place of the causal order.
         k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
-        sinks: one more logit of each query head's softmax, which has no value: what goes there is lost (GPT-OSS).
-        value_width: values are the first so many numbers of the keys, and v_pages is None: latents, of which an absorbed product makes
-            values afterwards (DeepSeek's MLA).
         backend: one of `BACKENDS`, or "auto": kernels alone where JAX's default backend is a GPU.
         interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
         max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
         tiles: how a kernel cuts its work; the default is what was measured on this kind of GPU, else a rule.
+        **options: the fields of `AttentionOptions`, which describes them: `scale`, and what else the call asks for.
 
     Returns:
         out_TNH in the queries' type, as wide as the values.
@@ -73,14 +64,9 @@ def paged_attention(
         block_table_BM=block_table_BM,
         context_len_B=context_len_B,
         query_start=query_start,
-        scale=scale,
-        sliding_window=sliding_window,
-        logit_softcap=logit_softcap,
-        tree_mask_TQ=tree_mask_TQ,
+        options=AttentionOptions(**options),
         k_scale=k_scale,
         v_scale=v_scale,
-        sinks=sinks,
-        value_width=value_width,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments, tiles=tiles)
@@ -89,23 +75,37 @@ def paged_attention(
     )
 
 
+def _show_options(call: Any) -> None:
+    """Gives a function that takes `**options` the signature that `help` and editors should show."""
+    own, of_options = inspect.signature(call), inspect.signature(AttentionOptions).parameters.values()
+    named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    call.__signature__ = own.replace(parameters=[*named, *of_options])
+
+
+_show_options(paged_attention)
+
+
 def write_and_attend(
     k_TKH: Float[Array, "T K H"],
     v_TKH: Float[Array, "T K H"] | None,
     slots_T: Int[Array, "T"],
+    arguments: Arguments,
     *,
     backend: str = "auto",
     interpret: bool = False,
-    **attention: Any,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """`write_kv` and then `paged_attention` over what it returns, by one kernel set, which may have one kernel for both.
+    """Does `write_kv` and then `paged_attention` over its pages, by one kernel set, which may have one kernel for both.
 
-    attention: arguments of `paged_attention` by name, but for `tiles`; the pages are those before the write.
+    Args:
+        k_TKH, v_TKH, slots_T: what `write_kv` takes.
+        arguments: the call of attention, with the pages as they are before the write.
 
-    Returns the output of `paged_attention` and what `write_kv` returns. Raises as they do.
+    Returns:
+        The output of `paged_attention` and what `write_kv` returns.
+
+    Raises:
+        As `paged_attention` and `write_kv` do.
     """
-    given = {name: value for name, value in attention.items() if value is not None}
-    arguments = Arguments(**{"v_pages": None, **given})
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
     call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)

@@ -22,12 +22,12 @@ SMALLEST_SCALE = 2.0**-100  # far from the subnormal numbers, which XLA flushes 
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
-    """Whether pages of this type go with scales."""
+    """Returns whether pages of this type have scales."""
     return jnp.dtype(dtype) in _LARGEST
 
 
 def largest(dtype: DTypeLike) -> float:
-    """The greatest magnitude that quantised pages of this type keep, in units of the scale."""
+    """Returns the greatest magnitude that quantised pages of this type keep, in units of the scale."""
     return _LARGEST[jnp.dtype(dtype)]
 
 

@@ -1,4 +1,4 @@
-"""Where the query tokens of a ragged stream stand, and how they are cut into tiles of one row each."""
+"""Cuts the query tokens of a ragged stream into tiles of one row each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pallas_kernels.arguments import Arguments
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Where each query token stands: its row, its place in that row, and its position in the context."""
+    """The row of each query token, its place in that row, and its position in the context."""
 
     row_T: jax.Array
     offset_T: jax.Array
     position_T: jax.Array
-    valid_T: jax.Array  # False for padding behind the last row
+    valid_T: jax.Array  # False for padding after the last row
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,16 @@ def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int
 
 
 def num_query_tiles(arguments: Arguments, tile: int) -> int:
-    """R: as many tiles of `tile` tokens as any rows of these shapes can need."""
+    """Returns R: as many tiles of `tile` tokens as any rows of these shapes can need."""
     num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
     return num_rows if arguments.max_query_len <= tile else num_tokens // tile + num_rows
 
 
 def query_cut(arguments: Arguments, tile: int) -> QueryCut:
-    """tile: Q. The tiles of a row follow each other; where a tile holds any row whole, tile b is row b's."""
+    """Cuts the stream into tiles of Q = `tile` tokens.
+
+    The tiles of a row follow each other. Where a tile holds any row whole, tile b is row b's.
+    """
     num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
     num_tiles = num_query_tiles(arguments, tile)
     rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
@@ -90,7 +93,7 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
 
 
 def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
-    """The same cut, written out: one entry per token of a tile. tile: Q."""
+    """Makes the same cut, written out with one entry for each token of a tile. tile: Q."""
     cut = query_cut(arguments, tile)
     offset_Q = jnp.arange(tile)
     has_token_RQ = offset_Q < cut.count_R[:, None]
@@ -100,7 +103,7 @@ def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
 
 
 def mask_words(mask_TQ: jax.Array) -> jax.Array:
-    """A mask over the query tokens of a row as int32 [T, ceil(Q / 32)]: bit j % 32 of word j // 32 is that of token j."""
+    """Returns a mask over the query tokens of a row as int32 [T, ceil(Q / 32)]: bit j % 32 of word j // 32 is token j's."""
     padded = jnp.pad(mask_TQ, ((0, 0), (0, -mask_TQ.shape[1] % 32)))
     bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
     return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)

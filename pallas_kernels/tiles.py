@@ -1,5 +1,6 @@
-"""How a kernel cuts its work: a checked config, what is chosen for a shape, and what was measured on a kind of GPU: tiles of each kernel
-set, and which set is fastest.
+"""Chooses how a kernel cuts its work: a checked config, the choice for a shape, and the measurements on a kind of GPU.
+
+What is measured are tiles of each kernel set, and which set is fastest.
 
 A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
 in every bucket of one kind of step, whoever its neighbours are. The exception: where a row of several query tokens has more context than
@@ -24,7 +25,7 @@ _FASTEST = "fastest set"  # its entry in such a file, next to those of the sets'
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """One way to cut. Raises ValueError, naming the field, for one that no kernel could take.
+    """One way to cut the work. Raises ValueError, naming the field, for one that no kernel could take.
 
     query_rows: rows of a tile's matrix products, query tokens times the query heads of one key/value head.
     context: positions of a turn of the loop over the context.
@@ -55,13 +56,13 @@ class Tiles:
             raise ValueError(f"split_context must be a multiple of context, {self.context}, not {self.split_context}")
 
     def query_tokens(self, group: int) -> int:
-        """Q: query tokens of a tile, where `group` query heads share a key/value head."""
+        """Returns Q: query tokens of a tile, where `group` query heads share a key/value head."""
         return max(1, self.query_rows // group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What a choice of tiles depends on."""
+    """The properties of a call that a choice of tiles depends on."""
 
     kind: str  # "decode": rows of one token; "verify": of a few; "chunk": of any number, mixed
     group: int  # G
@@ -93,7 +94,7 @@ def shape_of(arguments: Arguments) -> Shape:
 
 
 def tuned(backend: str, shape: Shape) -> Tiles | None:
-    """What was measured to be best on this process's kind of GPU, if anybody measured."""
+    """Returns the tiles that were measured to be best on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
     found = _table(device.device_kind).get(backend, {}).get(str(shape)) if device.platform == "gpu" else None
     return None if found is None else Tiles(**found)
@@ -126,7 +127,7 @@ def write_tuned(
 
 
 def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
-    """What `write_tuned` wrote, empty where nothing was."""
+    """Returns what `write_tuned` wrote; an empty dict where nothing was written."""
     table = _table(device_kind, directory)
     sets = {backend: each for backend, each in table.items() if backend != _FASTEST}
     return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in sets.items()}

@@ -18,8 +18,9 @@ import pytest
 
 import jaxpage.llm
 from jaxpage import __version__, cli
-from jaxpage.cli.flags import ENGINE_FLAGS, SAMPLING_FLAGS, SERVER_FLAGS
+from jaxpage.cli.flags import SAMPLING_FLAGS
 from jaxpage.cli.from_vllm import ANSWERS
+from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.cli.wrapping import Wrapper
 from jaxpage.errors import CapacityError, CheckpointError, ModelNotFoundError
 from jaxpage.outputs import CompletionOutput, RequestOutput

@@ -499,7 +499,7 @@ def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
 
 def test_engine_flags_cover_every_setting() -> None:
     """The command line lists its flags without importing pydantic, so that --help is instant; here both are compared."""
-    from jaxpage.cli.flags import ENGINE_FLAGS
+    from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
     assert {flag.setting for flag in ENGINE_FLAGS} == set(EngineConfig.model_fields)
     assert inspect.getdoc(EngineConfig)

@@ -24,6 +24,8 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.layers.product import rounded_product, xla_product
 from pallas_kernels import (
     SETS,
+    Arguments,
+    AttentionOptions,
     QuantizedWeight,
     candidates,
     copy_blocks,
@@ -100,22 +102,18 @@ def step(
 
     @jax.jit
     def run(k_pages: jax.Array, v_pages: jax.Array, scales: dict[str, jax.Array]) -> Any:
-        return write_and_attend(
-            k,
-            v,
-            slots,
+        arguments = Arguments(
             q_TNH=q,
             k_pages=k_pages,
             v_pages=v_pages,
             block_table_BM=table,
             context_len_B=context,
             query_start=start,
-            scale=6.4 / width,
+            options=AttentionOptions(scale=6.4 / width, **options),
             max_query_len=LONGEST,
-            backend=backend,
             **scales,
-            **options,
         )
+        return write_and_attend(k, v, slots, arguments, backend=backend)
 
     out, written = run(*pages, scales)
     blocks = [

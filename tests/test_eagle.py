@@ -19,7 +19,7 @@ from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.engine.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.errors import CheckpointError
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.context import AttentionOptions, ForwardContext
 from jaxpage.models.base import abstract_model
 from jaxpage.models.drafter import join
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -69,7 +69,7 @@ def refusal(directory: Path, method: str, target: Target) -> str:
 
 
 def growing(
-    layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, /, *, scale: float, sliding_window: int | None = None
+    layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
     k_CKH, v_CKH = (
@@ -78,8 +78,8 @@ def growing(
     group = q_TNH.shape[1] // k_CKH.shape[1]
     k_CNH, v_CNH = (jnp.repeat(array, group, axis=1) for array in (k_CKH, v_CKH))
     distance_TC = np.arange(len(k_CNH))[None] - np.arange(len(k_CNH))[-len(q_TNH) :, None]
-    seen_TC = (distance_TC <= 0) & (distance_TC > -(sliding_window or len(k_CNH)))
-    scores_NTC = jnp.einsum("TNH,CNH->NTC", q_TNH, k_CNH) * scale
+    seen_TC = (distance_TC <= 0) & (distance_TC > -(options.sliding_window or len(k_CNH)))
+    scores_NTC = jnp.einsum("TNH,CNH->NTC", q_TNH, k_CNH) * options.scale
     weights_NTC = jax.nn.softmax(jnp.where(seen_TC, scores_NTC, -jnp.inf), axis=-1)
     return jnp.einsum("NTC,CNH->TNH", weights_NTC, v_CNH), (k_CKH, v_CKH)
 

@@ -19,8 +19,8 @@ from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers import experts
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.product import ProductKernels, product_kernels
 from jaxpage.layers.routing import Groups, Routing
+from jaxpage.layers.trace_scope import ProductKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.registry import quantization_of
@@ -75,7 +75,7 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) 
             gate, up = np.split(gate_up[expert] @ x[token], 2)
             made = down[expert] @ (gate / (1 + np.exp(-gate)) * up)
             wanted[token] += odds[token, expert] / odds[token, chosen].sum() * made
-    with product_kernels(kernels):
+    with TraceScope(kernels).opened():
         np.testing.assert_allclose(np.asarray(run(parameters, x)), wanted, atol=1e-4)
 
 
@@ -114,7 +114,7 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization: str
 
         @jax.jit
         def run(parameters: Any, expert_TX: jax.Array, kernels: ProductKernels = kernels) -> jax.Array:
-            with product_kernels(kernels):
+            with TraceScope(kernels).opened():
                 return nnx.merge(graph, parameters).experts.made(x_TD, expert_TX)
 
         clipped = np.where((expert_TX < 0) | (expert_TX > 6), 6, expert_TX) if name == "by tiles" else expert_TX

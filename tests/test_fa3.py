@@ -18,8 +18,7 @@ import pytest
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.kv_pages import LayerPages
-from pallas_kernels import Call, Tiles, candidates, paged_attention, tiles
-from pallas_kernels.arguments import Arguments
+from pallas_kernels import Arguments, AttentionOptions, Call, Tiles, candidates, paged_attention, tiles
 from pallas_kernels.compat import described_gpu
 from pallas_kernels.sets import fa3, set_for
 from tests.support import flash_attention
@@ -146,12 +145,14 @@ def call(name="llama-3-8b decode 64x2048", *, interpret=False, spec=None, **chan
     asked = []
     case = attention_case(dataclasses.replace(find(name), **(spec or {})), "fa3")
     shapes = {**case.arguments[0], **case.arguments[1]}
+    of_options = {name: shapes.pop(name) for name in ("sinks", "tree_mask_TQ") if name in shapes}
 
-    def ask(shapes):
-        arguments = Arguments(**shapes, **{"scale": 0.1, "max_query_len": find(name).max_query_len, **changes})
+    def ask(shapes, of_options):
+        options = AttentionOptions(scale=0.1, **of_options, **changes)
+        arguments = Arguments(**shapes, options=options, max_query_len=find(name).max_query_len)
         asked.append(Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments))
 
-    jax.eval_shape(ask, shapes)
+    jax.eval_shape(ask, shapes, of_options)
     return asked[0]
 
 
@@ -171,7 +172,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_the_library_does_not_take_is_refused_by_name(reason):
-    assert reason in fa3.supports(gpu("9.0"), call(**REFUSED[reason]))
+    assert reason in fa3.SET.refusal(gpu("9.0"), call(**REFUSED[reason]))
 
 
 def test_it_is_for_hopper_alone_and_takes_only_tiles_that_mean_something():

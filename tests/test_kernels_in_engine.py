@@ -24,7 +24,7 @@ from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
 from jaxpage.settings import engine_config
-from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS
+from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS, AttentionOptions
 from pallas_kernels.cpu.library import load
 from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import product
@@ -235,7 +235,7 @@ def attended(backend):
     q, k, v = (jnp.asarray(rng.standard_normal((4, heads, 8)), jnp.float32) for heads in (4, 2, 2))
     pages = LayerPages(*(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2)))
     attend = make_attend(unpack(jnp.asarray(packed), bucket, tables), backend=backend, bucket=bucket, layer_groups=(0,))
-    out, pages = attend(0, q, k, v, pages, scale=0.3)
+    out, pages = attend(0, q, k, v, pages, AttentionOptions(scale=0.3))
     return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
 
 

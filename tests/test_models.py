@@ -150,8 +150,9 @@ def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
     graph, parameters = abstract_model(family, spec, "float32")
     seen = []
 
-    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, /, *, scale, sliding_window=None):
-        seen.append((layer_index, layer_pages, sliding_window, scale))
+    def attend(layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options, /):
+        assert options.given <= {"scale", "sliding_window"}
+        seen.append((layer_index, layer_pages, options.sliding_window, options.scale))
         return q_TNH, layer_pages + 1
 
     def forward(parameters: Parameters, ids_T: jax.Array) -> Any:
@@ -541,7 +542,7 @@ def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_nam
     assert load_family(config).Spec.from_config(config) == read_spec("gpt2-usual")[1]
 
 
-def untouched(index, q, k, v, page, /, *, value_width=None, **_):
+def untouched(index, q, k, v, page, options, /):
     return q[..., :value_width], page
 
 

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import copy_blocks, paged_attention, write_and_attend, write_kv
+from pallas_kernels import (
+    SETS,
+    Arguments,
+    AttentionOptions,
+    Call,
+    copy_blocks,
+    paged_attention,
+    write_and_attend,
+    write_kv,
+)
 from tests.support.attention import SHARED_BACKENDS, make_case, oracle, run
 from tests.support.sweeps import few
 
@@ -79,7 +88,8 @@ def test_values_within_the_keys(backend, page_dtype):
         )
     )
     given = {name: jnp.asarray(array) for name, array in (given | scales).items()}
-    out, pages = write_and_attend(new, None, slots, **given, **options, value_width=32, backend=backend, **interpret)
+    arguments = Arguments(v_pages=None, **given, options=AttentionOptions(**options, value_width=32))
+    out, pages = write_and_attend(new, None, slots, arguments, backend=backend, **interpret)
     alone = write_kv(
         new, None, given["k_pages"], None, slots, k_scale=given.get("k_scale"), backend=backend, **interpret
     )
@@ -310,6 +320,20 @@ def test_refusals_name_the_argument():
         paged_attention(*case.arrays, scale=1.0)
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(AttentionOptions)])
+def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not_compute_it(name):
+    assert name in SETS["reference"].honours
+    case = vars(make_case(9, [4, 4], [1, 1]))
+    arrays = {"sinks": np.zeros(4, np.float32), "tree_mask_TQ": np.ones((5, 1), bool)}
+    options = {"scale": 1.0, name: arrays.get(name, 3)}
+    if name == "value_width":
+        case["v_pages"] = None
+    call = Call(page_dtype="float32", attention=Arguments(**case, options=AttentionOptions(**options)))
+    without = dataclasses.replace(SETS["reference"], honours=SETS["reference"].honours - {name})
+    assert SETS["reference"].refusal(None, call) is None
+    assert without.refusal(None, call) == f"{name}: its attention has no such option"
+
+
 def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
     case = make_case(9, [4, 4], [1, 1])
     old = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
@@ -404,11 +428,12 @@ def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
     scales = dict(zip(case.scales, pages[2:], strict=True))
     options = {"scale": 0.3, "sinks": np.array([1.0, -1.0, 0.5, 2.0], np.float32)}
     want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
-    out, got = write_and_attend(k, v, slots, **vars(case), **options, max_query_len=None)
+    out, got = write_and_attend(k, v, slots, Arguments(**vars(case), options=AttentionOptions(**options)))
     for one, other in zip((out, *got), (want, *pages), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):
-        write_and_attend(np.zeros((3, 2, 16)), np.zeros((1, 2, 16)), np.arange(3), **vars(case), scale=0.3)
+        arguments = Arguments(**vars(case), options=AttentionOptions(scale=0.3))
+        write_and_attend(np.zeros((3, 2, 16)), np.zeros((1, 2, 16)), np.arange(3), arguments)
 
 
 def test_write_kv_fills_exactly_its_slots():

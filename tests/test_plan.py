@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
+from jaxpage.cli.flag import byte_size
+from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
+from jaxpage.cli.setting_flags import ENGINE_FLAGS
 from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables

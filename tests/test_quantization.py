@@ -28,8 +28,10 @@ from jaxpage.checkpoints.safetensors_files import map_array, read_tensors
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, ConfigError, JaxpageError
-from jaxpage.layers.product import Scaled, product, product_kernels, weight_numbers
+from jaxpage.layers.product import product, weight_numbers
 from jaxpage.layers.sharding import Sharding
+from jaxpage.layers.trace_scope import TraceScope
+from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
 from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
@@ -269,7 +271,7 @@ class Loaded:
             module, arrays = getattr(module, name), arrays[name]
         for name, value in arrays.items():
             getattr(module, name).set_value(value)
-        with product_kernels(make_product_kernels(Backend("auto"))):
+        with TraceScope(make_product_kernels(Backend("auto"))).opened():
             return np.asarray(product(jnp.asarray(x), module.weight))
 
 
@@ -322,7 +324,7 @@ def numbers_of_shards(
             for name, value in branch.items():
                 own = value[device] if isinstance(value, list) else value
                 getattr(module, name).set_value(jnp.asarray(own))
-            with product_kernels(make_product_kernels(Backend("reference"))):
+            with TraceScope(make_product_kernels(Backend("reference"))).opened():
                 found.append(np.asarray(weight_numbers(module.weight)))
         return found
 
@@ -529,7 +531,7 @@ def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) ->
     weights = exact | plain
     weight = np.concatenate([weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
-    with product_kernels(make_product_kernels(Backend("auto"))):
+    with TraceScope(make_product_kernels(Backend("auto"))).opened():
         found = np.asarray(module(jnp.asarray(x)))
     np.testing.assert_allclose(found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max())
 

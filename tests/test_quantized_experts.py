@@ -20,8 +20,8 @@ from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.expert_linear import ExpertLinearSpec
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.product import product_kernels
 from jaxpage.layers.routing import Routing
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 from jaxpage.models.quantization.registry import quantization_of
@@ -207,7 +207,7 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
 
     @jax.jit
     def run(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with product_kernels(make_product_kernels(Backend("reference" if on_gpu else "auto"))):
+        with TraceScope(make_product_kernels(Backend("reference" if on_gpu else "auto"))).opened():
             return nnx.merge(graph, parameters)(x_TD)
 
     arguments = shapes, jax.ShapeDtypeStruct((16, 64), "float32")

@@ -11,6 +11,7 @@ import jaxpage
 from tests.support.notebooks import as_page, as_text, executed
 from tests.support.reference import pages, python_page
 from tests.support.reference_models import TESTS
+from tests.support.settings_files import flags_module, keywords
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -33,6 +34,15 @@ def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> 
     )
     documented = set(re.findall(r"^\.\. auto\w+:: jaxpage\.(\w+)$", path.read_text(), re.MULTILINE))
     assert documented == {name for name in jaxpage.__all__ if not name.startswith("_")}
+
+
+def test_flags_and_keywords_are_those_of_the_declared_settings(request: pytest.FixtureRequest) -> None:
+    """A setting is declared once. What reads it without pydantic, or without running it, is written from there."""
+    flags, typed = (ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py"))
+    for path, text in ((flags, flags_module()), (typed, keywords(typed.read_text()))):
+        if request.config.getoption("--write-reference"):
+            path.write_text(text)
+        assert path.read_text() == text, f"{path.name} is old: pytest tests/test_reference.py --write-reference"
 
 
 def test_the_tests_of_the_page_of_models_exist() -> None:

@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from jaxpage import cli
-from jaxpage.cli.flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.cli.parsers import make_parser
+from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 from jaxpage.errors import CapacityError, ConfigError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both

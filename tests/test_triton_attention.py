@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Tiles, paged_attention
+from pallas_kernels import AttentionOptions, Tiles, paged_attention
 from pallas_kernels.compat import described_gpu
 from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import triton
@@ -193,10 +193,9 @@ def test_a_context_is_cut_by_its_own_length():
 
     @jax.jit
     def schedule(*arrays):
-        arguments = triton.Arguments(
-            **dict(zip(triton._ARRAYS, arrays, strict=False)),
-            **{"scale": 1.0, "max_query_len": 1},
-        )
+        names = ("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start")
+        named = dict(zip(names, arrays, strict=True))
+        arguments = triton.Arguments(**named, options=AttentionOptions(scale=1.0), max_query_len=1)
         return triton._schedule(arguments, query_cut(arguments, 1), SMALL)
 
     schedule_RF, splits_T = schedule(*case.arrays)
@@ -205,11 +204,13 @@ def test_a_context_is_cut_by_its_own_length():
 
 
 def switched(function, **changes):
-    """The function with a config in which some fields are wrong."""
+    """The function with a config in which some options are wrong."""
 
     def wrong(*positional, **keywords):
         positional = [
-            dataclasses.replace(value, **changes) if isinstance(value, triton_kernel.Config) else value
+            dataclasses.replace(value, options=dataclasses.replace(value.options, **changes))
+            if isinstance(value, triton_kernel.Config)
+            else value
             for value in positional
         ]
         return function(*positional, **keywords)
@@ -388,5 +389,5 @@ def test_refusals_have_reasons():
     refused("q_TNH of float8_e4m3fn", dtype="float8_e4m3fn", **options)
     refused("q_TNH with 96 heads for one of k_pages", q=(4, 96, 128), pages=(300, 16, 1, 128), **options)
     refused("k_pages of 2147483648 one-byte elements", pages=(2**17, 16, 8, 128), page_dtype="uint8", **options)
-    refused("tree_mask_TQ with sliding_window", tree_mask_TQ=np.ones((4, 1), bool), sliding_window=3, **options)
+    refused("a tree mask with a sliding window", tree_mask_TQ=np.ones((4, 1), bool), sliding_window=3, **options)
     refused("tiles.query_rows of 16: the 32 query heads", pages=(300, 16, 1, 128), tiles=SMALL, **options)

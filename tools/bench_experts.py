@@ -18,8 +18,8 @@ from flax import nnx
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import choose_backend
 from jaxpage.layers.experts import ExpertsSpec
-from jaxpage.layers.product import product_kernels
 from jaxpage.layers.routing import Routing
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
 
@@ -52,7 +52,7 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
     x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.model_width)), arguments.dtype)
 
     def routed(parameters: Any, x_TD: jax.Array) -> jax.Array:
-        with product_kernels(make_product_kernels(choose_backend("auto", jax.devices()[0]))):
+        with TraceScope(make_product_kernels(choose_backend("auto", jax.devices()[0]))).opened():
             found: jax.Array = nnx.merge(graph, parameters)(x_TD)
         return found
 

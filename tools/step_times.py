@@ -25,7 +25,7 @@ from jaxpage.device.sampler import draw
 from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.context import AttentionOptions, ForwardContext
 from jaxpage.models.base import abstract_model
 from jaxpage.models.registry import load_family
 from jaxpage.settings.sampling_params import SamplingParams
@@ -192,17 +192,17 @@ class _Parts:
         inputs = unpack(packed, self.case.bucket, self.tables)
         layer_groups = (0,) * self.num_layers
         attend = make_attend(inputs, backend=self.backend, bucket=self.case.bucket, layer_groups=layer_groups)
-        written = []
+        written, options = [], AttentionOptions(scale=q_TNH.shape[2] ** -0.5)
         for layer, layer_pages in enumerate(pages):
             kv_TKH = q_TNH[:, : self.spec.kv.num_kv_heads]
-            q_TNH, new = attend(layer, q_TNH, kv_TKH, kv_TKH, layer_pages, scale=q_TNH.shape[2] ** -0.5)
+            q_TNH, new = attend(layer, q_TNH, kv_TKH, kv_TKH, layer_pages, options)
             written.append(new)
         return q_TNH, tuple(written)
 
     def products(self, parameters: Any, packed: jax.Array) -> jax.Array:
         inputs = unpack(packed, self.case.bucket, self.tables)
 
-        def skip(layer: int, q: jax.Array, k: jax.Array, v: jax.Array | None, pages: Any, /, **_: Any) -> Any:
+        def skip(layer: int, q: jax.Array, k: jax.Array, v: Any, pages: Any, options: AttentionOptions, /) -> Any:
             return q, pages
 
         model = nnx.merge(self.graph, parameters)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxpage.cli.flags import ENGINE_FLAGS, add_engine_flags
+from jaxpage.cli.flags import add_engine_flags
 from jaxpage.cli.parsing import Commands, Parser, add_command, add_model, lazily
+from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
 _KV_DTYPE_SETTINGS = {
     *("model", "tokenizer", "revision", "dtype", "quantization", "max_model_len", "block_size", "attention_backend"),

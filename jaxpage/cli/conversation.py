@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpage.cli.flags import SAMPLING_FLAGS, json_object
+from jaxpage.cli.flag import json_object
+from jaxpage.cli.flags import SAMPLING_FLAGS
 from jaxpage.errors import CapacityError
 from jaxpage.settings.argument_checks import close_names
 from jaxpage.settings.sampling_params import SamplingParams

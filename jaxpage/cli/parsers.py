@@ -6,15 +6,10 @@ import argparse
 
 from jaxpage import __version__
 from jaxpage.cli.bench_parsers import add_bench
-from jaxpage.cli.flags import (
-    ENGINE_FLAGS,
-    PLAN_SETTINGS,
-    add_engine_flags,
-    add_sampling_flags,
-    add_server_flags,
-    byte_size,
-)
+from jaxpage.cli.flag import byte_size
+from jaxpage.cli.flags import PLAN_SETTINGS, add_engine_flags, add_sampling_flags, add_server_flags
 from jaxpage.cli.parsing import Commands, Parser, PrintCompletion, add_command, add_model, add_verbosity, lazily
+from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
 
 def make_parser() -> Parser:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NoReturn
 
-from jaxpage.cli.flags import OneModel
+from jaxpage.cli.flag import OneModel
 from jaxpage.cli.from_vllm import ANSWERS
 from jaxpage.settings.argument_checks import close_names
 

@@ -1,4 +1,4 @@
-"""Rules of acceptance: which drafts become tokens, and what is drawn behind the last of them.
+"""Rules of acceptance: which drafts become tokens, and what is drawn after the last of them.
 
 "coupled" compares drafts with what is drawn anyway. The other two look at the distribution p of every draw, after all that its request
 asks for; of a greedy request all of p is on one token, so that each rule gives its greedy text.
@@ -30,10 +30,10 @@ def decide(
     *,
     by_row: bool,
 ) -> tuple[Int[Array, "R"], Int[Array, "B Q"]]:
-    """Of a step that verifies: the token behind each draw, and the paths of right drafts, as `verify.accept` gives them.
+    """Returns, for a step that verifies, the token after each draw and the paths of right drafts, as `verify.accept` does.
 
-    Other rules than "coupled" draw behind the last token of each path alone: behind the others of a path stands its next draft, and 0
-    behind what is on none.
+    Other rules than "coupled" draw only after the last token of each path. The token after the others of a path is its next
+    draft, and the token after what is on no path is 0.
     """
     if rule.name == "coupled":
         drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
@@ -52,7 +52,7 @@ def decide(
 
 
 def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax.Array:
-    """Noise of what follows a token of the stream: a step that verifies draws behind each."""
+    """Returns the key of the noise for the token after one of the stream: a step that verifies draws after each."""
     return noise_key(inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream)
 
 
@@ -67,7 +67,7 @@ def _behind_each(
 
 
 class _Walk(NamedTuple):
-    """Of one row, on its way down the tree."""
+    """The state of one row on its way down the tree of its drafts."""
 
     path_Q: jax.Array
     depth: jax.Array  # of the last token of the path
@@ -79,10 +79,10 @@ class _Walk(NamedTuple):
 def rejection(
     log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, *, by_row: bool
 ) -> tuple[Int[Array, "B Q"], Int[Array, "B"]]:
-    """Paths of drafts that are not rejected, and what is drawn behind the last of each.
+    """Returns the paths of drafts that are not rejected, and the token that is drawn after the last of each.
 
     Leviathan, Kalman, Matias 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318): a draft that was drawn from q stays with
-    probability min(1, p / q); where it does not, what is left of p is max(p - q, 0). Several drafts behind one token are tried in their
+    probability min(1, p / q); where it does not, what remains of p is max(p - q, 0). Several drafts after one token are tried in their
     order, each against what the ones before have left, as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); they were drawn without
     replacement, so q loses them too. The text then has the distribution that it has without drafts; it is a function of the request's
     seed and of the drafts, and where there are none it is what it would be.
@@ -97,7 +97,7 @@ def rejection(
 def _walk(
     start: jax.Array, stop: jax.Array, *, log_p_RV: jax.Array, inputs: StepInputs, max_query_len: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Once over a row: drafts stand behind their parents, so those behind a token are yet to come when it is accepted."""
+    """Goes once over a row. Drafts come after their parents, so the children of a token are yet to come when it is accepted."""
 
     def visit(place: jax.Array, walk: _Walk) -> _Walk:
         is_next = inputs.parents_T[place] == walk.path_Q[walk.depth]
@@ -114,12 +114,12 @@ def _walk(
 
 
 def _begin(log_p_V: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Behind a token that was just accepted."""
+    """Returns the state of a walk after a token that was just accepted."""
     return jnp.exp(log_p_V), jnp.zeros(log_p_V.shape, bool), jnp.int32(0)
 
 
 def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs) -> _Walk:
-    """Accepts or rejects a draft behind the last token of the path."""
+    """Accepts or rejects a draft that follows the last token of the path."""
     token_id, before = inputs.token_ids_T[place], walk.path_Q[walk.depth]
     ids_W = inputs.q_ids_TW[place]
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
@@ -139,7 +139,7 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
 
 
 def residual(p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "W"]) -> Float[Array, "V"]:
-    """max(p - q, 0), normalised; p where nothing is left, which takes rounding."""
+    """Returns max(p - q, 0), normalised; p where nothing remains, which only rounding can cause."""
     left_V = jnp.maximum(p_V.at[ids_W].add(-q_W, mode="drop", wrap_negative_indices=False), 0.0)
     total = jnp.sum(left_V)
     return jnp.where(total > 0, left_V / total, p_V)
@@ -148,10 +148,10 @@ def residual(p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "
 def typical(
     log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, rule: AcceptanceRule, *, by_row: bool
 ) -> Bool[Array, "T"]:
-    """The drafts of each row's best path, by typical acceptance (Cai et al. 2024, arXiv:2401.10774). Lossy: texts do not follow p.
+    """Returns which drafts are on their row's best path, by typical acceptance (Cai et al. 2024, arXiv:2401.10774).
 
-    A draft is acceptable where p(draft) > min(threshold, alpha * exp(-entropy of p)). The best path is the longest of acceptable drafts,
-    of equally long ones the likeliest, of equally likely ones the first.
+    It is lossy: texts do not follow p. A draft is acceptable where p(draft) > min(threshold, alpha * exp(-entropy of p)). The
+    best path is the longest of acceptable drafts, of equally long ones the most likely, of equally likely ones the first.
     """
     parents_T = inputs.parents_T
     num_tokens, num_rows = parents_T.shape[0], inputs.query_start.shape[0] - 1

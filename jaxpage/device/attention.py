@@ -4,6 +4,7 @@ And to products with weights of few bits."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import jax
@@ -16,8 +17,11 @@ from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
-from jaxpage.layers.product import Grouped, ProductKernels
+from jaxpage.layers.trace_scope import ProductKernels
+from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
+    Arguments,
+    AttentionOptions,
     QuantizedWeight,
     grouped_product,
     has_grouped_product,
@@ -30,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
-    """The seam for one step. A kernel set may write and read in one kernel; the layers do not know.
+    """Returns the seam for one step. A kernel set may write and read in one kernel; the layers do not know.
 
     layer_groups: the cache group of each layer.
     """
@@ -43,32 +47,20 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         k_TKH: jax.Array,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
+        options: AttentionOptions,
         /,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        value_width: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
-        out_TNH, pages = write_and_attend(
-            k_TKH,
-            v_TKH,
-            inputs.slots_ZT[layer_groups[layer_index]],
+        group = layer_groups[layer_index]
+        arguments = Arguments(
             q_TNH=q_TNH,
-            block_table_BM=inputs.block_table_ZBM[layer_groups[layer_index]],
+            block_table_BM=inputs.block_table_ZBM[group],
             context_len_B=inputs.context_len_B,
             query_start=inputs.query_start,
-            scale=scale,
-            sliding_window=sliding_window,
-            logit_softcap=logit_softcap,
-            tree_mask_TQ=tree_mask_TQ,
-            sinks=sinks,
-            value_width=value_width,
+            options=dataclasses.replace(options, tree_mask_TQ=tree_mask_TQ),
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
-            **backend.options,
         )
+        out_TNH, pages = write_and_attend(k_TKH, v_TKH, inputs.slots_ZT[group], arguments, **backend.options)
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend

@@ -1,4 +1,4 @@
-"""Which kernel set an engine runs on its device."""
+"""The choice of the kernel set that an engine runs on its device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, Call, candidates, set_for
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
@@ -20,7 +20,7 @@ BFLOAT16_CAPABILITY = (8, 0)  # of NVIDIA's GPUs; earlier ones have float16 alon
 
 
 class Backend(NamedTuple):
-    """What computes attention, and what writes and moves keys and values."""
+    """The kernels that compute attention, and that write and move keys and values."""
 
     name: str  # of a kernel set, or "auto"
     interpret: bool = False  # a kernel on CPU, operation by operation
@@ -33,8 +33,10 @@ class Backend(NamedTuple):
 
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
-    """What an engine on this device (a `jax.Device`) uses for a value of the setting `attention_backend`. Kernels are interpreted on CPU.
-    "auto" chooses call by call. On a CPU the kernels are compiled here, unless they are there already.
+    """Returns what an engine on a `jax.Device` uses for a value of the setting `attention_backend`.
+
+    "auto" chooses call by call. Kernels for GPUs are interpreted on a CPU; kernels for CPUs are compiled here, unless they
+    are there already.
 
     Raises:
         UnsupportedError: the device does not run that kernel set; the text says what it needs.
@@ -48,7 +50,7 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         raise UnsupportedError(
             f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not interpret it on this device"
         )
-    if reason := chosen.supports(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
+    if reason := chosen.refusal(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
         raise UnsupportedError(
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
         )
@@ -101,16 +103,19 @@ def _attention_set(
         q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, tree: Any, layer: LayerPages
     ) -> None:
         nonlocal chosen
+        options = AttentionOptions(
+            scale=1.0,
+            sliding_window=window,
+            tree_mask_TQ=tree,
+            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
+        )
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=table_B1,
             context_len_B=length_B,
             query_start=start,
-            scale=1.0,
-            sliding_window=window,
-            tree_mask_TQ=tree,
+            options=options,
             max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
-            value_width=layer.k_pages.shape[3] if layer.v_pages is None else None,
             **layer._asdict(),
         )
         call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
@@ -127,9 +132,9 @@ def _attention_set(
 
 
 def unaddressable_blocks(name: str, platform: str, block_elements: int, dtype: DTypeLike) -> tuple[int, int]:
-    """With how many blocks a layer's keys begin to be an array that the kernel set tried first cannot address, and end to be one.
+    """Returns the numbers of blocks, from and up to, with which the kernel set tried first cannot address a layer's keys.
 
-    block_elements: of one block in one layer's keys. dtype: of the pages.
+    block_elements: numbers of one block in one layer's keys. dtype: the pages' type.
     """
     elements = candidates(name, platform)[0].unaddressable(dtype)
     return -(-elements.start // block_elements), -(-elements.stop // block_elements)
@@ -142,12 +147,12 @@ def has_bfloat16(device: Any) -> bool:
 
 
 def cpu_kernels() -> str:
-    """The instruction set that the kernels for CPUs are compiled for, or why there are none."""
+    """Returns the instruction set that the kernels for CPUs are compiled for, or why there are none."""
     library = load_cpu_library()
     return library.instruction_set or f"none: {library.reason}. Plain XLA takes their place, which is slow"
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:
-    """Whether this kernel set, or that which "auto" tries first, computes rows that decode and prompt chunks best in one step."""
+    """Returns whether a kernel set computes decodes and prompt chunks best in one step. "auto": the set that is tried first."""
     chosen = candidates(name, platform)[0]
     return chosen.prefers_mixed_steps and chosen.runs_on(platform)

@@ -34,7 +34,7 @@ class Bucket:
 
     @property
     def num_mask_words(self) -> int:
-        """Of a token: a bit for each token of its row, where drafts may branch."""
+        """Returns the words of a token's mask, which has a bit for each token of its row; 0 where drafts cannot branch."""
         return -(-self.max_query_len // 32) if self.trees else 0
 
     @property

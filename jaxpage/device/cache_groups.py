@@ -20,13 +20,13 @@ from jaxpage.models.base import KVSpec
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """Heads and their width may differ within one: every layer has arrays of its own.
+    """The layers that share block tables. Their heads may differ: every layer has arrays of its own.
 
-    layers: places among the model's layers and, behind them, a drafter's.
-    sliding_window: positions that they see, the own one included; None: all.
-    block_bytes: of one block in all of them.
-    array_elements: of one block in the largest array of keys or values.
-    is_state: recurrent layers; the window is what `state_window` says.
+    layers: places among the model's layers, followed by a drafter's.
+    sliding_window: positions that the layers see, a token's own included; None: all.
+    block_bytes: bytes of one block in all these layers.
+    array_elements: numbers of one block in the largest array of keys or values.
+    is_state: whether the layers are recurrent; then `state_window` says what the window is.
     """
 
     layers: tuple[int, ...]
@@ -44,13 +44,13 @@ def state_window(state: StateSpec, block_size: int) -> int:
 def cache_groups(
     kvs: Sequence[KVSpec], *, longest: int, block_size: int, dtype: DTypeLike, num_shards: int = 1
 ) -> tuple[CacheGroup, ...]:
-    """Those of the layers that see most come first.
+    """Returns the cache groups of a model; the group whose layers see most comes first.
 
     Args:
-        kvs: of the model, and of a drafter.
+        kvs: what the layers of the model keep, and those of a drafter.
         longest: positions of the longest sequence: a window that is no shorter is none.
-        dtype: of the pages.
-        num_shards: of the model on a device, each with arrays of its own; `kvs` has what one of them keeps.
+        dtype: the pages' type.
+        num_shards: shards of the model on a device, each with arrays of its own; `kvs` has what one of them keeps.
     """
     kinds = [_kind(kv, layer, longest, block_size) for kv in kvs for layer in range(kv.num_layers)]
     layer_bytes = [
@@ -70,7 +70,7 @@ def cache_groups(
 
 
 class _Kind(NamedTuple):
-    """Of a layer. reach: positions that it sees; infinite: all."""
+    """The kind of a layer: layers of one kind share a cache group. reach: positions that it sees; infinite: all."""
 
     reach: float
     is_state: bool

@@ -1,4 +1,4 @@
-"""How XLA multiplies by weights on this CPU: with which library, and whether bfloat16 is faster than float32.
+"""Measures how XLA multiplies by weights on this CPU: with which library, and whether bfloat16 is faster than float32.
 
 That depends on the processor and on the version of JAX: on one with AVX512_BF16 jax 0.12 takes a third to a half of float32's time
 in bfloat16, and jax 0.10.2 takes longer (docs/lab-log.md). So it is measured, once, and remembered in the user's cache.
@@ -34,19 +34,23 @@ _LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}  # by 
 
 @dataclass(frozen=True)
 class CPUProducts:
-    """library: which takes a float32 product of a few rows; "" where XLA's own code does. seconds: of a product, by dtype, for NUM_ROWS."""
+    """The result of the measurement.
+
+    library: the library that takes a float32 product of a few rows; "" where XLA's own code does.
+    seconds: the time of a product with each of NUM_ROWS, by dtype.
+    """
 
     library: str
     seconds: dict[str, list[float]]
 
     @property
     def time_of_bfloat16(self) -> list[float]:
-        """As a multiple of float32's, for NUM_ROWS."""
+        """Returns the time of bfloat16 as a multiple of float32's, for each of NUM_ROWS."""
         return [ours / theirs for ours, theirs in zip(self.seconds["bfloat16"], self.seconds["float32"], strict=True)]
 
     @property
     def prefer_bfloat16(self) -> bool:
-        """Whether it is faster at every number of rows."""
+        """Returns whether bfloat16 is faster at every number of rows."""
         return all(ratio < 1 for ratio in self.time_of_bfloat16)
 
     def described(self) -> str:
@@ -71,7 +75,7 @@ def cpu_products() -> CPUProducts:
 
 
 def remembered() -> dict[str, CPUProducts]:
-    """What was measured before, by its conditions; nothing where the file is not there or not ours."""
+    """Returns what was measured before, by its conditions; nothing where the file is not there or not ours."""
     try:
         known = {key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()}
         for products in known.values():
@@ -84,7 +88,7 @@ def remembered() -> dict[str, CPUProducts]:
 
 
 def remember(products: CPUProducts) -> None:
-    """For this processor, this version of JAX and these flags of XLA."""
+    """Keeps what was measured, for this processor, this version of JAX and these flags of XLA."""
     known = {**remembered(), _conditions(): products}
     path = _file()
     try:

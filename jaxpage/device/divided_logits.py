@@ -15,7 +15,10 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 
 class Logits(NamedTuple):
-    """Of the draws of a step. own_RU: this device's columns, with padding behind the last; or all V, where a model divides no head."""
+    """The logits of a step's draws.
+
+    own_RU: this device's columns, with padding after the last; or all V, where a model divides no head.
+    """
 
     own_RU: Float[Array, "R U"]
     vocab_size: int  # V
@@ -30,16 +33,17 @@ class Logits(NamedTuple):
 
 
 def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
-    """Whether a draw of the step has log probabilities, something that processes its logits, or a cut-off."""
+    """Returns whether a draw of the step has log probabilities, something that processes its logits, or a cut-off."""
     kinds = (Flags.LOGPROBS, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
     cuts_R = ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size)) | (inputs.top_p_R < 1.0) | (inputs.min_p_R > 0.0)
     return jnp.any(inputs.flags[jnp.array(kinds)] > 0) | jnp.any((inputs.temperature_R > 0.0) & cuts_R)
 
 
 def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[Array, "R"]:
-    """What `sampler.draw` gives in a step that does not need whole rows. The devices exchange the largest that each has, and its place.
+    """Returns what `sampler.draw` does, in a step that does not need whole rows.
 
-    The noise is that of a whole row, of which each device takes its part.
+    The devices exchange the largest logit that each has, and its place. The noise is that of a whole row, of which each device
+    takes its part.
     """
     own_RU, vocab_size, sharding = logits
     size, draws = own_RU.shape[1], draws_of(inputs)
@@ -67,7 +71,7 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
 def _first_of_all(
     own_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
 ) -> Int[Array, "R"]:
-    """Of what each device has found, in one exchange of a few numbers."""
+    """Returns the best token of what each device has found, in one exchange of a few numbers."""
     are_numbers_R, are_any_R = jnp.all(own_RU < jnp.inf, axis=1), jnp.any(own_RU > -jnp.inf, axis=1)
     own_4R = jnp.stack([jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R])
     bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gathered(own_4R[:, None], 1, sharding)

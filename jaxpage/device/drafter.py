@@ -1,4 +1,4 @@
-"""What drafts inside the steps of a model, its target: one protocol for heads, for models of their own, and for the target itself."""
+"""Drafters that run inside the steps of a model, their target: one protocol for heads, for models, and for the target itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ class DeviceDrafter(Protocol):
 
     @property
     def num_layers(self) -> int:
-        """Of its own, whose keys and values stand behind the target's in every block. With any it has to compute all tokens of the text."""
+        """Returns the number of its own layers, whose pages follow the target's.
+
+        A drafter with layers has to compute all tokens of the text.
+        """
         ...
 
     @property
@@ -71,14 +74,14 @@ class DeviceDrafter(Protocol):
 
 
 def split_layers(pages: KVPages, drafter: DeviceDrafter | None) -> tuple[KVPages, KVPages]:
-    """The pages of the target's layers, and those of a drafter's, which stand behind them."""
+    """Returns the pages of the target's layers, and those of a drafter's layers, which follow them."""
     num_layers = len(pages) - (drafter.num_layers if drafter else 0)
     return pages[:num_layers], pages[num_layers:]
 
 
 @dataclass(frozen=True)
 class HeadDrafter:
-    """Medusa's heads: of each the W likeliest tokens [J, W], all at once or none."""
+    """Medusa's heads. Each gives its W most likely tokens [J, W], all heads at once or none."""
 
     graph: Any  # their nnx graph definition
     num_candidates: int  # W
@@ -98,7 +101,7 @@ class HeadDrafter:
 
 @dataclass(frozen=True)
 class TopIdsDrafter:
-    """No drafter at all: the W likeliest tokens behind each draw, best first, for token recycling."""
+    """The target itself as a drafter: the W most likely tokens after each draw, best first, for token recycling."""
 
     num_ids: int  # W
     num_layers: ClassVar[int] = 0

@@ -2,7 +2,7 @@
 
 Its keys and values are further layers of the same pool, in the same blocks and slots. So whatever happens to a sequence (a found prefix,
 forks, swapping, preemption, wrong drafts) happens to them, and no step has to catch up. What it computes ahead goes to scratch
-blocks behind those of the pool, which only its own layers have: it takes no block of a sequence, and a fork or a copy never sees it.
+blocks after those of the pool, which only its own layers have: it takes no block of a sequence, and a fork or a copy never sees it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Choice = Literal["coupled", "likeliest", "drawn"]
 
 
 class TreeShape(NamedTuple):
-    """How far and how wide a drafter drafts, at most."""
+    """The largest depth and width of a drafter's trees."""
 
     num_levels: int  # J: tokens ahead
     num_branches: int  # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
     most_rows: int  # of a step whose sequences are drafted for
 
     def scratch_blocks(self, block_size: int) -> int:
-        """Of one branch: it begins anywhere in a block."""
+        """Returns the scratch blocks of one branch, which may begin anywhere in a block."""
         return -(-(block_size - 1 + self.num_levels) // block_size)
 
     def num_scratch_blocks(self, block_size: int) -> int:
-        """Of all branches of a step."""
+        """Returns the scratch blocks of all branches of a step."""
         return self.most_rows * self.num_branches * self.scratch_blocks(block_size)
 
 
@@ -76,7 +76,7 @@ class ModelDrafter:
         return bucket.num_rows <= self.shape.most_rows
 
     def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
-        """Candidates [B, J, G, Y]: see `_draft_ahead`."""
+        """Returns candidates [B, J, G, Y], see `_draft_ahead`, and the pages."""
         drafting = _DraftStep(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
         if target.bucket.trees:  # the right drafts of a chain are in place
@@ -88,7 +88,7 @@ class ModelDrafter:
 
 
 class Ends(NamedTuple):
-    """Where drafting begins: behind the token that was drawn for each row."""
+    """The places where drafting begins: after the token that was drawn for each row."""
 
     block_table_ZBM: Int[Array, "Z B M"]
     position_B: Int[Array, "B"]  # of that token
@@ -110,7 +110,7 @@ class _Tree(NamedTuple):
 
 
 class _DraftStep(NamedTuple):
-    """A drafter in a step of its target."""
+    """A drafter, its options, and the step of its target in which it drafts."""
 
     drafter: Drafter
     options: ModelDrafter
@@ -118,7 +118,10 @@ class _DraftStep(NamedTuple):
 
 
 def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
-    """The drafter's layers over the step's own stream, behind the target's; zeros, and nothing is done, where the step does not ask."""
+    """Computes the drafter's layers over the step's own stream, after the target's.
+
+    Where the step asks for no drafts, nothing is done, and the result is zeros.
+    """
     drafter, options, target = drafting
     inputs, token_ids_R = target.inputs, target.token_ids_R
     attend = make_attend(inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups)
@@ -138,7 +141,7 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
 
 
 def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array, "T"]:
-    """What follows each token of a step that verifies nothing. Of several draws behind one token any counts."""
+    """Returns the token after each token of a step that verifies nothing. If several are drawn after one, any of them counts."""
     num_tokens = inputs.token_ids_T.shape[0]
     end_B = jnp.where(inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens)
     drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)  # padding draws for position 0
@@ -163,8 +166,9 @@ def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
 def _draft_ahead(
     drafting: _DraftStep, pages: KVPages, output_TD: Float[Array, "T D"]
 ) -> tuple[Int[Array, "B J G Y"], KVPages]:
-    """Grows a tree of drafts behind each of `target.last_B`, level by level: the best X candidates of a level are followed, each by its own
-    best X.
+    """Grows a tree of drafts after each of `target.last_B`, level by level.
+
+    The best X candidates of a level are followed, each by its own best X.
 
     Dynamic trees as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch it is a chain. A candidate's
     score is its branch's log probability under the drafter, and if the choice is coupled also under the row's own noise: drafts are then
@@ -174,9 +178,9 @@ def _draft_ahead(
         output_TD: from `_extend`.
 
     Returns:
-        Of each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one before it (-1: none), and
-        the bits of its score; -inf of what is no candidate. Of drafts that were drawn also the ids [W] and the bits of the probabilities
-        [W] of what each was drawn from. Only so many levels as the draft depth asks for are made.
+        For each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one before it (-1: none), and
+        the bits of its score, which is -inf for what is no candidate. For drafts that were drawn also the ids [W] and the bits
+        of the probabilities [W] of what each was drawn from. Only so many levels as the draft depth asks for are made.
     """
     options, depth = drafting.options, drafting.target.depth
     takes_features = drafting.drafter.aux_layers is not None
@@ -216,7 +220,7 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafte
 
 
 def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
-    """The candidates behind the branches, and the best of them as the new branches."""
+    """Adds the candidates that follow the branches, and makes the best of them the new branches."""
     num_rows, width = tree.token_id_BX.shape
     draws = ends.draws._replace(position_R=ends.draws.position_R + 1 + level)
     draws = jax.tree.map(lambda array: jnp.repeat(array, width, axis=0), draws)
@@ -237,7 +241,7 @@ def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
 
 
 def _best(drafting: _DraftStep, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Of each branch the X tokens that it may go on with, their log probabilities, and what they were drawn from, if they were."""
+    """Returns for each branch the X tokens that may follow it, their log probabilities, and what they were drawn from, if they were."""
     width, choice, target = drafting.options.shape.num_branches, drafting.options.choice, drafting.target
     if choice == "drawn":
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
@@ -291,13 +295,13 @@ def _inherit(
 
 
 def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "Z B X"]:
-    """Of the scratch blocks of each branch, which lie one behind the other."""
+    """Returns the first of each branch's scratch blocks, which follow each other."""
     branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(num_rows, -1)
     return jnp.array(options.num_blocks)[:, None, None] + branches * options.shape.scratch_blocks(block_size)
 
 
 def _fork_last_blocks(pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend) -> KVPages:
-    """Copies of the block in which each row ends, for each of its branches: what is written behind it stays out of the row's own."""
+    """Copies the block in which each row ends to each of its branches, so that what they write stays out of the row's own."""
     block_size, last = pages[0][0].shape[1], ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
     source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)

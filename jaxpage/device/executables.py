@@ -124,23 +124,26 @@ class Executables:
                 found_or_made = {key: functools.partial(stored.get, job, *_trees(job)) for key, job in jobs.items()}
                 self._table = _run_all(found_or_made, progress)
         self._workspace_bytes = max(map(_workspace_bytes, self._table.values()))
-        self._load_behind([*_by_first_use(menu), *self._table])
+        self._load_in_background([*_by_first_use(menu), *self._table])
         self.compile_seconds = time.monotonic() - started
 
     @property
     def compile_total(self) -> int:
-        """What JAX compiled in this process since these executables began to be: it must not grow in service."""
+        """Returns how many compilations JAX made in this process since these executables were begun: it must not grow in service."""
         return self._compilations.count - self._num_before
 
     @property
     def found(self) -> tuple[int, int]:
-        """How many were in a cache, and of how many: of these executables where they are files, else of all that JAX compiled."""
+        """Returns how many executables were in a cache, and of how many.
+
+        They are these executables where they are files, else all that JAX compiled.
+        """
         if self._stored is not None:
             return self._stored.num_found, len(self._table)
         return self._compilations.num_found - self._num_found_before, self.compile_total
 
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
-        """draft_depth: see `StepPlan`. Without one it is the target's alone, where there is such a one."""
+        """Returns the step of a bucket. draft_depth: see `StepPlan`; None: without a drafter, where there is such a step."""
         neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
         is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
         if is_off and bucket in self._target_only:
@@ -156,7 +159,7 @@ class Executables:
         return self._mesh.of_process(self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1)
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
-        """As `gather` gives them."""
+        """Writes contents into blocks, as `gather` gave them."""
         return self._moved(pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1))
 
     def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
@@ -170,14 +173,14 @@ class Executables:
         return tuple(layer for layer, other in zip(pages, self.options.layer_groups, strict=True) if other == group)
 
     def _executable(self, key: Bucket | str) -> Any:
-        """In the first second after a start from files a step may wait for its own executable, which is read and not compiled."""
+        """Returns an executable. In the first second after a start from files a step may wait until its own is read."""
         executable = self._table[key]
         if isinstance(executable, Future):
             self._table[key] = executable = executable.result()
         return executable
 
-    def _load_behind(self, keys: Iterable[Bucket | str]) -> None:
-        """What was found as files is loaded in the background, in this order."""
+    def _load_in_background(self, keys: Iterable[Bucket | str]) -> None:
+        """Loads what was found as files in the background, in this order."""
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
         for key in keys:
             if isinstance(found := self._table[key], Found):
@@ -219,7 +222,7 @@ def _watch_compilations() -> _Compilations:
 def step_call(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted step of a bucket, and the shapes of what it takes behind the parameters and the pages, which are donated."""
+    """Returns the jitted step of a bucket, and the shapes of what it takes after the parameters and the pages, which are donated."""
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     rest = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
     of_device = functools.partial(model_step, bucket=bucket, options=options)
@@ -237,8 +240,11 @@ def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) 
 
 
 def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dict[str, str]:
-    """Of XLA, for all executables. On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in
-    the middle of the step for what holds one. XLA_FLAGS has the last word."""
+    """Returns XLA's options for all executables.
+
+    On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in the middle of the step
+    for what holds one. XLA_FLAGS has the last word.
+    """
     if platform != "gpu":
         return {}
     options = {}
@@ -297,14 +303,14 @@ def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: De
 
 
 def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Of the blocks' numbers, and of their bytes: on each device those of its own heads."""
+    """Returns the shapes of the blocks' numbers and of their bytes: on each device those of its own heads."""
     block_bytes = sum(mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages))
     contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
     return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.divided(contents, 1)
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
-    """What the executable of a job takes and gives: trees as theirs, of any leaves."""
+    """Returns trees with the structure of what a job's executable takes and gives; their leaves mean nothing."""
     if job.func is _compile_step:
         parameters, pages, bucket, options, mesh = job.args
         drafts = options.drafter is not None and options.drafter.drafts_in(bucket)

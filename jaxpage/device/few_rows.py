@@ -1,6 +1,6 @@
-"""Which products of few rows the kernel for CPUs takes: those that have the bits of XLA's own product, which takes them of more rows.
+"""Chooses the products of few rows that the kernel for CPUs takes: those with the bits of XLA's own product of more rows.
 
-A token's bits must not depend on how many tokens are computed beside it. The order in which XLA adds is that of a library, and of its
+A token's bits must not depend on how many tokens are computed with it. The order in which XLA adds is that of a library, and of its
 version: so it is asked, once for each shape of a weight, when a step that has it is traced. Sums of int8 are exact in any order.
 """
 
@@ -25,7 +25,7 @@ _ASKING = threading.Lock()
 
 
 def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax.Array | None:
-    """`x @ w.T` by the kernel; None: XLA has to take it."""
+    """Returns `x @ w.T` by the kernel; None: XLA has to take it."""
     if x_TI.dtype != w_OI.dtype or not _takes(x_TI, w_OI, result):
         return None
     with _ASKING:  # steps are traced by several threads
@@ -34,7 +34,7 @@ def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax
 
 
 def few_rounded_product(x_TI: jax.Array, values_OI: jax.Array) -> tuple[jax.Array, jax.Array] | None:
-    """`rounded_product` by the kernel; None: XLA has to take it."""
+    """Returns what `rounded_product` does, by the kernel; None: XLA has to take it."""
     return multiply_rounded(x_TI, values_OI) if _takes(x_TI, values_OI, jnp.int32) else None
 
 
@@ -45,7 +45,9 @@ def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
 
 @functools.cache
 def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
-    """Of many rows, by random numbers: the sums as they are, and the result where something is computed of it.
+    """Returns whether the kernel has the bits of XLA's product of many rows of random numbers.
+
+    The sums are compared as they are, and the result where something is computed of it.
 
     In bfloat16 most differences of sums are lost, and XLA may pass a sum on without rounding it to the type of the result.
     """
@@ -70,7 +72,7 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
 
 
 def described() -> str:
-    """For which types the kernel takes products of few rows. The answer may be another for another shape of a weight."""
+    """Returns a sentence on which types the kernel takes. The answer may be another for another shape of a weight."""
     types = library.load().few_rows
     taken = [dtype for dtype in types if dtype == "int8" or has_xlas_bits(768, 4096, dtype, dtype)]
     return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}, asked of a weight of 4096 x 768"

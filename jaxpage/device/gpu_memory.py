@@ -1,4 +1,4 @@
-"""How much of a GPU JAX's allocator may take. JAX reads that once, when it opens its devices: 0.75 of the card by default."""
+"""Sets how much of a GPU JAX's allocator may take. JAX reads that once, when it opens its devices: 0.75 of the card by default."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def share(limit: int, utilization: float) -> int:
 
 
 def notice(utilization: float) -> str:
-    """Where `utilization` is a share of less than the card."""
+    """Returns a sentence where `utilization` is a share of less than the card; else an empty one."""
     if _fraction is not None:
         return ""
     given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]

@@ -14,13 +14,17 @@ Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `pallas_kernels.ga
 
 
 class HostPages:
-    """Of a cache group: one row of bytes per block. Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
+    """A cache group's pages in host memory: one row of bytes per block.
+
+    Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
 
     Memory that was never written to is not taken from the system. Ids are not checked here: the batch builder does.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, directory: Path | None = None):
-        """directory: where a file has the blocks, of which the system keeps in memory what it has room for; None: all in memory.
+        """Reserves the blocks.
+
+        directory: where a file has the blocks, of which the system keeps in memory what it has room for; None: all in memory.
 
         The file is seen by nobody else and ends with the process. Raises OSError where the disk has no room for it.
         """

@@ -48,12 +48,12 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
 
 
 def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike, layer: int = 0) -> int:
-    """Of one block in one layer, scales included."""
+    """Returns the bytes of one block in one layer, scales included."""
     return num_bytes((_layer_shapes(kv, layer, 1, block_size, dtype),))
 
 
 def num_bytes(pages: KVPages) -> int:
-    """Of pages or their shapes."""
+    """Returns the bytes of pages, or of their shapes."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
 
@@ -64,7 +64,10 @@ def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dt
 
 
 def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
-    """Of all devices: each layer's pages in each of the `num_local` shards of a device. of_shard: shapes of all layers, in one shard."""
+    """Returns the shapes on all devices: each layer's pages in each of the `num_local` shards of a device.
+
+    of_shard: shapes of all layers, in one shard.
+    """
     each = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(
         jax.tree.map(lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None), each)

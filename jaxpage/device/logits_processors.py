@@ -17,7 +17,7 @@ from jaxpage.step.token_masks import MASK_BITS
 
 
 class Penalties(NamedTuple):
-    """What penalties of a draw take, besides its history: an entry for each draw."""
+    """The numbers that penalties take, besides a draw's history: an entry for each draw."""
 
     num_prompt_tokens_R: jax.Array
     repetition_R: jax.Array

@@ -33,7 +33,7 @@ class DeviceMesh:
 
     @property
     def first(self) -> jax.Device:
-        """Of this process. What it is, all are: they are alike."""
+        """Returns this process's first device. All devices of a mesh are of one kind."""
         return next(device for device in self.devices if device.process_index == jax.process_index())
 
     @property
@@ -42,7 +42,7 @@ class DeviceMesh:
 
     @functools.cached_property
     def is_one_process(self) -> bool:
-        """Whether it has all devices, and can read what is on them."""
+        """Returns whether this process has all devices of the mesh, and can read what is on them."""
         return self.num_local == self.size
 
     @property
@@ -55,7 +55,7 @@ class DeviceMesh:
         return jax.sharding.Mesh(np.array(self.devices), (DEVICE_AXIS,))
 
     def _along(self, axis: int | None) -> Any:
-        """Where an array is that is divided along an axis; None: the whole of it on every device."""
+        """Returns the placement of an array that is divided along an axis; None: the whole of it is on every device."""
         if self.size == 1:
             return self.first
         return NamedSharding(self._mesh, PartitionSpec() if axis is None else _spec(axis))
@@ -79,7 +79,7 @@ class DeviceMesh:
         return jax.make_array_from_callback((self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype)
 
     def of_process(self, array: jax.Array, axis: int) -> Any:
-        """What this process has of an array that is divided along an axis, as one."""
+        """Returns this process's parts of an array that is divided along an axis, joined."""
         if self.is_one_process:
             return array
         parts = sorted(array.addressable_shards, key=lambda shard: shard.index[axis].start or 0)
@@ -90,7 +90,7 @@ class DeviceMesh:
         return array if self.is_one_process else jax.make_array_from_process_local_data(self._along(axis), array)
 
     def num_bytes_of_device(self, arrays: Any) -> int:
-        """What a device has of a tree of arrays or shapes."""
+        """Returns the bytes that a device has of a tree of arrays or shapes."""
         return sum(
             math.prod(array.shape) * array.dtype.itemsize // (self.size if any(_spec_of(array)) else 1)
             for array in jax.tree.leaves(arrays)
@@ -101,7 +101,7 @@ class DeviceMesh:
         return self.divided(shapes, None)
 
     def divided(self, shapes: Any, axis: int | None) -> Any:
-        """Of arrays of which each device has a part of these shapes, one behind the other along an axis."""
+        """Returns the shapes of whole arrays, of which each device has a part of these shapes, joined along an axis."""
         if self.size == 1:
             return shapes
 
@@ -156,7 +156,7 @@ def _spec_of(array: Any) -> PartitionSpec:
 
 
 def make_mesh(size: int = 1) -> DeviceMesh:
-    """Of the first devices that JAX has, as many of each process. Raises ConfigError where it has too few."""
+    """Returns a mesh of the first devices that JAX has, equally many of each process. Raises ConfigError where JAX has too few."""
     devices = _in_turn(jax.devices())
     if len(devices) < size:
         hint = (
@@ -182,7 +182,10 @@ class JobProcess(NamedTuple):
 
 
 def find_job(seconds: int = DETECTION_SECONDS) -> JobProcess | None:
-    """What JAX detects of the job that this process belongs to, or None. seconds: for what a cluster may not know at once."""
+    """Returns what JAX detects of the job that this process belongs to, or None.
+
+    seconds: how long it may ask for what a cluster does not know at once.
+    """
     find = ClusterEnv.auto_detect_unset_distributed_params
     coordinator, num_processes, process_id, local_ids = find(None, None, None, None, None, seconds)
     if coordinator is None or num_processes is None or process_id is None:
@@ -214,7 +217,7 @@ def join_processes(
 
 
 def leave_processes() -> None:
-    """At its exit the process waits for the others, which are asked to end too. Without others nothing changes."""
+    """Lets the process wait at its exit for the others, which are asked to end too. Without others nothing changes."""
     atexit.unregister(_end_alone)
 
 

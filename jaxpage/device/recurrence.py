@@ -1,9 +1,9 @@
 """Binds recurrent layers to their pages: the seam `recur` writes the inputs of new tokens, then updates states through the block tables.
 
-A slot holds the input of its token, as a slot of keys and values does. A block holds the state behind the last of its tokens that was
+A slot holds the input of its token, as a slot of keys and values does. A block holds the state after the last of its tokens that was
 computed, with the number of tokens that the state has seen. A row goes on from the state in the block of the token before it if that has
 seen exactly the tokens before the row. Else (drafts were rejected, or a token is computed again) it begins with the state of the block
-before, which is full, and updates it with the inputs that its own block holds. So what a step has written behind a row's tokens is of no
+before, which is full, and updates it with the inputs that its own block holds. So what a step has written after a row's tokens is of no
 account, and copying, swapping or finding blocks is all that a fork, a preemption or a prefix hit needs.
 
 Each state is updated token by token in one order, however the tokens are cut into steps: the bits are the same.
@@ -22,7 +22,11 @@ from jaxpage.layers.context import Recur, Recurrence
 
 
 class _Rows(NamedTuple):
-    """first_B, stop_B: positions that are computed anew. start_B: of the first of them, in the stream."""
+    """The rows of a step.
+
+    first_B, stop_B: positions that are computed anew.
+    start_B: place of the first of them in the stream.
+    """
 
     table_BM: jax.Array
     first_B: jax.Array
@@ -31,10 +35,10 @@ class _Rows(NamedTuple):
 
 
 def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: bool) -> Recur:
-    """The seam for one step.
+    """Returns the seam for one step.
 
     layer_groups: the cache group of each layer.
-    by_row: one row after the other, in shapes that do not depend on their number; else all at once.
+    by_row: computes one row after the other, in shapes that do not depend on their number; else all at once.
     """
 
     @jax.named_scope("recurrence")
@@ -81,7 +85,9 @@ def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePag
 
 
 def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence) -> tuple[jax.Array, StatePages]:
-    """Outputs of the rows' tokens put into `out_TO`, and the pages with their states. Block by block, and in each token by token.
+    """Returns `out_TO` with the outputs of the rows' tokens, and the pages with their states.
+
+    It goes block by block, and in each token by token.
 
     What a token's update takes is prepared in the turn before: XLA on CPU would compute it anew for each number of the state.
     """
@@ -124,14 +130,14 @@ def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recu
 
 
 def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
-    """The position that each row's first update is for, behind which a state is in place."""
+    """Returns the position of each row's first update: a state for all positions before it is in place."""
     block_size = pages.inputs.shape[1]
     num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
     return jnp.where(num_seen_B == rows.first_B, rows.first_B, rows.first_B // block_size * block_size)
 
 
 def _last_inputs(inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, lookback: int) -> jax.Array:
-    """[B, 1 + lookback, E]: those up to each row's position."""
+    """Returns the inputs [B, 1 + lookback, E] up to each row's position."""
     block_size = inputs.shape[1]
     position_BW = position_B[:, None] + jnp.arange(-lookback, 1)
     block_BW = jnp.take_along_axis(table_BM, jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1), axis=1)
@@ -140,7 +146,7 @@ def _last_inputs(inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, 
 
 
 def _block_at(table_BM: jax.Array, place_B: jax.Array) -> jax.Array:
-    """The block at a place of each row's table, which is clamped to it."""
+    """Returns the block at a place of each row's table; the place is clamped to the table."""
     place_B1 = jnp.clip(place_B, 0, table_BM.shape[1] - 1)[:, None]
     return jnp.take_along_axis(table_BM, place_B1, axis=1)[:, 0]
 

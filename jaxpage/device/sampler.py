@@ -27,7 +27,7 @@ PROCESSED_AT_ONCE = 16
 
 
 class Draws(NamedTuple):
-    """What a request wants of its draws, and what their noise follows from: an entry for each."""
+    """The sampling parameters of each draw, and what its noise follows from."""
 
     temperature_R: jax.Array
     top_k_R: jax.Array
@@ -39,7 +39,7 @@ class Draws(NamedTuple):
 
 
 class DrawnFrom(NamedTuple):
-    """What drafts were drawn from: probabilities of so many tokens, and 0 of all others."""
+    """The distributions that drafts were drawn from: probabilities of W tokens, and 0 of all others."""
 
     ids_RW: jax.Array
     q_RW: jax.Array
@@ -100,7 +100,10 @@ def _drawn(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool
 
 
 def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: ProcessorInputs) -> jax.Array:
-    """Where rows are computed at once, without a second array as large as the logits: processed ones are drawn from some rows at a time."""
+    """Draws from rows that are computed at once, without a second array as large as the logits.
+
+    Processed logits are drawn from some rows at a time.
+    """
     num_rows = logits_RV.shape[0]
     at_once = min(PROCESSED_AT_ONCE, num_rows)
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
@@ -135,8 +138,11 @@ def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: boo
 
 
 def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
-    """rows: logits, temperature, top-k, top-p, min-p, and more. The function also gets `by_row`, `asked`, and `least`: the least logit that
-    stays, where a kernel has found it."""
+    """Applies a function to each draw.
+
+    rows: logits, temperature, top-k, top-p, min-p, and more. The function also gets `by_row`, `asked`, and `least`: the least
+        logit that stays, where a kernel has found it.
+    """
     if by_row:
         return each_row(functools.partial(function, by_row=True, asked=None, least=None), rows, by_row=True)
     logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
@@ -160,9 +166,11 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
 def perturbed(
     logits_RV: Float[Array, "R V"], draws: Draws, is_random: jax.Array, *, by_row: bool
 ) -> Float[Array, "R V"]:
-    """Of what `draw` takes the largest: cut off and with noise where a draw is random, the logits themselves where it is greedy.
+    """Returns the numbers of which `draw` takes the largest.
 
-    is_random: whether any is.
+    They are cut off and have noise where a draw is random, and are the logits themselves where it is greedy.
+
+    is_random: whether any draw is.
     """
 
     def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
@@ -173,8 +181,10 @@ def perturbed(
 
 
 def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], DrawnFrom]:
-    """Tokens for acceptance by rejection, from noise of their own, and the distributions that they were really drawn from: the likeliest
-    `MOST_CANDIDATES` tokens of what `draw` draws from. Of a greedy row the likeliest alone."""
+    """Returns tokens for acceptance by rejection, from noise of their own, and the distributions that they were drawn from.
+
+    These are the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; of a greedy row the most likely alone.
+    """
 
     def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> Any:
         *cutoffs, seed_2, sample_index, position = rest
@@ -269,7 +279,7 @@ def largest_of(logits_V: Float[Array, "V"]) -> tuple[Float[Array, ""], Int[Array
 
 
 def _first_in_one_pass(logits_V: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As `largest_of`, in one reduction: for two of them, XLA would write to memory on a GPU what it makes of the logits."""
+    """Returns what `largest_of` does, in one reduction: for two of them, XLA on a GPU would write the changed logits to memory."""
 
     def larger(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         takes_one = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
@@ -293,7 +303,7 @@ LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], 
 def log_probabilities(
     logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"], *, by_row: bool
 ) -> LogProbabilities:
-    """The chosen token's log probability and rank, and the W likeliest tokens with theirs, of the model's own distribution."""
+    """Returns the chosen token's log probability and rank, and the W most likely tokens with theirs, in the model's own distribution."""
     if by_row:
         alone = (logits_BV[:, None], token_ids_B[:, None])
         rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)

@@ -1,4 +1,4 @@
-"""Binds the kernels that select in rows of logits to the sampler: cut-offs of top-k, top-p and min-p, and the likeliest tokens."""
+"""Binds the kernels that select in rows of logits to the sampler: cut-offs of top-k, top-p and min-p, and the most likely tokens."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from pallas_kernels import Call, candidates
 
 
 class SelectionKernels(NamedTuple):
-    """cutoffs: (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R) -> the least logit of each row that stays.
-    likeliest: (logits_RV, largest_R, log_sum_R, count) -> log probabilities and ids, in the order of the ids where they are equal."""
+    """The kernels of one set.
+
+    cutoffs: (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R) -> the least logit of each row that stays.
+    likeliest: (logits_RV, largest_R, log_sum_R, count) -> log probabilities and ids, in the order of the ids where they are equal.
+    """
 
     cutoffs: Callable[..., jax.Array]
     likeliest: Callable[..., tuple[jax.Array, jax.Array]]
@@ -27,7 +30,7 @@ _kernels: ContextVar[SelectionKernels | None] = ContextVar("selection_kernels", 
 
 @contextmanager
 def selection_kernels(backend: Backend) -> Iterator[None]:
-    """What is traced inside, of rows that are computed at once, selects with the kernels of this set, if it has any."""
+    """Lets the sampler, where rows are computed at once, select with the kernels of this set, if it has any, in what is traced inside."""
     token = _kernels.set(_found(backend))
     try:
         yield
@@ -39,7 +42,7 @@ def _found(backend: Backend) -> SelectionKernels | None:
     for each in candidates(backend.name, jax.default_backend(), interpret=backend.interpret):
         if each.cutoffs is None or each.likeliest is None:
             continue
-        if each.supports(jax.devices()[0], Call(interpret=backend.interpret)) is None:
+        if each.refusal(jax.devices()[0], Call(interpret=backend.interpret)) is None:
             bound = functools.partial(functools.partial, interpret=backend.interpret)
             return SelectionKernels(bound(each.cutoffs), bound(each.likeliest))
     return None

@@ -1,4 +1,4 @@
-"""How many KV blocks fit, in numbers, before anything is loaded; and the table that says so at start-up.
+"""Computes how many KV blocks fit, before anything is loaded, and prints the table that says so at start-up.
 
 The number of blocks is part of the shape of every executable. So a default does not follow what happens to be free: it is fixed by the
 model and the settings on CPU, and halved where it does not fit; on an accelerator it is rounded. Then the next start finds what this
@@ -28,7 +28,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class WindowBlocks(NamedTuple):
-    """A cache group whose layers see a window, beside one whose layers see more. is_state: the layers are recurrent."""
+    """A cache group whose layers see a window, in a model with others that see more. is_state: the layers are recurrent."""
 
     sliding_window: int  # tokens
     block_bytes: int
@@ -43,7 +43,7 @@ class WindowBlocks(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Where the memory goes. Bytes, except where the name says otherwise."""
+    """The plan of where the memory goes: bytes, except where the name says otherwise."""
 
     device: str
     available_bytes: int  # for everything that this engine will allocate
@@ -67,27 +67,27 @@ class MemoryPlan:
 
     @property
     def first_block_bytes(self) -> int:
-        """Of the layers of the first group."""
+        """Returns the bytes of a block in the layers of the first group."""
         return self.block_bytes - sum(window.block_bytes for window in self.windows)
 
     def blocks_of_groups(self, num_blocks: int) -> tuple[int, ...]:
-        """The blocks of every group, null blocks included, where the first has so many."""
+        """Returns the blocks of every group, null blocks included, where the first has so many."""
         return (num_blocks, *(min(num_blocks, 1 + window.most_blocks) for window in self.windows))
 
     def bytes_of(self, num_blocks: int) -> int:
-        """Of all groups, where the first has so many blocks, the null block included."""
+        """Returns the bytes of all groups, where the first has so many blocks, the null block included."""
         sizes = (self.first_block_bytes, *(window.block_bytes for window in self.windows))
         return sum(math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True))
 
     def most_blocks(self, num_bytes: int) -> int:
-        """The blocks that the first group can have, the null block included, where all groups take no more than so many bytes."""
+        """Returns the most blocks of the first group, null block included, with which all groups fit in so many bytes."""
         least = num_bytes // self.block_bytes
         most = num_bytes // self.first_block_bytes
         return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
 
     @property
     def free_bytes(self) -> int:
-        """What weights and workspace leave; less than nothing where they do not fit."""
+        """Returns the bytes that weights and workspace leave; negative where they do not fit."""
         return self.available_bytes - self.weights_bytes - self.workspace_bytes
 
     @property
@@ -96,7 +96,7 @@ class MemoryPlan:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the first group's pool can hold; the null block holds none."""
+        """Returns the tokens that the first group's pool can hold; the null block holds none."""
         return (self.num_blocks - 1) * self.block_size
 
     def num_users(self, length: int) -> int:
@@ -260,7 +260,7 @@ def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
 
 
 def _how_to_make_room(plan: MemoryPlan, missing: int, narrower_dtype: str | None, utilization: float) -> str:
-    """What helps where `missing` bytes are missing, and nothing that would not."""
+    """Returns the ways that would make room for `missing` bytes, and no other ones."""
     ways = []
     if narrower_dtype and plan.weights_bytes // 2 >= missing:
         ways.append(f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}")
@@ -280,7 +280,7 @@ def _how_to_make_room(plan: MemoryPlan, missing: int, narrower_dtype: str | None
 
 
 def _cgroup_bytes() -> int:
-    """What the control group still allows, if there is one."""
+    """Returns the bytes that the control group still allows, if there is one."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

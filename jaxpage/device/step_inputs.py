@@ -19,7 +19,7 @@ NUM_FLAGS = 7
 
 
 class TableShape(NamedTuple):
-    """Of the block tables of a step."""
+    """The shape of the block tables of a step."""
 
     num_groups: int  # Z: cache groups
     width: int  # M: blocks of the longest sequence
@@ -71,7 +71,7 @@ class Flags:
 
 
 class ProcessorInputs(NamedTuple):
-    """What changes the logits of a draw before it is drawn. Wide, and rarely wanted: none of it travels when no draw of a step asks."""
+    """The wide arrays that change a draw's logits. They are rarely wanted, and do not travel when no draw of a step asks."""
 
     mask_RU: Any  # uint32: a bit per token id: see jaxpage/step/token_masks.py
     bias_ids_RE: Any  # padded with V

@@ -25,9 +25,8 @@ from jaxpage.device.selection_kernels import selection_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.lora import adapters_of, token_adapters
-from jaxpage.layers.product import product_kernels
-from jaxpage.layers.sharding import UNDIVIDED, Sharding, divided_logits
+from jaxpage.layers.sharding import UNDIVIDED, Sharding
+from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 
@@ -36,17 +35,17 @@ SCORED_AT_ONCE = 64
 
 
 class StepOptions(NamedTuple):
-    """What is fixed for the life of an engine, besides the bucket."""
+    """The constants of a step function that are fixed for the life of an engine; the bucket is the other one."""
 
     graph: Any  # the model's nnx graph definition
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     tables: TableShape
-    # The cache group of each layer, of a divided model of the layer's pages in each of its shards; a drafter's behind the model's.
+    # The cache group of each layer; of a divided model, of the layer's pages in each shard. A drafter's come after the model's.
     layer_groups: tuple[int, ...]
     attention_backend: Backend
     sample_by_row: bool
-    drafter: DeviceDrafter | None = None  # beside the model, its target
+    drafter: DeviceDrafter | None = None  # whose target is the model
     acceptance: AcceptanceRule = AcceptanceRule()
     max_loras: int = 0  # slots of adapters
     sharding: Sharding = UNDIVIDED
@@ -54,7 +53,7 @@ class StepOptions(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What leaves the device after a step: int32 arrays, for `unpack_drawn` and as they are."""
+    """The arrays of int32 that leave the device after a step, for `unpack_drawn` or as they are."""
 
     drawn: jax.Array  # [R, 3 + 2 W], of the draws
     scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
@@ -81,14 +80,13 @@ def model_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Computes the step's tokens, writes their keys and values, draws up to R tokens, and drafts behind them. Donate `pages`.
+    """Computes the step's tokens, writes their keys and values, draws up to R tokens, and drafts after them. Donate `pages`.
 
     Args:
-        parameters: {"target": the model's, "drafter": those of what drafts beside it, or None}.
-        pages: of all layers, a drafter's behind the model's.
+        parameters: {"target": the model's, "drafter": its drafter's, or None}.
+        pages: those of all layers, a drafter's after the model's.
     """
-    backend = options.attention_backend
-    with product_kernels(make_product_kernels(backend)), selection_kernels(backend):
+    with selection_kernels(options.attention_backend):
         return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
 
 
@@ -105,7 +103,8 @@ def _step(
     pages, own_pages = split_layers(pages, options.drafter)
     output, target, pages = _target_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     if options.drafter is not None:
-        draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
+        with TraceScope(make_product_kernels(options.attention_backend)).opened():
+            draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
         output = output._replace(draft_candidates=draft_candidates)
     return output, pages + own_pages
 
@@ -120,8 +119,8 @@ def _target_step(
 ) -> tuple[StepOutput, TargetStep, KVPages]:
     by_row, backend = options.sample_by_row, options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
-    with divided_logits(options.sharding):
-        logits = Logits(_drawn_logits(model, hidden_TD, inputs, options), options.vocab_size, options.sharding)
+    own_RU = _drawn_logits(model, hidden_TD, inputs, options, divided=True)
+    logits = Logits(own_RU, options.vocab_size, options.sharding)
     with jax.named_scope("sampling"):
         token_ids_R, paths, drawn = _drawn(logits, inputs, processor_inputs, bucket, options)
     last_B = last_of(paths) if bucket.verifies else jnp.arange(bucket.num_rows)
@@ -138,7 +137,7 @@ def _target_step(
 def _drawn(
     logits: Logits, inputs: StepInputs, processor_inputs: ProcessorInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens that were drawn, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
+    """Returns the drawn tokens, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
     by_row = options.sample_by_row
     no_paths = jnp.zeros((0, 0), jnp.int32)
 
@@ -170,7 +169,7 @@ def _multi_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Steps of a decode bucket one after the other, as many as the longest row has places.
+    """Computes steps of a decode bucket one after the other, as many as the longest row has places.
 
     A row that has no place left computes its last token again, and what comes of it is dropped; the key and the value go to the null block.
     """
@@ -198,24 +197,35 @@ def _multi_step(
     return StepOutput(drawn, drawn[:0], paths), pages
 
 
-def _drawn_logits(model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions) -> jax.Array:
-    """Returns the logits [R, V] of the tokens to draw from."""
+def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
+    """Returns what the layers of the model take in a pass over tokens with adapters in these slots."""
+    kernels = make_product_kernels(options.attention_backend)
+    return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
+
+
+def _drawn_logits(
+    model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
+) -> jax.Array:
+    """Returns the logits [R, V] of the tokens to draw from; divided: each device's part of them, where a model is divided."""
     rows_R = inputs.drawn_token_R
-    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options)
+    return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options, divided=divided)
 
 
-def _logits(model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions) -> jax.Array:
+def _logits(
+    model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions, *, divided: bool = False
+) -> jax.Array:
     """Returns logits [B, V]; a family may multiply by linear layers there too, which take the rows' adapters (OPT-350m)."""
-    with token_adapters(adapters_of(lora_slot_B, options.max_loras)):
+    with _scope(options, lora_slot_B, divided=divided).opened():
         return cast(jax.Array, model.logits(hidden_BD))
 
 
 def _score(
     model: Any, hidden_TD: jax.Array, inputs: StepInputs, width: int, bucket: Bucket, options: StepOptions
 ) -> jax.Array:
-    """What `unpack_drawn` takes of the given tokens [T, width]; zeros where a step scores none.
+    """Returns the scores of the given tokens [T, width], for `unpack_drawn`; zeros where a step scores none.
 
-    In tiles: the logits of a whole prompt would take more memory than the pool. Tiles behind the last token that is wanted are left out.
+    It works in tiles, because the logits of a whole prompt would take more memory than the pool. Tiles after the last token
+    that is wanted are left out.
     """
     tile = min(bucket.num_tokens, max(bucket.num_rows, SCORED_AT_ONCE))
     padding = -bucket.num_tokens % tile
@@ -238,22 +248,20 @@ def _score(
 def logits_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """The part before the draw: the model's logits [B, V] in float32 of the tokens to draw from, and the pages."""
+    """Computes a step up to the draw: returns the logits [B, V] in float32 of the tokens to draw from, and the pages."""
     pages, own_pages = split_layers(pages, options.drafter)
-    with product_kernels(make_product_kernels(options.attention_backend)):
-        model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
-        return _drawn_logits(model, hidden_TD, inputs, options), pages + own_pages
+    model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
+    return _drawn_logits(model, hidden_TD, inputs, options, divided=False), pages + own_pages
 
 
 def pooled_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """Of a step with one row: the hidden state of its last token, and the sum of those of all, as float32 [2, D]; and the pages.
+    """Returns, for a step with one row, the hidden state of its last token and the sum over all tokens, as float32 [2, D]; and the pages.
 
-    parameters: of the model.
+    parameters: the model's, without a drafter's.
     """
-    with product_kernels(make_product_kernels(options.attention_backend)):
-        _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
+    _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
     is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
     return jnp.stack([hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]), pages
@@ -262,20 +270,20 @@ def pooled_step(
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
-    """The model, its hidden states, its pages, and what of the hidden states a drafter takes."""
+    """Returns the model, its hidden states, its pages, and the hidden states that a drafter takes."""
     model = nnx.merge(options.graph, parameters)
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups)
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
-    with token_adapters(adapters_of(inputs.lora_slot_T, options.max_loras)):
+    with _scope(options, inputs.lora_slot_T).opened():
         hidden_TD, by_layer, states = model(inputs.token_ids_T, _by_layer(pages, options.sharding), context)
     return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
 
 
 def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
-    """What the layers take: their pages, or those of each of their shards."""
+    """Returns each layer's pages, or of a divided model those of each of its shards."""
     count = sharding.num_local
     return tuple(pages[at : at + count] for at in range(0, len(pages), count)) if sharding.is_divided else pages
 
@@ -305,7 +313,7 @@ def _bits(values: jax.Array) -> jax.Array:
 
 
 def unpack_drawn(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
-    """The first `num_rows` rows of one of a step's arrays, on the host."""
+    """Returns the first `num_rows` rows of one of a step's arrays, on the host."""
     rows = np.ascontiguousarray(packed[:num_rows])
     num_candidates = (rows.shape[1] - 3) // 2
     floats = rows.view(np.float32)

@@ -48,7 +48,7 @@ class Found(NamedTuple):
 
 
 class StoredExecutables:
-    """For executables on these CPU devices. num_found: how many were in the directory."""
+    """A directory of executables for these CPU devices. num_found: how many of those asked for were in it."""
 
     def __init__(self, directory: Path, devices: Sequence[jax.Device]) -> None:
         self._directory, self._devices = directory, devices
@@ -149,14 +149,14 @@ def workspace_bytes(executable: Any) -> int:
 
 
 def _digest(path: Path, contents: bytes | memoryview) -> bytes:
-    """With the name, so that another executable in its place is seen."""
+    """Returns the digest of a file with its name, so that another executable in its place is seen."""
     digest = hashlib.sha256(path.name.encode())
     digest.update(contents)
     return digest.digest()
 
 
 def _read(path: Path) -> memoryview | None:
-    """What was written behind the digest."""
+    """Returns what was written after the digest."""
     try:
         contents = memoryview(path.read_bytes())
     except OSError:
@@ -200,14 +200,14 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
 
 
 def compile_cache_directory() -> Path:
-    """$JAX_COMPILATION_CACHE_DIR, else a directory of the user's own, per version and platform, below $JAXPAGE_CACHE_DIR."""
+    """Returns $JAX_COMPILATION_CACHE_DIR, else the user's own directory for this version and platform, below $JAXPAGE_CACHE_DIR."""
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)
     return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
 def stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Where executables are files: in our own cache, on CPUs of one process; not tried on other devices."""
+    """Returns the executables that are files in our own cache, on CPUs of one process; None on other devices."""
     directory = compile_cache_directory()
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ

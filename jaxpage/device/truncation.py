@@ -1,5 +1,8 @@
-"""Top-k, top-p and min-p of one row. Cut-offs are found by bisection over the bits of a float32, which is exact and needs no sort of the
-vocabulary; on CPU those of a small top-k among the likeliest tokens, which is as exact. On a GPU a kernel finds the same (`selection`)."""
+"""Top-k, top-p and min-p of one row.
+
+Cut-offs are found by bisection over the bits of a float32, which is exact and needs no sort of the vocabulary; on CPU those of a
+small top-k among the most likely tokens, which is as exact. On a GPU a kernel finds the same (`selection`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabul
 
 
 class Asked(NamedTuple):
-    """What any random draw of a step asks for, where all are computed at once: what none asks for is not computed."""
+    """The cut-offs that any random draw of a step asks for, where all are computed at once: others are not computed."""
 
     top_k: jax.Array
     top_p: jax.Array
@@ -52,10 +55,11 @@ def truncate(
 ) -> Float[Array, "V"]:
     """Sets to -inf what top-k, top-p and min-p leave out, in this order. Ties at a cut-off stay in, as in Hugging Face's top-k.
 
-    top_k: 0 keeps all. top_p: keeps the likeliest tokens until their mass, among those that top-k kept, reaches top_p.
-    min_p: keeps what is at least min_p times as likely as the likeliest.
+    top_k: 0 keeps all.
+    top_p: keeps the most likely tokens until their mass, among those that top-k kept, reaches top_p.
+    min_p: keeps what is at least min_p times as likely as the most likely token.
     by_row: on CPU a small top-k is found in less time than the bisection takes, and top-p is then a matter of a few tokens.
-    asked: of all draws that are computed at once with this one.
+    asked: what the draws ask for that are computed at once with this one.
     """
 
     def bisected() -> jax.Array:
@@ -111,7 +115,7 @@ def _likely(
     *,
     by_row: bool,
 ) -> jax.Array:
-    """What top-p and min-p leave in of the logits that reach the cut-off.
+    """Returns what top-p and min-p leave in of the logits that reach the cut-off.
 
     by_row: sums are of floats, in the order that XLA has for one row; else they are exact, and a kernel has the same.
     """

@@ -1,4 +1,7 @@
-"""Which drafts were right. Noise is a function of the position, so the draw behind a right token is the draw there would have been."""
+"""Finds the drafts that were right.
+
+Noise is a function of the position, so the draw after a right token is the draw that there would have been.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ def accept(
     query_start: Int[Array, "_"],  # [B + 1]: an axis that only a result may have by name
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
-    """From the first token of each row down to children that are what was drawn: the tokens of that path, -1 behind the last.
+    """Returns each row's path from its first token down to children that are what was drawn, with -1 after the last.
 
     What was drawn at each of them is the row's text; at the last of them it is no draft, or a wrong one. Coupled acceptance
     (Daliri, Musco, Suresh 2024, arXiv:2408.07978): the noise of a draw is the same with and without drafts.
 
     Args:
-        drawn_T: what was drawn behind each token of the stream.
-        parents_T: where in the stream the token before each draft stands; -1 for tokens that are no drafts. Of equal children the
-            first counts.
+        drawn_T: the token that was drawn after each token of the stream.
+        parents_T: the place in the stream of the token before each draft; -1 for tokens that are no drafts. Of equal children
+            the first counts.
     """
     return follow((parents_T >= 0) & (drawn_T[parents_T] == token_ids_T), parents_T, query_start, max_query_len)
 
@@ -29,7 +32,7 @@ def accept(
 def follow(
     is_right_T: Bool[Array, "T"], parents_T: Int[Array, "T"], query_start: Int[Array, "_"], max_query_len: int
 ) -> Int[Array, "B Q"]:
-    """From the first token of each row down to children that are right: the tokens of that path, -1 behind the last.
+    """Returns each row's path from its first token down to children that are right, with -1 after the last.
 
     Args:
         parents_T: as for `accept`. Of several right children the first counts.
@@ -41,7 +44,7 @@ def follow(
         .at[parents_T]
         .min(jnp.where(is_right_T, place_T, num_tokens), mode="drop", wrap_negative_indices=False)
     )
-    child_T = jnp.append(child_T, num_tokens)  # behind the last comes nothing
+    child_T = jnp.append(child_T, num_tokens)  # after the last comes nothing
     node_B = jnp.where(query_start[1:] > query_start[:-1], query_start[:-1], num_tokens)
     path = [node_B]
     for _ in range(max_query_len - 1):
@@ -52,12 +55,12 @@ def follow(
 
 
 def last_of(paths_BQ: Int[Array, "B Q"]) -> Int[Array, "B"]:
-    """The last token of each path; 0 of rows that are padding."""
-    return paths_BQ.max(axis=1, initial=0)  # a token stands behind its parent
+    """Returns the last token of each path; 0 for rows that are padding."""
+    return paths_BQ.max(axis=1, initial=0)  # a token comes after its parent
 
 
 def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> Bool[Array, "T Q"]:
-    """For `paged_attention`: whether token t sees token j of its row is bit j % 32 of word j // 32."""
+    """Returns the mask for `paged_attention`: whether token t sees token j of its row is bit j % 32 of word j // 32."""
     place_Q = jnp.arange(max_query_len)
     return (tree_mask_TU[:, place_Q // 32] >> (place_Q % 32).astype(jnp.uint32) & 1).astype(bool)
 
@@ -65,7 +68,7 @@ def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> 
 def moves(
     paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "_"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
-    """Slots (sources, destinations) that bring the tokens of each path to where they stand in the text.
+    """Returns the slots (sources, destinations) whose copies bring the tokens of each path to their places in the text.
 
     A token's slot goes by its place in its row. The token at depth d of a path has at least d before it in its row, so it moves ahead or
     not at all. What stays is padded with slots of the null block.

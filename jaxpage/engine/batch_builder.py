@@ -231,7 +231,13 @@ def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
 
 
 def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -> None:
-    """What each token of a row sees of the row: what its parent sees, and itself."""
+    """Sets the bits of what each token of a row sees of the row: what its parent sees, and itself."""
+    # tree of drafts    mask (the token of a line sees those with an x; x in column j is bit j)
+    #      t0               t0 t1 t2 t3
+    #     /  \          t0   x             parents = (0, 0, 1): of t1, t2 and t3
+    #   t1    t2        t1   x  x
+    #   |               t2   x     x       t2 and t1 are alternatives, so neither sees the other
+    #   t3              t3   x  x     x
     for place in range(len(mask_TU)):
         if place:
             mask_TU[place] = mask_TU[parents[place - 1]]

@@ -1,9 +1,8 @@
-"""Multi-head attention around the seam `attend`, behind which `jaxpage/device/` keeps keys and values in paged memory."""
+"""Multi-head attention around the seam `attend`, through which `jaxpage/device/` keeps keys and values in paged memory."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,21 +10,26 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
 from jaxpage.layers.norms import LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 
 
 class Attention(nnx.Module):
-    """Products for queries, keys and values in one, and for the output; optional norms of queries and keys; optional rotation.
+    """Multiplies for queries, keys and values in one product, attends, and multiplies for the output.
 
-    layer_index: of the layer in its model. query_key_value: three parts, in this order. scale: None is `head_width ** -0.5`.
-    query_norm, key_norm: over each head, or over all heads together (`norm_together`).
+    Norms of queries and keys, and their rotation, are optional.
+
+    layer_index: the layer's place in its model.
+    query_key_value: three parts, in this order.
+    scale: None is `head_width ** -0.5`.
+    query_norm, key_norm: norms over each head, or over all heads together (`norm_together`).
     query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
-    sinks: see `Attend` [N].
-    num_groups: `query_key_value` is one part: for each of so many key/value heads its queries, its key and its value (Falcon).
-    gated: behind each query head stands a gate as wide: what the head gives is multiplied by its sigmoid (Qwen3-Next).
+    sliding_window, logit_softcap, sinks: see `AttentionOptions`.
+    num_groups: where it is given, `query_key_value` is one part: for each of so many key/value heads its queries, its key
+        and its value (Falcon).
+    gated: each query head is followed by a gate as wide, and its output is multiplied by the gate's sigmoid (Qwen3-Next).
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Attention(nnx.Module):
         return self.attended(q, k, v, layer_pages, context)
 
     def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries, keys and values [T, heads x H]."""
+        """Returns queries, keys and values [T, heads x H]."""
         fused = self.query_key_value(x_TI)
         if self.num_groups is None:
             ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))
@@ -78,7 +82,7 @@ class Attention(nnx.Module):
     def attended(
         self, q: jax.Array, k: jax.Array, v: jax.Array, layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """The output, of what `projected` made; behind norms that are over all heads."""
+        """Returns the output for what `projected` made, after those norms that are over all heads."""
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
@@ -92,19 +96,13 @@ class Attention(nnx.Module):
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(1 + jnp.floor(context.positions_T.astype(jnp.float32) / length))
             q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
-        more: dict[str, Any] = {} if self.logit_softcap is None else {"logit_softcap": self.logit_softcap}
-        if self.sinks is not None:
-            more["sinks"] = self.sinks[...]
-        out_TNH, layer_pages = context.attend(
-            self.layer_index,
-            q_TNH,
-            k_TKH,
-            v_TKH,
-            layer_pages,
+        options = AttentionOptions(
             scale=self.scale,
             sliding_window=self.sliding_window,
-            **more,
+            logit_softcap=self.logit_softcap,
+            sinks=None if self.sinks is None else self.sinks[...],
         )
+        out_TNH, layer_pages = context.attend(self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options)
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
@@ -114,9 +112,10 @@ class Attention(nnx.Module):
 
 
 def query_key_value(num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike) -> Linear:
-    """One product out of Llama's `q_proj`, `k_proj` and `v_proj`, or out of Phi-3's `qkv_proj`.
+    """Returns one product out of Llama's `q_proj`, `k_proj` and `v_proj`, or out of Phi-3's `qkv_proj`.
 
-    num_queries, num_keys: rows, head widths included. name: of the module that has these.
+    num_queries, num_keys: rows of each, that is heads times head width.
+    name: the module of the checkpoint that has these.
     """
     return linear(
         num_in,

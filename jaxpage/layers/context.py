@@ -1,4 +1,4 @@
-"""What layers take from a step besides their input and their pages."""
+"""The context that a step gives to its layers, besides their input and their pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
+from pallas_kernels import AttentionOptions as AttentionOptions  # the layers' one word of the kernels' language
 
 LayerPages = (
     Any  # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it returns it
@@ -19,7 +20,7 @@ LayerPages = (
 
 @runtime_checkable
 class Attend(Protocol):
-    """Write new keys and values, attend with the queries, return the output and the pages."""
+    """Writes new keys and values, attends with the queries, returns the output and the pages."""
 
     def __call__(
         self,
@@ -28,31 +29,25 @@ class Attend(Protocol):
         k_TKH: jax.Array,
         v_TKH: jax.Array | None,
         layer_pages: LayerPages,
+        options: AttentionOptions,
         /,
-        *,
-        scale: float,
-        sliding_window: int | None = None,
-        logit_softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        value_width: int | None = None,
     ) -> tuple[jax.Array, LayerPages]:
-        """Attend causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
+        """Attends causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
 
         Keys come after the rotary embedding. Query head n uses key/value head n // (N / K).
-        layer_index: of the model's layers, whose window and pages these are.
-        sliding_window: W positions, the query's own included: a query at p sees keys at p - W < position <= p.
-        None: all positions up to p.
-        logit_softcap: c: products s become `c tanh(s / c)` before the softmax (Gemma 2). Passed only where a layer has it.
-        sinks: one more logit of each query head, whose share of the softmax is lost (GPT-OSS). Passed as `logit_softcap` is.
-        value_width: values are the first so many numbers of the keys, and v_TKH is None. Passed as `logit_softcap` is.
+
+        Args:
+            layer_index: the layer's place in its model, which decides its cache group.
+            v_TKH: None where the values are within the keys (`options.value_width`).
+            options: handed on whole to the kernels; a tree mask is the step's to add.
         """
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What a recurrent layer keeps: of each token its input [input_width], and of a sequence a state of this shape, in float32.
+    """The shapes of what a recurrent layer keeps: each token's input [input_width], and each sequence's state, in float32.
 
-    lookback: earlier inputs that an update takes beside the token's own: what a causal convolution reaches back.
+    lookback: earlier inputs that an update takes with the token's own, as far as a causal convolution reaches back.
     """
 
     shape: tuple[int, ...]
@@ -61,10 +56,10 @@ class StateSpec:
 
 
 class Recurrence(NamedTuple):
-    """One token of each row. What a row gets must not depend on the others.
+    """The computation of one token of each row. A row's results must not depend on the other rows.
 
     prepare: the last inputs [B, 1 + lookback, E], zeros before the first one -> any arrays [B, ...].
-    update: (states [B, *shape], those arrays) -> the states behind the token, and outputs [B, O].
+    update: (states [B, *shape], those arrays) -> the states after the token, and outputs [B, O].
     """
 
     prepare: Callable[[jax.Array], Any]
@@ -74,16 +69,16 @@ class Recurrence(NamedTuple):
 
 @runtime_checkable
 class Recur(Protocol):
-    """Keep the inputs of new tokens, update the state of their sequence one token after the other, return the outputs and the pages."""
+    """Keeps the inputs of new tokens, updates their sequence's state token by token, returns the outputs and the pages."""
 
     def __call__(
         self, layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: LayerPages, /
     ) -> tuple[jax.Array, LayerPages]:
-        """Outputs [T, O]. A sequence's state before its first token is zero. layer_index: of the model's layers."""
+        """Returns the outputs [T, O] and the pages. A sequence's state before its first token is zero."""
 
 
 def no_recurrence(*_: Any) -> NoReturn:
-    """Where a model runs that has no recurrent layers."""
+    """Refuses recurrent layers, where a model runs that has none."""
     raise UnsupportedError("recurrent layers (linear attention) are not supported here")
 
 
@@ -101,7 +96,7 @@ class ForwardContext:
     _angles: dict[Rope, Angles] = field(default_factory=dict, init=False, repr=False)
 
     def angles(self, rope: Rope) -> Angles:
-        """Of the positions; computed once for all layers that have this rope."""
+        """Returns the angles of the positions, computed once for all layers that have this rope."""
         if rope not in self._angles:
             self._angles[rope] = rope.angles(self.positions_T)
         return self._angles[rope]

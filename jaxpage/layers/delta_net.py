@@ -71,10 +71,13 @@ class DeltaWidths:
 
 
 class GatedDeltaNet(nnx.Module):
-    """input: to queries, keys and values, and behind these the gates of the outputs. beta_step: to betas and time steps, apart since
-    quantised checkpoints leave these as they are. In both one part of all heads is behind the other, or see `DeltaWidths`.
+    """Linear attention whose state is changed by the delta rule, with a decay and an output gate.
 
-    norm: of each value head's output, before its gate. name: of the module in the checkpoint.
+    input: the product for queries, keys, values and then the gates of the outputs.
+    beta_step: the product for betas and time steps. It is apart because quantised checkpoints leave its weight as it is.
+        In both, the heads' first parts come before all second parts; else see `DeltaWidths`.
+    norm: over each value head's output, before its gate.
+    name: the module's name in the checkpoint.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class GatedDeltaNet(nnx.Module):
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
     def _projected(self, x_TD: Float[Array, "T D"]) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
-        """The input of the recurrence, and the gates."""
+        """Returns the input of the recurrence, and the gates."""
         widths, num_tokens = self.widths, x_TD.shape[0]
         mixed, numbers = self.input(x_TD), self.beta_step(x_TD)
         if not widths.grouped:
@@ -127,7 +130,7 @@ class GatedDeltaNet(nnx.Module):
         return of_all, gate.reshape(num_tokens, -1)
 
     def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
-        """Query, key, value, decay and beta of a token, of each value head in float32. Queries and keys have length one."""
+        """Returns a token's query, key, value, decay and beta for each value head, in float32. Queries and keys have length one."""
         widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
         kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T

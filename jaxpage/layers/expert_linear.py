@@ -1,4 +1,4 @@
-"""A linear layer of each expert, stacked: what multiplies rows by the weights of one of them."""
+"""A linear layer of each expert, stacked, which multiplies rows by the weights of one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.parameter import Axis, Piece, Source, Stored, concatenate, parameter, stack, tensor
-from jaxpage.layers.product import Grouped, StoredWeight, product, product_by_group
+from jaxpage.layers.product import product, product_by_group
+from jaxpage.layers.weight_kinds import Grouped, StoredWeight
 
 MXFP4_GROUP = 32  # inputs that share a scale
 
@@ -47,7 +48,7 @@ class ExpertLinearSpec:
         return self.num_out // self.num_parts
 
     def sources(self, one: Callable[[str], Source]) -> list[Source]:
-        """Of a parameter with rows for the outputs of each expert. one: those of a module of this name."""
+        """Returns the sources of a parameter that has the rows of every expert. one: gives those of a module of this name."""
         each = [concatenate([one(module) for module in modules]) for modules in self.modules]
         return [stack(each)] if each else []
 

@@ -67,7 +67,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], weight_TX: Float[Array, "T X"]
     ) -> Float[Array, "T D"]:
-        """What the chosen experts make of each token, added up with these weights."""
+        """Returns the sum of what the chosen experts make of each token, with these weights."""
         out_TXD = self.made(x_TD, expert_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
         for place in range(1, expert_TX.shape[1]):  # in one order, whatever XLA makes of a sum
@@ -75,7 +75,7 @@ class Experts(nnx.Module):
         return total_TD.astype(x_TD.dtype)
 
     def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
-        """What each of the chosen experts makes of each token; zeros of a number that is no expert's."""
+        """Returns what each of the chosen experts makes of each token; zeros for a number that is no expert's."""
         found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
@@ -141,9 +141,9 @@ def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]
 
 
 class MixtureOfExperts(nnx.Module):
-    """What the experts of each token make of it, and the expert of all tokens.
+    """Adds up what each token's experts make of it, and what an expert of all tokens does.
 
-    shared: an expert of all tokens, and where the weight of its gate stands in a checkpoint; None: it has no gate.
+    shared: the expert of all tokens, and the name of its gate's weight in a checkpoint (None: it has no gate).
     """
 
     def __init__(

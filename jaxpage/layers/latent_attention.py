@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxpage.layers.context import ForwardContext, LayerPages
+from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear
 from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.product import product_by_head, weight_numbers
@@ -88,8 +88,7 @@ class LatentAttention(nnx.Module):
         absorbed_TNR = product_by_head(q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True)
         q_TNH = jnp.concatenate([absorbed_TNR, angles.rotate(q_TNH[..., widths.plain :])], axis=-1)
         k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], angles.rotate(shared_TE[:, None])], axis=-1)
-        out_TNR, layer_pages = context.attend(
-            self.layer_index, q_TNH, k_T1H, None, layer_pages, scale=self.scale, value_width=widths.rank
-        )
+        options = AttentionOptions(scale=self.scale, value_width=widths.rank)
+        out_TNR, layer_pages = context.attend(self.layer_index, q_TNH, k_T1H, None, layer_pages, options)
         out_TNV = product_by_head(out_TNR, expand_NOR[:, widths.plain :])
         return self.output(out_TNV.reshape(num_tokens, -1)), layer_pages

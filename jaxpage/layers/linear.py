@@ -12,15 +12,16 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.lora import LoRA
 from jaxpage.layers.parameter import Axis, Source, concatenate, parameter, tensor
-from jaxpage.layers.product import StoredWeight, product
+from jaxpage.layers.product import product
+from jaxpage.layers.weight_kinds import StoredWeight
 
 
 @dataclass(frozen=True)
 class Part:
-    """Rows of a weight, hence columns of a result: those of one module of the checkpoint.
+    """The rows of a weight, hence columns of a result, that come from one module of the checkpoint.
 
-    name: of that module. None: the checkpoint has them only together with the other parts.
-    each: rows of those of it that are divided apart, one below the other; empty: it is divided as one.
+    name: the module's name; None where the checkpoint has the rows only together with the other parts.
+    each: how many rows each section has, where sections are divided among devices one by one; empty: the part is divided as one.
     """
 
     rows: int
@@ -31,7 +32,7 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """What a linear layer is, whatever kind of weight it has.
+    """A linear layer's description, whatever kind of weight it has.
 
     parts: one below the other. fused: the name of a module that has all of them in this order, in a checkpoint that has them so.
     transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
@@ -48,7 +49,7 @@ class LinearSpec:
     multiplied: bool = True
 
     def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
-        """A parameter `[out]` or `[out, in]` that is called so in the modules of the checkpoint."""
+        """Declares a parameter `[out]` or `[out, in]` with this name in the modules of the checkpoint."""
 
         def one(module: str, rows: int) -> Source:
             transpose, shape = self.transposed and bool(columns), (rows, *columns)
@@ -58,7 +59,10 @@ class LinearSpec:
         return parameter((self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one))
 
     def sources(self, one: Callable[[str, int], Source]) -> list[Source]:
-        """Of a parameter with a row for each output. one: the rows of a module of the checkpoint, of this name and so many rows."""
+        """Returns the sources of a parameter that has a row for each output.
+
+        one: gives the rows of a module of the checkpoint by its name, and their number.
+        """
         apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
         together = [one(self.fused, self.num_out)] if self.fused else []
         return [concatenate(apart), *together] if apart else together
@@ -76,7 +80,7 @@ class LinearSpec:
 class Linear(nnx.Module):
     """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`.
 
-    lora: adapters, where the model has any. They stand beside the weight, of whatever kind it is.
+    lora: adapters, where the model has any. They are added to the product, whatever kind of weight it has.
     result: the type of the product and of its sums; None: that of the input.
     """
 
@@ -113,5 +117,5 @@ def linear(
     fused: str | None = None,
     transposed: bool = False,
 ) -> Linear:
-    """See `LinearSpec`."""
+    """Returns a linear layer of this description: see `LinearSpec`."""
     return Linear(LinearSpec(num_in, parts, input_axis, bias, dtype, fused, transposed))

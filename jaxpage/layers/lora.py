@@ -1,4 +1,4 @@
-"""Low-rank adapters beside a linear layer (Hu et al., 2021): `y += B (A x)`, with an adapter of its own for each token, or none.
+"""Low-rank adapters of a linear layer (Hu et al., 2021): `y += B (A x)`, with an adapter of its own for each token, or none.
 
 The work goes with the adapters that a step has, not with those that are loaded. Each is multiplied with all tokens of the step, and taken
 for its own: A and B copied for every token would be more bytes than the step's own weights, and a product of one row, whose bits may differ
@@ -8,69 +8,35 @@ its own; a token without adapter keeps those of the base model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxpage.layers.parameter import Axis, parameter
 from jaxpage.layers.product import product
-
-
-class Adapters(NamedTuple):
-    """The adapters of a step's tokens."""
-
-    slot_T: Int[Array, "T"]  # 0: none
-    present: Int[Array, "L"]  # the slots that any token has, from 1; behind them the others
-    num_present: Int[Array, ""]
-
-
-def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
-    slots = jnp.arange(1, num_slots + 1)
-    is_present = (slot_T[:, None] == slots).any(axis=0)
-    return Adapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
-
-
-_adapters: ContextVar[Adapters] = ContextVar("adapters")
-
-
-@contextmanager
-def token_adapters(adapters: Adapters) -> Iterator[None]:
-    """Linear layers that are traced inside, and take adapters, add these.
-
-    A context variable, as for `product.product_kernels`: attention and feed-forward of every family call linear layers with nothing but
-    their input, and would all have to hand it on.
-    """
-    token = _adapters.set(adapters)
-    try:
-        yield
-    finally:
-        _adapters.reset(token)
+from jaxpage.layers.trace_scope import trace_scope
 
 
 class LoRA(nnx.Module):
-    """A and B of all slots. Where the linear layer is several products in one (q, k and v), each has an A of its own.
+    """The matrices A and B of all slots. Where the linear layer is several products in one (q, k and v), each has its own A.
 
-    rows: of each product. B has the factor alpha / r in it; ranks below `rank` are padded with zeros.
+    rows: outputs of each product. B has the factor alpha / r in it; ranks below `rank` are padded with zeros.
     """
 
     def __init__(
         self, num_slots: int, rank: int, num_in: int, rows: tuple[int, ...], axes: tuple[Axis, Axis], dtype: DTypeLike
     ):
-        """axes: of the linear layer's inputs and outputs."""
+        """Declares the parameters. axes: those of the linear layer's inputs and outputs."""
         self.rows = rows
         self.a = parameter((num_slots, len(rows) * rank, num_in), axes=(None, None, axes[0]), dtype=dtype)
         self.b = parameter((num_slots, sum(rows), rank), axes=(None, axes[1], None), dtype=dtype)
 
     def __call__(self, x_TI: Float[Array, "T I"], y_TO: Float[Array, "T O"]) -> Float[Array, "T O"]:
-        """y with what each token's adapter adds to it."""
-        adapters = _adapters.get()
+        """Returns y with what each token's adapter adds to it."""
+        adapters = trace_scope().adapters
+        assert adapters is not None, "a step of a model with adapters gives those of its tokens"
         ends = [sum(self.rows[: index + 1]) for index in range(len(self.rows) - 1)]
 
         def add(index: jax.Array, y_TO: jax.Array) -> jax.Array:

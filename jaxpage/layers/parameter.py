@@ -33,9 +33,10 @@ Axis = str | None | tuple[tuple[str | None, int], ...]
 class Stored:
     """A tensor that has to be decoded, or checked, before it fills a part of a parameter.
 
-    dtypes: that it may have, as numpy names them. decode: its numbers (transposed, where the piece says so) to the part's.
-    check: what is wrong with its numbers, or None. It is asked before anything is loaded.
-    beside: names of pieces of the same parameter whose numbers `decode` gets behind its own; they fill nothing themselves.
+    dtypes: the types that it may have, as numpy names them.
+    decode: turns its numbers (transposed, where the piece says so) into the part's.
+    check: says what is wrong with its numbers, or None. It is asked before anything is loaded.
+    beside: names of pieces of the same parameter whose numbers `decode` gets after its own; they fill nothing themselves.
     """
 
     dtypes: tuple[str, ...]
@@ -84,7 +85,7 @@ def tensor(
     aliases: tuple[str, ...] = (),
     stored: Stored | None = None,
 ) -> Source:
-    """One tensor of this shape, its transpose, or rows of it (see `Piece`)."""
+    """Returns the source that is one tensor of this shape, its transpose, or rows of it (see `Piece`)."""
     filled = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
     if rows is not None:
         filled = (rows[1] - rows[0], *filled[1:])
@@ -92,7 +93,7 @@ def tensor(
 
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
-    """One behind the other along an axis: fused products."""
+    """Joins sources along an axis that exists, as fused products need it."""
     shape, pieces = list(sources[0].shape), []
     shape[axis] = 0
     for source in sources:
@@ -105,7 +106,7 @@ def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
 
 
 def stack(sources: Sequence[Source]) -> Source:
-    """One above the other along a new first axis: the experts of a mixture."""
+    """Joins sources along a new first axis, as the experts of a mixture need it."""
     pieces = [
         piece._replace(shape=(1, *piece.shape), offset=(index, *piece.offset))
         for index, source in enumerate(sources)
@@ -122,7 +123,7 @@ def parameter(
     sources: Sequence[Source] | Callable[[], Sequence[Source]] = (),
     keeps_dtype: bool = False,
 ) -> nnx.Param[jax.Array]:
-    """Declare a parameter. Its metadata are `axes`, `sources` and `keeps_dtype`.
+    """Declares a parameter. Its metadata are `axes`, `sources` and `keeps_dtype`.
 
     axes: a name of `AXES`, the parts of a fused axis, or None, for each axis; a name stands once.
     sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's. A function:
@@ -145,7 +146,7 @@ def parameter(
 
 
 def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
-    """Of a parameter that `parameter` has declared. Raises ValueError for those that do not fill it."""
+    """Returns the sources of a parameter that `parameter` has declared. Raises ValueError for those that do not fill it."""
     sources = variable.get_metadata()["sources"]
     return _checked(sources(), variable.get_value().shape) if callable(sources) else sources
 

@@ -2,72 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, Int8, Int32, Shaped
+from jaxtyping import Array, Float, Int, Int8, Int32
+
+from jaxpage.layers.trace_scope import ProductKernels, trace_scope
+from jaxpage.layers.weight_kinds import Grouped, Scaled, StoredWeight
 
 TOKENS_BY_HEAD = 16
 SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 
-class Scaled(NamedTuple):
-    """Eight bits, multiplied by inputs of eight bits (W8A8): row o stands for `scale_O[o] * values_OI[o]`."""
-
-    values_OI: Int8[Array, "O I"]
-    scale_O: Float[Array, "O"]
-
-
-class Grouped(NamedTuple):
-    """Few bits, multiplied by inputs as they are. See `pallas_kernels.QuantizedWeight`, which has the same fields."""
-
-    values: Shaped[Array, "O _"]
-    scale_OJ: Float[Array, "O J"]
-    zero_OJ: Float[Array, "O J"] | None
-    code: str
-    group_size: int
-    minimum_OJ: Float[Array, "O J"] | None = None
-    scale_row_O: Int[Array, "O"] | None = None
-
-
-class ProductKernels(NamedTuple):
-    """multiply: `x @ weight.T` in the type that is given. numbers: the weight in float32 [O, I].
-
-    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`. few_rounded: what `rounded_product` gives. Both return
-    None for a product that they do not take.
-    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
-    It returns None for a product that it does not take; None: there is no such kernel.
-    """
-
-    multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
-    numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
-    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
-    by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
-
-
-StoredWeight = jax.Array | Scaled | Grouped
-_kernels: ContextVar[ProductKernels | None] = ContextVar("product_kernels", default=None)
-
-
-@contextmanager
-def product_kernels(kernels: ProductKernels) -> Iterator[None]:
-    """What is traced inside multiplies with these: `jaxpage/device/` binds them so. Outside there is no product with a `Grouped` one."""
-    token = _kernels.set(kernels)
-    try:
-        yield
-    finally:
-        _kernels.reset(token)
-
-
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
 def product(x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
-    """`x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
+    """Returns `x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
     512 (docs/lab-log.md), which is what makes a token's result independent of the batch and of how its prompt was cut.
@@ -81,7 +30,7 @@ def product(x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLik
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
         return _for_grouped().multiply(x_TI, weight, result or x_TI.dtype)
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     if kernels is not None and kernels.few_rows is not None:
         y_TO = kernels.few_rows(x_TI, weight, result or x_TI.dtype)
         if y_TO is not None:
@@ -92,19 +41,19 @@ def product(x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLik
 def xla_product(
     x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
 ) -> Float[Array, "T O"]:
-    """`product` without a kernel of ours."""
+    """Multiplies as `product` does, without a kernel of ours."""
     precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
 def _for_grouped() -> ProductKernels:
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     assert kernels is not None, "bound where a model with such weights is traced"
     return kernels
 
 
 def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
-    """Of a table of few bits, in float32."""
+    """Returns rows of a table of few bits, in float32."""
     zero, minimum = (None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ))
     rows = weight._replace(
         values=weight.values[ids_T], scale_OJ=weight.scale_OJ[ids_T], zero_OJ=zero, minimum_OJ=minimum
@@ -113,7 +62,7 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
 
 
 def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
-    """The weight itself, dequantised, for what is not its product with an input."""
+    """Returns the weight itself, dequantised, for uses that are not its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
     return _for_grouped().numbers(weight) if isinstance(weight, Grouped) else weight
@@ -123,14 +72,14 @@ def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
 def product_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
-    """Each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
+    """Multiplies each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
 
     def whole(x_TNI: jax.Array) -> jax.Array:
         precision = jax.lax.Precision.HIGHEST if x_TNI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
         return jnp.einsum("TNI,NIO->TNO" if transposed else "TNI,NOI->TNO", x_TNI, weight, precision=precision)
 
     def by_tiles(x_TNI: jax.Array) -> jax.Array:
-        """In one shape for any number of tokens, on which the path of such a product depends on CPU, and with it the bits."""
+        """Multiplies in one shape for any number of tokens: on CPU the shape decides XLA's path, and with it the bits."""
         num_tokens = x_TNI.shape[0]
         padded = jnp.pad(x_TNI, ((0, -num_tokens % TOKENS_BY_HEAD), (0, 0), (0, 0)))
         out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
@@ -141,13 +90,13 @@ def product_by_head(
 
 
 def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]) -> Float[Array, "B N V"]:
-    """What the matrix of each row and head holds under a vector. A plain sum of products takes XLA on CPU up to twenty times as long."""
+    """Multiplies each row's and head's vector by its matrix. XLA on CPU takes up to twenty times as long for a plain sum of products."""
     return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
 
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
-    """In float32. Each token is rounded to eight bits with a scale of its own, so that the sums are of integers, and exact in any order."""
-    x_TI, kernels = x_TI.astype(jnp.float32), _kernels.get()
+    """Multiplies tokens that are rounded to eight bits, each with its own scale: sums of integers are exact in any order."""
+    x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
     found = None
     if kernels is not None and kernels.few_rounded is not None:
         found = kernels.few_rounded(x_TI, weight.values_OI)
@@ -157,7 +106,7 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 
 def has_product_by_group() -> bool:
     """Returns whether there is a kernel that multiplies rows by the weights of their groups."""
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     return kernels is not None and kernels.by_group is not None
 
 
@@ -172,7 +121,7 @@ def product_by_group(
 
     weight: its arrays have one more axis in front, of groups.
     """
-    kernels = _kernels.get()
+    kernels = trace_scope().kernels
     if kernels is None or kernels.by_group is None:
         return None
     if not isinstance(weight, Scaled):

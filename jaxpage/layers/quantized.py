@@ -14,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import Grouped, Scaled, product, rows_of
+from jaxpage.layers.product import product, rows_of
+from jaxpage.layers.weight_kinds import Grouped, Scaled
 
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}  # of the arrays that hold them
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}
@@ -22,12 +23,14 @@ CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array of a quantised weight, in a checkpoint.
+    """One array of a quantised weight, as a checkpoint stores it.
 
-    name: of the tensor, behind that of its module. shape: of the tensor, for so many outputs and inputs.
+    name: the tensor's name, after that of its module.
+    shape: gives the tensor's shape for so many outputs and inputs.
     dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
-    rounded: it is made of the weight that the checkpoint has, when that is loaded.
-    beside: another tensor, whose numbers `decode` gets last. aliases: other names of the tensor.
+    rounded: whether it is made of the checkpoint's unquantised weight, when that is loaded.
+    beside: another tensor, whose numbers `decode` gets last.
+    aliases: other names of the tensor.
     """
 
     name: str
@@ -42,9 +45,11 @@ class StoredArray:
     def source(
         self, num_out: int, num_in: int, shape: tuple[int, ...], *, repeats: int = 1, transposed: bool = False
     ) -> Callable[[str], Source]:
-        """Of the modules of the checkpoint that are alike, by name. shape: of what one becomes. repeats: how often each row stands there.
+        """Returns a function that gives the source of a module by its name; all its modules are alike.
 
-        transposed: the checkpoint has weights as `[in, out]`.
+        shape: what a module's array becomes.
+        repeats: how often each row is repeated there.
+        transposed: whether the checkpoint has weights as `[in, out]`.
         """
         stored_shape, transpose = self.shape(num_out, num_in), transposed and self.rounded
         stored_shape = stored_shape[::-1] if transpose else stored_shape
@@ -89,12 +94,12 @@ class WeightFormat:
 
     @property
     def is_rounded(self) -> bool:
-        """At load: the checkpoint is not quantised."""
+        """Returns whether weights are rounded at load, because the checkpoint is not quantised."""
         return self.values.rounded
 
 
 class Quantized(nnx.Module):
-    """What a linear layer and a table have in common: the arrays of a weight, which stands for a `Linear` of this spec."""
+    """The arrays of a quantised weight, which stands for a `Linear` of this spec: a linear layer and a table share them."""
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
@@ -131,7 +136,7 @@ class Quantized(nnx.Module):
 
 
 class QuantizedLinear(Quantized, Linear):
-    """In place of a `Linear` of the same spec."""
+    """A linear layer that takes the place of a `Linear` of the same spec."""
 
     def __init__(self, spec: LinearSpec, form: WeightFormat):
         self._declare_all(spec, form)

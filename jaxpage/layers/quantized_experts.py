@@ -13,8 +13,8 @@ from jaxtyping import Array, Int
 
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.parameter import Piece, Source, Stored, parameter
-from jaxpage.layers.product import Grouped, Scaled
 from jaxpage.layers.quantized import CODE_DTYPES, CODES_PER_BYTE, StoredArray, WeightFormat
+from jaxpage.layers.weight_kinds import Grouped, Scaled
 
 
 class QuantizedExpertLinear(ExpertLinear):
@@ -57,7 +57,7 @@ class QuantizedExpertLinear(ExpertLinear):
         )
 
     def _of_stacked(self, array: StoredArray, shape: tuple[int, ...]) -> Source:
-        """Of one tensor that has the unquantised weights of all experts."""
+        """Returns the source that is one tensor with the unquantised weights of all experts."""
         spec = self.spec
 
         def decode(numbers: np.ndarray) -> np.ndarray:

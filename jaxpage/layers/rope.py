@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class Rope:
-    """What a rotation needs; a constant of the trace. `layers.rope_scaling` computes it from a config.
+    """The constants of a rotation, which are constants of the trace. `layers.rope_scaling` computes them from a config.
 
     frequencies: radians per position of each pair of the head, each exactly a float32. Where there are fewer than H / 2, the rest of
         the head is not turned.
@@ -24,7 +24,7 @@ class Rope:
     interleaved: bool = False
 
     def angles(self, positions_T: Int[Array, "T"]) -> Angles:
-        """Cosines and sines for the positions, in float32; computed once per step and shared by the layers."""
+        """Returns cosines and sines for the positions, in float32; computed once per step and shared by the layers."""
         frequencies_E = jnp.asarray(np.asarray(self.frequencies, np.float32))
         angles_TE = positions_T.astype(jnp.float32)[:, None] * frequencies_E[None, :]
         factor = float(self.attention_factor)
@@ -33,14 +33,14 @@ class Rope:
 
 @dataclass(frozen=True)
 class Angles:
-    """Cosines and sines of a stream of tokens, of E pairs of each head."""
+    """The cosines and sines of a stream of tokens, for E pairs of each head."""
 
     cos_TE: Float[Array, "T E"]
     sin_TE: Float[Array, "T E"]
     interleaved: bool = False
 
     def rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
-        """Turn the pairs of every head, in float32."""
+        """Turns the pairs of every head, in float32."""
         cos_T1E, sin_T1E = self.cos_TE[:, None, :], self.sin_TE[:, None, :]
         width = 2 * self.cos_TE.shape[1]
         wide = x_TNH[..., :width].astype(jnp.float32)

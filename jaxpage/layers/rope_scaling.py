@@ -155,11 +155,11 @@ _MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which i
 
 
 def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:
-    """Positions per radian of each pair, unscaled: `theta ** (2 i / width)`."""
+    """Returns the positions per radian of each pair, unscaled: `theta ** (2 i / width)`."""
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     return np.float32(parameters["rope_theta"]) ** exponents
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is one in float32 too, positive."""
+    """Returns whether a value is a number that is positive in float32 too."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 1e-30 < value < 1e30

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -35,6 +33,7 @@ from jaxpage.layers.linear import Linear, LinearSpec, Part
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis
 from jaxpage.layers.quantized import Quantized
+from jaxpage.layers.trace_scope import trace_scope
 
 DEVICE_AXIS = "devices"  # the axis of the mesh
 SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "experts"}
@@ -42,9 +41,12 @@ SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "expe
 
 @dataclass(frozen=True)
 class Sharding:
-    """num_devices: n. num_shards: C, a multiple of n; 1: nothing is divided. num_kv_heads: of the whole model.
+    """How a model is divided.
 
-    invariant: sums in float32 and in a fixed tree.
+    num_kv_heads: key/value heads of the whole model.
+    num_devices: n.
+    num_shards: C, a multiple of n; 1: nothing is divided.
+    invariant: whether sums are in float32 and in a fixed tree.
     """
 
     num_kv_heads: int
@@ -58,12 +60,12 @@ class Sharding:
 
     @property
     def num_local(self) -> int:
-        """Logical shards of a device."""
+        """Returns the number of logical shards of a device."""
         return self.num_shards // self.num_devices
 
     @property
     def kv_heads_of_shard(self) -> int:
-        """Where there are fewer than shards, some have a copy of the same."""
+        """Returns the key/value heads of a shard. Where there are fewer heads than shards, some shards have a copy of the same."""
         return self.num_kv_heads // min(self.num_shards, self.num_kv_heads)
 
     @property
@@ -71,13 +73,19 @@ class Sharding:
         return self.num_local * self.kv_heads_of_shard
 
     def count(self, axis: str | None) -> int:
-        """Into how many parts an axis of that name is divided. Experts go to devices whole: a result's bits do not depend on where."""
+        """Returns into how many parts an axis of that name is divided.
+
+        Experts go to devices whole: a result's bits do not depend on where they are.
+        """
         if axis == "expert":
             return self.num_devices
         return self.num_shards if axis in ("heads", "kv_heads", "ffn", "vocab") else 1
 
     def size_of_part(self, axis: str | None, size: int) -> int:
-        """Raises ConfigError where the axis cannot be divided evenly. A vocabulary can: the last part is padded."""
+        """Returns the size of a part of an axis. A vocabulary's last part is padded.
+
+        Raises ConfigError where the axis cannot be divided evenly.
+        """
         count = self.count(axis)
         if axis == "kv_heads":
             return size // min(count, self.num_kv_heads)
@@ -89,7 +97,7 @@ class Sharding:
         return size // count
 
     def part(self, axis: str | None, size: int, place: int) -> slice:
-        """What the part at this place has of the whole axis."""
+        """Returns the range of the whole axis that the part at this place has."""
         own, count = self.size_of_part(axis, size), self.count(axis)
         if axis == "kv_heads":
             place = place * min(count, self.num_kv_heads) // count
@@ -97,36 +105,25 @@ class Sharding:
 
 
 UNDIVIDED = Sharding(1)
-_divided_logits: ContextVar[bool] = ContextVar("divided_logits", default=False)
-
-
-@contextmanager
-def divided_logits(sharding: Sharding) -> Iterator[None]:
-    """What is traced inside does not gather logits, if several devices have them."""
-    token = _divided_logits.set(sharding.num_devices > 1)
-    try:
-        yield
-    finally:
-        _divided_logits.reset(token)
 
 
 def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
-    """The parts of all devices, one behind the other."""
+    """Returns the parts of all devices, joined along an axis in the order of the devices."""
     return x if sharding.num_devices == 1 else jax.lax.all_gather(x, DEVICE_AXIS, axis=axis, tiled=True)
 
 
 def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Over all devices, in whatever order."""
+    """Returns the sum over all devices, in whatever order."""
     return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
 
 
 def place_of_device(sharding: Sharding) -> jax.Array | int:
-    """The place of the device that computes this."""
+    """Returns the place, from 0, of the device that computes this."""
     return 0 if sharding.num_devices == 1 else jax.lax.axis_index(DEVICE_AXIS)
 
 
 def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
-    """The sum over all logical shards, of which `parts` are this device's."""
+    """Returns the sum over all logical shards, of which `parts` are this device's."""
     if not sharding.invariant:
         (own,) = parts
         return summed(own, sharding)
@@ -142,9 +139,11 @@ Layer = TypeVar("Layer", bound=nnx.Module)
 
 
 def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "kv_heads", "ffn", "vocab")) -> Layer:
-    """A layer of the same kind that has a part of each parameter which has one of these axes; codes are divided as their scales are.
+    """Returns a layer of the same kind with a part of each parameter that has one of these axes.
 
-    None of it is a tensor of a checkpoint. Raises ConfigError where an axis, or the groups of inputs that share a scale, cannot be divided.
+    Codes are divided as their scales are. No parameter of the part is a tensor of a checkpoint.
+
+    Raises ConfigError where an axis, or the groups of inputs that share a scale, cannot be divided.
     """
     shard: Layer = nnx.clone(whole)
     for _, each in nnx.iter_modules(shard):
@@ -168,14 +167,17 @@ def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "
 
 
 def partial_of(whole: Linear, sharding: Sharding) -> Linear:
-    """The product of a shard with its columns of a weight, to be added to those of the others. Its bias is added once, behind the sum."""
+    """Returns the product with a shard's columns of a weight, whose result is added to those of the other shards.
+
+    The bias is added once, after the sum (`Summed`).
+    """
     shard = shard_of(whole, sharding)
     shard.bias, shard.result = None, jnp.float32 if sharding.invariant else None
     return shard
 
 
 def parts_of(axis: Axis, size: int) -> tuple[tuple[str | None, int], ...]:
-    """Of an axis of a parameter, fused or not: the name and the size of each."""
+    """Returns the name and the size of each part of a parameter's axis, fused or not."""
     return axis if isinstance(axis, tuple) else ((axis, size),)
 
 
@@ -196,7 +198,7 @@ def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
 
 
 class Summed(nnx.Module):
-    """What is behind the sum: the bias, where there is one."""
+    """Adds up what the shards made, and then the bias, where there is one."""
 
     def __init__(self, output: Linear, sharding: Sharding):
         self.bias = output.spec.declare("bias") if output.bias is not None else None
@@ -208,7 +210,7 @@ class Summed(nnx.Module):
 
 
 def _whole_part(number: int, what: str, sharding: Sharding) -> int:
-    """Of things that stay together. Raises ConfigError where they cannot be divided evenly."""
+    """Returns a shard's share of things that stay whole. Raises ConfigError where they cannot be divided evenly."""
     count = sharding.num_shards
     if number % count:
         raise ConfigError(
@@ -219,10 +221,10 @@ def _whole_part(number: int, what: str, sharding: Sharding) -> int:
 
 
 class ShardedAttention(nnx.Module):
-    """Each shard has its query heads and their key/value heads, and pages of its own. Norms over all heads are of all shards."""
+    """Attention in shards, each with its query heads, their key/value heads and its own pages. Norms over all heads see all shards."""
 
     def __init__(self, whole: Attention, sharding: Sharding):
-        """Raises ConfigError for a product by groups of heads of which there are too few."""
+        """Divides the layer. Raises ConfigError for a product by groups of heads where there are too few groups."""
         groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
@@ -253,7 +255,7 @@ class ShardedAttention(nnx.Module):
     def _normed(
         self, norm: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array], count: int
     ) -> list[jax.Array]:
-        """count: how many different parts all shards have."""
+        """Returns this device's parts after a norm over all of them. count: how many different parts all shards have."""
         copies = self.sharding.num_shards // count
         every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
@@ -263,7 +265,7 @@ class ShardedAttention(nnx.Module):
 
 
 class _OfShards(nnx.Module):
-    """What of each shard takes the same input, and pages of its own."""
+    """A layer in shards that all take the same input, and pages of their own."""
 
     def __init__(self, shard: Callable[[], nnx.Module], output: Linear, sharding: Sharding):
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
@@ -278,7 +280,7 @@ class _OfShards(nnx.Module):
 
 
 class ShardedLatentAttention(_OfShards):
-    """Each shard has its heads, and the latents of all. What makes latents is on every device."""
+    """Latent attention in shards: each has its heads and all latents. The products that make latents are on every device."""
 
     def __init__(self, whole: LatentAttention, sharding: Sharding):
         def shard() -> LatentAttention:
@@ -296,10 +298,10 @@ class ShardedLatentAttention(_OfShards):
 
 
 class ShardedDeltaNet(_OfShards):
-    """Each shard has its key heads with their value heads, and the states of these."""
+    """A delta net in shards: each has its key heads with their value heads, and the states of these."""
 
     def __init__(self, whole: GatedDeltaNet, sharding: Sharding):
-        """Raises ConfigError where there are too few key heads."""
+        """Divides the layer. Raises ConfigError where there are too few key heads."""
         widths = whole.widths
         widths = replace(
             widths,
@@ -317,7 +319,7 @@ class ShardedDeltaNet(_OfShards):
 
 
 class ShardedMLP(nnx.Module):
-    """Each shard has its columns of the inner layer."""
+    """A feed-forward layer in shards: each has its columns of the inner layer."""
 
     def __init__(self, whole: MLP | GatedMLP, sharding: Sharding):
         def shard() -> MLP | GatedMLP:
@@ -334,7 +336,7 @@ class ShardedMLP(nnx.Module):
 
 
 class ShardedEmbedding(nnx.Module):
-    """Each shard has its rows of the table; behind the last row of the last are zeros."""
+    """A table in shards: each has its rows, and the last shard's last rows may be padding, which is zero."""
 
     def __init__(self, whole: Embedding, sharding: Sharding):
         self.num_rows = whole.num_rows
@@ -343,7 +345,7 @@ class ShardedEmbedding(nnx.Module):
         self.shards = nnx.List(shard_of(whole, sharding) for _ in range(sharding.num_local))
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
-        """One shard has the row, and the others add zeros to it."""
+        """Returns the rows of these ids. One shard has a row, and the others add zeros to it."""
         first = place_of_device(self.sharding) * self.sharding.num_local
         found = []
         for index, shard in enumerate(self.shards):
@@ -354,13 +356,18 @@ class ShardedEmbedding(nnx.Module):
         return summed(functools.reduce(operator.add, found), self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Of all tokens; under `divided_logits` those of this device, with what is behind the last row."""
+        """Returns the logits of the whole vocabulary, or where the step divides them (`TraceScope`) those of
+        this device's rows, with what follows the last row."""
         own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
-        return own if _divided_logits.get() else gathered(own, 1, self.sharding)[:, : self.num_rows]
+        is_divided = trace_scope().divided_logits and self.sharding.num_devices > 1
+        return own if is_divided else gathered(own, 1, self.sharding)[:, : self.num_rows]
 
 
 class ShardedExperts(Experts):
-    """Each device has some of the experts, and computes the tokens that go there. What the others make of theirs is added to zeros."""
+    """Experts in shards: each device has some of them, and computes the tokens that go there.
+
+    What an expert makes is added to the zeros of the other devices.
+    """
 
     def __init__(self, whole: Experts, sharding: Sharding):
         def part(layer: ExpertLinear) -> ExpertLinear:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
-from jaxpage.settings.base import ByteSize, Problem, Settings
+from jaxpage.settings.base import ByteSize, Problem, Settings, setting
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 
@@ -60,58 +60,148 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+_ModelNames = Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)]
+_LoRAModules = Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)]
+
+
 class ServerConfig(Settings):
-    """The settings of the server."""
+    """The settings of the server, each declared here and nowhere else: see `setting`."""
 
     plain_text: ClassVar[frozenset[str]] = frozenset(
         {"host", "api_key_file", "lora_directory", "weights_directory", "incident_directory", "profile_directory"}
         | {"coordinator", "hosts_secret_file"}
     )
 
-    host: _Text = "127.0.0.1"  # address that it listens on; by default only this machine can connect
-    port: Annotated[int, Field(ge=0, lt=2**16)] = 8000  # 0: one that is free
-    # What requests call the model, the first in answers; None: the name of `model`.
-    served_model_name: Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)] | None = None
-    # LoRA adapters that requests may name as model, each NAME=PATH; with the engine's enable_lora.
-    lora_modules: Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)] | None = None
-    # Adapters below this directory may be loaded and unloaded by requests, of anybody who may send requests; None: by nobody.
-    lora_directory: _Text | None = None
-    # Weights below this directory may be taken by requests for all others, of anybody who may send requests; None: by nobody.
-    weights_directory: _Text | None = None
-    api_key_file: _Text | None = None  # a key per line; see `read_api_keys`
-    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 256  # beyond those that run; more are answered 429
-    request_timeout_seconds: _Seconds | None = 600.0  # from arrival to the last token; None: as long as it takes
-    shutdown_timeout_seconds: Annotated[float, Field(ge=0, le=86_400)] = 30.0  # for what runs to finish; 0: end it now
-    max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**30)] = 4 * 2**20
-    body_timeout_seconds: _Seconds = 30.0  # from a request's headers to the end of its body
-    slow_reader_seconds: _Seconds = 30.0  # that a client may leave a stream unread
-    max_connections: Annotated[int, Field(ge=1, le=65_536)] = 1024
-    strict_requests: bool = False  # an unknown field is an error, instead of named in a header
-    tool_parser: Literal["hermes", "llama3_json"] | None = None  # the form in which the model writes its tool calls
-    reasoning_parser: Literal["think"] | None = None  # the text in <think> is returned apart from the answer
-    ui: bool = False  # the page: playground and inspector
-    ui_show_prompts: bool = False  # with texts and token ids of everybody's requests
-    log_requests: bool = False  # with their texts
-    log_json: bool = False
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    # Publishes which prefixes are cached, with their token ids, to whoever can connect: tcp://127.0.0.1:PORT; None: it does not.
-    kv_events: _Endpoint | None = None
-    kv_events_replay: _Endpoint | None = None  # where a subscriber asks for what it missed
-    kv_events_topic: Annotated[str, Field(max_length=256)] = ""
-    incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = None  # kept for /debug/incident; None: none
-    incident_directory: _Text = "."  # where they are written, on request and after a failed step
-    incident_token_ids: bool = False  # with prompts and outputs, as token ids: only then they can be run again
-    num_hosts: Annotated[int, Field(ge=1, le=1024)] = (
-        1  # that share tensor_parallel_size devices, each with a process of its own
+    host: _Text = setting(
+        "127.0.0.1",
+        "address to listen on",
+        shown="127.0.0.1 (only this machine)",
     )
-    host_rank: Annotated[int, Field(ge=0, lt=1024)] = 0  # of this one; 0 is the server
-    # HOST:PORT of rank 0, an address of the network between the hosts; the port behind it is used too. auto: see `hosts_of_job`.
-    coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = None
-    hosts_secret_file: _Text | None = None  # see `read_secret`
-    host_timeout_seconds: Annotated[float, Field(ge=1, le=86_400)] = (
-        60.0  # that a host may be silent; a step must be shorter
+    port: Annotated[int, Field(ge=0, lt=2**16)] = setting(8000, "TCP port; 0: a free one")
+    served_model_name: _ModelNames | None = setting(
+        None,
+        "names of the model in requests, the first in answers",
+        shown="MODEL, of a path its last part",
     )
-    profile_directory: _Text | None = None  # where traces of the JAX profiler go; None: there are none
+    lora_modules: _LoRAModules | None = setting(
+        None,
+        "LoRA adapters that requests may name as model; with --enable-lora",
+        metavar="NAME=PATH",
+    )
+    # The next two let everybody who may send requests load files.
+    lora_directory: _Text | None = setting(
+        None,
+        "LoRA adapters below it may be loaded by POST /v1/load_lora_adapter",
+        shown="none",
+        metavar="DIRECTORY",
+    )
+    weights_directory: _Text | None = setting(
+        None,
+        "weights below it may replace the model's by POST /v1/update_weights",
+        shown="none",
+        metavar="DIRECTORY",
+    )
+    api_key_file: _Text | None = setting(
+        None,
+        "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas",
+        metavar="FILE",
+    )
+    max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = setting(
+        256,
+        "most requests that wait, in addition to running ones; more get 429",
+    )
+    request_timeout_seconds: _Seconds | None = setting(
+        600.0,
+        "most seconds from arrival to the last token, or none",
+        shown="600",
+    )
+    shutdown_timeout_seconds: Annotated[float, Field(ge=0, le=86_400)] = setting(
+        30.0,
+        "seconds for running requests to finish after SIGTERM; 0: they end at once",
+        shown="30",
+    )
+    max_body_bytes: Annotated[ByteSize, Field(ge=1024, le=2**30)] = setting(
+        4 * 2**20,
+        "largest request body",
+        shown="4MiB",
+    )
+    body_timeout_seconds: _Seconds = setting(30.0, "seconds for a request's body to arrive", shown="30")
+    slow_reader_seconds: _Seconds = setting(30.0, "seconds that a client may leave a stream unread", shown="30")
+    max_connections: Annotated[int, Field(ge=1, le=65_536)] = setting(1024, "most open connections")
+    strict_requests: bool = setting(False, "an unknown field is an error, instead of named in a header")
+    tool_parser: Literal["hermes", "llama3_json"] | None = setting(
+        None,
+        "format of the model's tool calls: hermes or llama3_json",
+        alias="--tool-call-parser",
+    )
+    reasoning_parser: Literal["think"] | None = setting(
+        None,
+        "format of the model's reasoning, which is returned apart from the answer: think",
+    )
+    ui: bool = setting(False, "web page at /ui/: playground and inspector")
+    ui_show_prompts: bool = setting(False, "the inspector shows the prompts and outputs of all users")
+    log_requests: bool = setting(False, "log every request with its text", alias="--enable-log-requests")
+    log_json: bool = setting(False, "one JSON object per line of the log")
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "debug, info, warning or error")
+    kv_events: _Endpoint | None = setting(
+        None,
+        "publish which prefixes are cached, with their token ids, as vLLM does: tcp://127.0.0.1:PORT",
+        metavar="ENDPOINT",
+    )
+    kv_events_replay: _Endpoint | None = setting(
+        None,
+        "where subscribers ask for KV events that they missed: tcp://127.0.0.1:PORT",
+        metavar="ENDPOINT",
+    )
+    kv_events_topic: Annotated[str, Field(max_length=256)] = setting(
+        "",
+        "topic of the KV events",
+        shown="none",
+        metavar="TOPIC",
+    )
+    incident_steps: Annotated[int, Field(ge=1, le=1_000_000)] | None = setting(
+        None,
+        "keep the records of the last N steps for POST /debug/incident and failed steps",
+    )
+    incident_directory: _Text = setting(
+        ".",
+        "where incidents are written",
+        shown="the working directory",
+        metavar="DIRECTORY",
+    )
+    incident_token_ids: bool = setting(
+        False,
+        "incidents hold prompts and outputs as token ids, and only then can they be run again",
+    )
+    num_hosts: Annotated[int, Field(ge=1, le=1024)] = setting(
+        1,
+        "hosts that share the model, each with a process of its own",
+    )
+    host_rank: Annotated[int, Field(ge=0, lt=1024)] = setting(
+        0,
+        "rank of this host, from 0, which is the server; the others follow it",
+        metavar="R",
+    )
+    coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = setting(
+        None,
+        "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
+        metavar="HOST:PORT",
+    )
+    hosts_secret_file: _Text | None = setting(
+        None,
+        "file with the hosts' common secret; else $JAXPAGE_HOSTS_SECRET",
+        metavar="FILE",
+    )
+    host_timeout_seconds: Annotated[float, Field(ge=1, le=86_400)] = setting(
+        60.0,
+        "seconds that a host may be silent or in a step",
+        shown="60",
+    )
+    profile_directory: _Text | None = setting(
+        None,
+        "for debugging: directory for JAX traces of POST /start_profile and /stop_profile",
+        metavar="DIRECTORY",
+    )
 
     def contradictions(self) -> Iterable[Problem]:
         if self.served_model_name == ():  # not a field's bound: that of a tuple counts what is left without wrong names

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.argument_checks import close_names, shown
@@ -17,7 +17,7 @@ Problem = tuple[str, str]  # (setting, what is wrong with it)
 
 
 def _as_bytes(value: Any) -> Any:
-    """An amount with a unit as its number of bytes; a small number is one whose unit was left out."""
+    """Returns an amount as its number of bytes. A small number is refused: its unit was left out."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             if not value.strip().isdigit():
@@ -29,6 +29,31 @@ def _as_bytes(value: Any) -> Any:
 
 
 ByteSize = Annotated[int, BeforeValidator(_as_bytes)]
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    shown: str | None = None,
+    metavar: str | None = None,
+    alias: str | None = None,
+    given: str | None = None,
+) -> Any:
+    """Declares a setting: a field whose annotation has its type, choices and bounds.
+
+    Its flag, its typed keyword of `LLM` and its row in the reference are written from this by
+    `pytest tests/test_reference.py --write-reference`.
+
+    Args:
+        help: what it is, as --help and the reference say it, without the default.
+        shown: what they say of the default, where that is not the value itself.
+        metavar: what --help calls the value, where its type does not say it.
+        alias: another flag, where vLLM has one.
+        given: the type that a type checker allows in Python, where that is more than the annotation.
+    """
+    told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
+    return Field(default, description=help, json_schema_extra={name: text for name, text in told.items() if text})
 
 
 class InvalidSettings(ConfigError):
@@ -74,25 +99,27 @@ class Settings(BaseModel):
                 raise UnsupportedSettings(refused)
 
     def contradictions(self) -> Iterable[Problem]:
-        """What is wrong with the settings taken together."""
+        """Yields what is wrong with the settings taken together."""
         return ()
 
     def refused(self) -> Iterable[Problem]:
-        """What this version cannot honour."""
+        """Yields the settings that this version cannot honour."""
         return ()
 
     def replace(self, **settings: Any) -> Self:
-        """The same settings but for those given, checked again as a whole."""
+        """Returns the same settings but for those given, checked again as a whole."""
         return type(self)(**{**self.given(), **settings})
 
     def given(self) -> dict[str, Any]:
-        """Those that were set explicitly, to any value; the others have their defaults."""
+        """Returns the settings that were set explicitly, to any value; the others have their defaults."""
         return self.model_dump(exclude_unset=True)
 
     @classmethod
     def unknown(cls, name: str) -> Problem:
-        """The problem with a name that no setting has, with the name that was probably meant. Dots lead into settings that have
-        settings."""
+        """Returns the problem with a name that no setting has, with the name that was probably meant.
+
+        Dots lead into settings that have settings.
+        """
         group, _, last = name.rpartition(".")
         names = cls.nested.get(group, cls).model_fields
         nearest = nearest_name(last, names)
@@ -101,7 +128,7 @@ class Settings(BaseModel):
 
     @classmethod
     def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
-        """With those that the other settings have among themselves, so that all can be corrected at once."""
+        """Adds the problems that the other settings have among themselves, so that all can be corrected at once."""
         wrong = {name.partition(".")[0] for name, _ in problems}
         try:
             cls(**{name: value for name, value in settings.items() if name not in wrong})
@@ -134,6 +161,6 @@ class Settings(BaseModel):
 
 
 def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
+    """Returns the known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
     close = close_names(name.lower().replace("-", "_"), names, cutoff=cutoff)
     return close[0] if close else None

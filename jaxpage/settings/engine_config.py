@@ -1,4 +1,4 @@
-"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. Where values come from: `config_sources`."""
+"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. `sources` says where values come from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 
 from jaxpage.settings.argument_checks import shown
-from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name
+from jaxpage.settings.base import ByteSize, Problem, Settings, nearest_name, setting
 from jaxpage.settings.cuda_graphs import GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -35,7 +35,7 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's and vLLM's nam
 
 
 def dtype_name(value: Any) -> Any:
-    """The name of a dtype that is given as one: `jnp.bfloat16`, `np.float32`, "half"."""
+    """Returns the name of a dtype that is given as a type or by another name: `jnp.bfloat16`, `np.float32`, "half"."""
     if isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
     found = getattr(value, "dtype", value)  # a type of JAX has one
@@ -45,6 +45,8 @@ def dtype_name(value: Any) -> Any:
 class EngineConfig(Settings):
     """The settings of an engine. `LLM(...)`, a YAML file, flags and `JAXPAGE_*` variables use the same names.
 
+    A setting is declared here and nowhere else: see `setting`.
+
     Raises ConfigError with all wrong settings at once, and UnsupportedError for those that this version cannot honour.
     """
 
@@ -53,66 +55,151 @@ class EngineConfig(Settings):
         {"model", "tokenizer", "revision", "event_log", "prefix_cache_directory"}
     )
 
-    model: _Name = "demo"  # "demo" (packaged), a local directory, a GGUF file, or a Hugging Face hub id
-    tokenizer: _Name | None = None  # directory of the tokenizer's files, or a GGUF file; None: the model's
-    revision: str | None = None  # branch, tag or commit of the hub repository
-    load_format: Literal["auto", "safetensors", "orbax", "gguf"] = (
-        "auto"  # format of the weights; "auto": what is there
+    model: _Name = setting("demo", '"demo" (packaged), a directory, a GGUF file, or a hub id')
+    tokenizer: _Name | None = setting(
+        None,
+        "directory of the tokenizer's files, or a GGUF file",
+        shown="the model's",
+        given="AnyPath | None",
     )
-    # "auto": the checkpoint's; on CPU float32, unless bfloat16 is faster. Also a type, such as jnp.bfloat16, or "half".
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = "auto"
-    # Weights of few bits: "int8" or "int4" rounds them at load; "gguf" keeps those of a GGUF file, which are else dequantised. None: as the
-    # checkpoint has them; its own method may be named.
+    revision: str | None = setting(None, "branch, tag or commit of the hub repository")
+    load_format: Literal["auto", "safetensors", "orbax", "gguf"] = setting(
+        "auto",
+        "format of the weights: auto (what is there), safetensors, orbax or gguf",
+    )
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = setting(
+        "auto",
+        "auto, float32, bfloat16 or float16",
+        shown="auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
+        given='Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike',
+    )
     quantization: (
         Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
-    ) = None
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"  # of the KV cache; "auto": as dtype or checkpoint
-    # Tokens of a sequence, prompt and output together, at least 2; None: the model's context length.
-    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = None
-    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = 16  # tokens of a KV block: a power of two, 1 to 128
-    # KV blocks of the pool, at least 2, with the null block; None: what fits in memory (on CPU: see `device/sizing.py`).
-    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = None
-    kv_cache_memory_bytes: ByteSize | None = None  # size of the KV pool, instead of num_blocks: bytes, or "4GiB"
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9  # share of the GPU's memory to use, above 0, to 1
-    # KV blocks in host memory, to which preempted requests are swapped; None: as many as the pool has, if they fit.
-    swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    max_num_seqs: _Count = 64  # most sequences in a step; each sample and beam counts
-    max_num_batched_tokens: _Count | None = None  # most query tokens in a step; None: by device
-    # Tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per token, and tokens that
-    # arrive together. Not with speculative_config.
-    num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = 1
-    # Decodes and prompt chunks in the same step, or in alternating steps; None: what the kernel set prefers.
-    enable_mixed_steps: bool | None = None
-    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"  # order of admission and preemption
-    # What preempted requests do. "auto": requests of one sequence are recomputed, others are swapped.
-    preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
-    # New requests wait until preempted ones run again, or have finished. Higher priorities do not wait.
-    new_requests_wait_until: Literal["readmitted", "completed"] = "readmitted"
-    enable_prefix_caching: bool = True  # requests share the KV blocks of equal prefixes
-    # Of the user's own: full blocks are kept here as files, for later starts with the same weights and layout. None: nowhere.
-    prefix_cache_directory: _Name | None = None
-    prefix_cache_disk_bytes: ByteSize = 8 * 2**30  # of the files there; the least recently used go first
-    attention_backend: str = "auto"  # a kernel set; "auto": the first that supports the model and the device
-    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0  # from which the seeds of requests without a seed are drawn
-    speculative_config: SpeculativeConfig | None = None  # speculative decoding; None: off
-    enable_lora: bool = False  # requests may name a LoRA adapter in PEFT's layout
-    max_loras: Annotated[int, Field(ge=1, le=256)] = 4  # most adapters at once on the device
-    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = 16  # largest rank; the others are padded to it
-    tensor_parallel_size: _Count = 1  # devices that share the model; see docs/scale.md
-    # How what the devices compute is added up. "invariant": the same bits on 1, 2 and 4 devices; "fast": whatever is fastest there;
-    # "auto": on one device as it always was, on 2 or 4 CPU devices "invariant", else "fast".
-    tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = "auto"
-    # On GPUs, a step is a CUDA graph. When its nodes are recorded anew, by XLA's names: jax 0.10 and 0.12 know different ones; "auto": as
-    # XLA does by default.
+    ) = setting(
+        None,
+        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
+        "checkpoint's own method",
+        shown="as the checkpoint; of a GGUF file, dequantised",
+    )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
+        "auto",
+        "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8",
+    )
+    max_model_len: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
+        None,
+        "longest sequence in tokens, prompt and output together",
+        shown="the model's",
+    )
+    block_size: Annotated[_Count, AfterValidator(_power_of_two)] = setting(
+        16,
+        "tokens of a KV block, a power of two from 1 to 128",
+    )
+    num_blocks: Annotated[int, Field(ge=2, lt=2**31)] | None = setting(
+        None,
+        "KV blocks of the pool, with the null block",
+        shown="what fits; on CPU 512 tokens for each of --max-num-seqs, at most 4 GiB",
+    )
+    kv_cache_memory_bytes: ByteSize | None = setting(
+        None,
+        "size of the KV pool, instead of --num-blocks: 4GiB, or bytes",
+    )
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = setting(
+        0.9,
+        "share of the GPU's memory to use, above 0, to 1",
+    )
+    swap_space_blocks: Annotated[int, Field(ge=0, lt=2**31)] | None = setting(
+        None,
+        "KV blocks in host memory for swapping, else in a file of prefix_cache_directory",
+        shown="as many as the KV pool has, if they fit",
+    )
+    max_num_seqs: _Count = setting(
+        64,
+        "most sequences in a step; each sample and beam counts",
+        shown="64 (1 for generate and chat)",
+    )
+    max_num_batched_tokens: _Count | None = setting(None, "most query tokens in a step", shown="by device")
+    num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = setting(
+        1,
+        "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per "
+        "token, and tokens that arrive together; not with --speculative-config",
+    )
+    enable_mixed_steps: bool | None = setting(
+        None,
+        "decodes and prompt chunks in the same step, or in alternating steps",
+        shown="what the kernel set prefers",
+    )
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = setting(
+        "fcfs",
+        "order of admission and preemption: fcfs, priority or fair",
+    )
+    preemption_mode: Literal["auto", "recompute", "swap"] = setting(
+        "auto",
+        "what preempted requests do: auto, recompute or swap",
+        shown="auto (one sequence: recompute; several: swap)",
+    )
+    new_requests_wait_until: Literal["readmitted", "completed"] = setting(
+        "readmitted",
+        "new requests wait until preempted ones are readmitted or completed; higher priorities do not wait",
+    )
+    enable_prefix_caching: bool = setting(True, "requests share the KV blocks of equal prefixes")
+    prefix_cache_directory: _Name | None = setting(
+        None,
+        "directory of the user's own in which full KV blocks are kept as files, for later starts with the same "
+        "weights and layout",
+        given="AnyPath | None",
+    )
+    prefix_cache_disk_bytes: ByteSize = setting(
+        8 * 2**30,
+        "size of the files there; the least recently used go first",
+        shown="8GiB",
+    )
+    attention_backend: str = setting(
+        "auto",
+        "auto (the first that supports the model and the device), or the name of a kernel set "
+        "(docs/internals/kernels.md)",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = setting(
+        0,
+        "from which the seeds of requests without a seed are drawn",
+    )
+    speculative_config: SpeculativeConfig | None = setting(
+        None,
+        'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md)',
+        shown="off",
+        given="Mapping[str, Any] | SpeculativeConfig | None",
+    )
+    enable_lora: bool = setting(False, "requests may name a LoRA adapter (docs/guides/lora.md)")
+    max_loras: Annotated[int, Field(ge=1, le=256)] = setting(4, "most LoRA adapters at once on the device")
+    max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
+        16,
+        "largest rank of a LoRA adapter; the others are padded to it",
+    )
+    tensor_parallel_size: _Count = setting(1, "devices that share the model (docs/scale.md)")
+    tensor_parallel_reduction: Literal["auto", "invariant", "fast"] = setting(
+        "auto",
+        "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 devices), fast (whatever "
+        "is fastest there), or auto (invariant on 2 or 4 CPU devices, else fast)",
+    )
     cudagraph_update_mode: Literal[
         "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
-    ] = "auto"
-    cudagraph_collectives: bool = False  # on several GPUs, whether what they exchange is part of the graph of a step
-    event_log: _Name | None = None  # file for all events that a replay needs, prompts included; must not exist
+    ] = setting(
+        "auto",
+        "on GPUs, when XLA records a step's CUDA graph anew: auto (as it does by default), always_update, "
+        "skip_profiled or another of the modes that this version of JAX knows",
+    )
+    cudagraph_collectives: bool = setting(
+        False,
+        "on several GPUs, what they exchange is part of a step's CUDA graph",
+    )
+    event_log: _Name | None = setting(
+        None,
+        "new file for all events that a replay needs, prompts included",
+        given="AnyPath | None",
+    )
 
     @property
     def acceptance(self) -> AcceptanceRule:
-        """The acceptance rule of speculative decoding."""
+        """Returns the acceptance rule of speculative decoding."""
         return self.speculative_config.rule if self.speculative_config else AcceptanceRule()
 
     @property
@@ -174,7 +261,10 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 
 
 def attention_backends() -> tuple[str, ...]:
-    """The values of that setting. A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax."""
+    """Returns the values of that setting.
+
+    A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax.
+    """
     package = importlib.util.find_spec("pallas_kernels")
     folders = [os.path.join(path, "sets") for path in (package and package.submodule_search_locations) or ()]
     return ("auto", *(module.name for module in pkgutil.iter_modules(folders)))

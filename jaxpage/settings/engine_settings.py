@@ -1,4 +1,4 @@
-"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. What each means stands there."""
+"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. It says what each means."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ AnyPath = str | os.PathLike[str]
 
 
 class EngineSettings(TypedDict, total=False):
-    """All of them but `model` and `tokenizer`, with what may be given for each (tests/test_config.py compares them)."""
+    """All settings but `model` and `tokenizer`, with what may be given for each.
 
+    Written by `pytest tests/test_reference.py --write-reference`, since type checkers read no other declaration of keywords.
+    """
+
+    # What follows is generated.
     revision: str | None
     load_format: Literal["auto", "safetensors", "orbax", "gguf"]
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike
@@ -51,14 +55,15 @@ class EngineSettings(TypedDict, total=False):
     cudagraph_update_mode: Literal["auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"]
     cudagraph_collectives: bool
     event_log: AnyPath | None
+    # The end of what is generated.
 
 
 class LLMSettings(EngineSettings, total=False):
-    """Those of `LLM`."""
+    """The keyword arguments of `LLM`."""
 
     tokenizer: AnyPath | None
 
 
 def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
-    """Raises what `EngineConfig` raises."""
+    """Returns the configuration of a model with these settings. Raises what `EngineConfig` raises."""
     return EngineConfig(model=cast(str, model), **cast("dict[str, Any]", settings))

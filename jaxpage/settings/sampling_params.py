@@ -149,12 +149,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken instead of a drawn one."""
+        """Returns whether the most likely token is taken instead of a drawn one."""
         return self.temperature == 0.0
 
     @property
     def ranks(self) -> bool:
-        """Whether more sequences are generated than come back: the likeliest do."""
+        """Returns whether more sequences are generated than come back; then the most likely ones do."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
@@ -164,13 +164,13 @@ class SamplingParams:
 
     @functools.cached_property  # asked for at every step
     def processes_logits(self) -> bool:
-        """Whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
+        """Returns whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
         given = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.structured_outputs)
         return self.penalises or any(given)
 
     @property
     def penalises(self) -> bool:
-        """Whether the logits depend on the tokens that are known already."""
+        """Returns whether the logits depend on the tokens that are known already."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

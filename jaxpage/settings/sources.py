@@ -1,4 +1,4 @@
-"""Where settings come from: command line, then environment (`JAXPAGE_*`), then YAML, then built-in; every value knows its origin."""
+"""Reads settings from the command line, the environment (`JAXPAGE_*`) and YAML, the strongest first; every value knows its origin."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Resolved(Generic[Kind]):
     origins: Mapping[str, str]
 
     def lines(self) -> list[str]:
-        """The effective settings as YAML, each with its origin as a comment."""
+        """Returns the effective settings as YAML, each with its origin as a comment."""
         values = {name: _as_yaml(getattr(self.config, name)) for name in type(self.config).model_fields}
         width = min(60, max(len(f"{name}: {value}") for name, value in values.items()))
         return [f"{f'{name}: {value}':<{width}}  # {self.origins[name]}" for name, value in values.items()]
@@ -51,7 +51,7 @@ def resolve_config(
     environment: Mapping[str, str] | None = None,
     overrides_origin: str = "argument",
 ) -> ResolvedConfig:
-    """The engine's configuration from all sources; the file's other sections are left to those whom they are for.
+    """Returns the engine's configuration from all sources. The file's other sections are left to those whom they are for.
 
     Args:
         path: a YAML file with the fields of `EngineConfig`, or None.
@@ -68,7 +68,10 @@ def resolve_config(
 
 
 def read_file(path: str | os.PathLike[str] | None) -> dict[str, Located]:
-    """What a configuration file has, each value with its place; that of a section is such a mapping too. None: nothing."""
+    """Returns what a configuration file has, each value with its place.
+
+    The value of a section is such a mapping too. None as path: an empty one.
+    """
     return {} if path is None else load_mapping(Path(path), SECTIONS)
 
 
@@ -79,7 +82,7 @@ def resolve_settings(
     environment: Mapping[str, str] | None,
     overrides_origin: str,
 ) -> Resolved[Kind]:
-    """One configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
+    """Returns one configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
     from_environment, wrong = _from_environment(kind, os.environ if environment is None else environment)
     merged = {
         **{name: (item.value, item.place) for name, item in file.items()},
@@ -102,9 +105,11 @@ def resolve_settings(
 def _from_environment(
     kind: type[Settings], environment: Mapping[str, str]
 ) -> tuple[dict[str, tuple[Any, str]], list[str]]:
-    """Settings among the variables, each with its origin, and what is wrong with variables. Others that begin like ours are left
-    alone unless one is nearly a setting's name: Kubernetes makes variables such as `JAXPAGE_SERVICE_HOST`, and
-    `JAXPAGE_PORT=tcp://...`, for a service called jaxpage."""
+    """Returns the settings among the variables, each with its origin, and what is wrong with variables.
+
+    Others that begin like ours are left alone unless one is nearly a setting's name: Kubernetes makes variables such as
+    `JAXPAGE_SERVICE_HOST`, and `JAXPAGE_PORT=tcp://...`, for a service called jaxpage.
+    """
     found: dict[str, tuple[Any, str]] = {}
     wrong = []
     for variable in sorted(environment):
@@ -124,7 +129,7 @@ def _from_environment(
 
 
 def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """Settings of settings come from where the whole does; those that are not given come from nowhere."""
+    """Returns the problems as lines, each with the origin of its setting; a setting that was not given has none."""
     found = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
     return [f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found]
 

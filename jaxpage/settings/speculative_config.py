@@ -71,14 +71,14 @@ class SpeculativeConfig(BaseModel):
     @field_validator("medusa_choices", mode="before")
     @classmethod
     def _as_tuples(cls, value: Any) -> Any:
-        """As JSON and Medusa's own code write it: a list of lists."""
+        """Takes the tree as JSON and Medusa's own code write it: a list of lists."""
         if isinstance(value, list | tuple):
             return tuple(tuple(path) if isinstance(path, list) else path for path in value)
         return value
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
-        """The shortest and the longest match. Where one is given the default of the other gives way to it."""
+        """Returns the shortest and the longest match. Where one is given, the default of the other gives way to it."""
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -96,7 +96,9 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def lookahead(self) -> Lookahead:
-        """The sizes that are given, and beside them as much as `num_speculative_tokens` has room for: four columns in five for the window.
+        """Returns the sizes that are given, and for the others what `num_speculative_tokens` has room for.
+
+        Four columns in five are for the window.
 
         docs/lab-log.md compares them.
         """
@@ -120,11 +122,11 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may."""
+        """Returns whether drafts may branch."""
         return self.tree or self.method == "lookahead"
 
     def problems(self) -> Iterable[str]:
-        """What contradicts itself."""
+        """Yields what contradicts itself."""
         for name in TYPICAL:
             if (value := getattr(self, name)) is not None and self.acceptance != "typical":
                 yield f"{name} is {value!r}, but acceptance is {self.acceptance!r}: it belongs to typical"
@@ -178,7 +180,7 @@ class SpeculativeConfig(BaseModel):
             yield f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has {len(choices)} paths"
 
     def refused(self) -> Iterable[str]:
-        """What this version does not do."""
+        """Yields what this version does not do."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
                 f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "

@@ -1,4 +1,4 @@
-"""What may stand in `SamplingParams.structured_outputs`, checked as far as it goes without a model: vLLM's field, one kind at a time."""
+"""The values of `SamplingParams.structured_outputs`, checked as far as it goes without a model: vLLM's field, one kind at a time."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _define("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "
 
 
 def parse_scalar(text: str) -> Any:
-    """What `text` would be as a value in a file (an environment variable is read so).
+    """Returns what `text` would be as a value in a file; an environment variable is read so.
 
     Raises:
         ConfigError: it is not YAML.

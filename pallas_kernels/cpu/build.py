@@ -36,7 +36,7 @@ def compiler() -> list[str]:
 
 
 def options(name: str, flags: Sequence[str], include: str) -> tuple[str, ...]:
-    """Of the compiler, for the instruction set `name`. include: the directory of XLA's headers, `jax.ffi.include_dir()`."""
+    """Returns the compiler's options for the instruction set `name`. include: the directory of XLA's headers, `jax.ffi.include_dir()`."""
     return (*FLAGS, *flags, f"-DJAXPAGE_ISA={name}", f"-I{include}")
 
 
@@ -48,13 +48,16 @@ def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
         made = Path(temporary) / path.name
         _run([[*compiler(), *chosen, "-c", str(unit), "-o", each] for unit, each in zip(units, objects, strict=True)])
         _run([[*compiler(), *chosen, *objects, "-o", str(made)]])
-        with made.open("ab") as file:  # behind what a loader reads; see `is_whole`
+        with made.open("ab") as file:  # after what a loader reads; see `is_whole`
             file.write(hashlib.sha256(made.read_bytes()).digest())
         made.replace(path)  # another process may have made the same
 
 
 def is_whole(path: Path) -> bool:
-    """Whether it is as it was built: a loader maps the file into memory, where a part that is missing or changed ends the process."""
+    """Returns whether a library is as it was built.
+
+    A loader maps the file into memory, where a part that is missing or changed ends the process.
+    """
     content = path.read_bytes()
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 

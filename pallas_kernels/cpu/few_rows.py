@@ -20,7 +20,11 @@ _OUTPUTS_OF_TILE = 64  # of YNNPACK: other numbers of outputs are added in anoth
 
 
 def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DTypeLike) -> bool:
-    """Whether there is a kernel for such a product. dtype: of x and of the weight; int8: for `multiply_rounded`. result: of the product."""
+    """Returns whether there is a kernel for such a product.
+
+    dtype: the type of x and of the weight; int8 for `multiply_rounded`.
+    result: the type of the product.
+    """
     name = jnp.dtype(dtype).name
     return (
         num_rows <= MOST_ROWS
@@ -32,7 +36,7 @@ def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DT
 
 
 def multiply_few(x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: DTypeLike) -> Float[Array, "T O"]:
-    """Sums are made in float32. For what `takes` says."""
+    """Multiplies what `takes` says. Sums are made in float32."""
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], w_OI.shape[0]), result)
     y_TO: jax.Array = jax.ffi.ffi_call("jaxpage_multiply_few", shape, vmap_method="sequential")(x_TI, w_OI)
     return y_TO
@@ -41,8 +45,10 @@ def multiply_few(x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: D
 def multiply_rounded(
     x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
-    """Sums of x, rounded to eight bits, and the scale of each of its rows. What multiplies by it has to be XLA, as for more rows: with a
-    sum behind that, it rounds once."""
+    """Returns sums of x, rounded to eight bits, and the scale of each of its rows.
+
+    XLA has to multiply by the scale, as for more rows: where a sum follows, it rounds once.
+    """
     num_rows, num_out = x_TI.shape[0], values_OI.shape[0]
     shapes = [jax.ShapeDtypeStruct((num_rows, num_out), jnp.int32), jax.ShapeDtypeStruct((num_rows, 1), jnp.float32)]
     call = jax.ffi.ffi_call("jaxpage_multiply_rounded", shapes, vmap_method="sequential")

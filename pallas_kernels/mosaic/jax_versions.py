@@ -1,4 +1,4 @@
-"""What differs in Pallas' Mosaic GPU backend among the versions of JAX that are supported, in one place."""
+"""The differences of Pallas' Mosaic GPU backend among the versions of JAX that are supported, in one place."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def mosaic_interpreter() -> Any:
 
 
 def transposed(ref: Any) -> Any:
-    """A matrix in shared memory, read with its axes swapped."""
+    """Returns a matrix in shared memory, read with its axes swapped."""
     return ref.transpose((1, 0)) if hasattr(ref, "transpose") else mg.transpose_ref(ref, (1, 0))
 
 
 def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    """What lies behind a ref, in registers of a layout. `optimized`: fail where the copy would be slow."""
+    """Reads a ref into registers of a layout. optimized: fails where the copy would be slow."""
     index = () if jax.__version_info__ >= (0, 11, 0) else ((),)
     return mg.load(ref, *index, layout=layout, optimized=optimized)

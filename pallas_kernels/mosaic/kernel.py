@@ -102,9 +102,9 @@ def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
 
 def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
     """The first position that any row of the tile sees."""
-    if plan.sliding_window is None:
+    if plan.options.sliding_window is None:
         return jnp.int32(0)
-    return jnp.maximum(tiles[tile, FIRST] - (plan.sliding_window - 1), 0)
+    return jnp.maximum(tiles[tile, FIRST] - (plan.options.sliding_window - 1), 0)
 
 
 _IDS_AHEAD = 8  # that fit the producer's registers
@@ -112,7 +112,7 @@ _IDS_AHEAD = 8  # that fit the producer's registers
 
 def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
     def block_of(turn: jax.Array, copy: int) -> jax.Array:
-        """Behind the table the last entry stands in: those positions are masked."""
+        """Returns the block of a copy. After the end of the table the last entry stands in: those positions are masked."""
         position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
         return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
 
@@ -167,8 +167,10 @@ def _consume(
     first, last = operands.tiles[tile, FIRST], operands.tiles[tile, LAST]
     first_seen = _first_seen(plan, operands.tiles, tile)
     words = _tree_words(plan, operands, tile, consumer)
-    folded = plan.logit_softcap is None and plan.scale > 0  # the factor of the scores, into their exponent
-    factor = plan.scale * _LOG2E if folded else 1.0
+    folded = (
+        plan.options.logit_softcap is None and plan.options.scale > 0
+    )  # the factor of the scores, into their exponent
+    factor = plan.options.scale * _LOG2E if folded else 1.0
 
     def body(turn: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, top, total = carry
@@ -187,8 +189,8 @@ def _consume(
         if not folded:
             scores = _scaled(plan, scores)
         edge = end > first + (0 if plan.tree else 1)
-        if plan.sliding_window is not None:
-            edge |= position <= last - plan.sliding_window
+        if plan.options.sliding_window is not None:
+            edge |= position <= last - plan.options.sliding_window
         scores = lax.cond(
             edge, lambda scores: _masked(plan, scores, position, first, words, consumer), lambda s: s, scores
         )
@@ -257,23 +259,23 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _hand_over(plan: Plan, shared: Shared) -> None:
-    """Both consumers meet. The second starts one meeting behind, so what one does before a meeting, the other does after it."""
+    """Lets both consumers meet. The second starts one meeting later, so what one does before a meeting, the other does after it."""
     if plan.consumers == 2:
         mg.barrier_arrive(shared.taking_turns)
         mg.barrier_wait(shared.taking_turns)
 
 
 def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
-    """Scores in powers of two."""
-    if plan.logit_softcap is None:
-        return products * (plan.scale * _LOG2E)
+    """Returns scores in powers of two."""
+    if plan.options.logit_softcap is None:
+        return products * (plan.options.scale * _LOG2E)
     # tanh(x) = 1 - 2 / (1 + exp(2x)), the quotient as a square of two roots: the GPU's own tanh has 11 bits.
-    root = lax.rsqrt(1.0 + jnp.exp2(products * (2 * _LOG2E * plan.scale / plan.logit_softcap)))
-    return (1.0 - 2.0 * (root * root)) * (plan.logit_softcap * _LOG2E)
+    root = lax.rsqrt(1.0 + jnp.exp2(products * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap)))
+    return (1.0 - 2.0 * (root * root)) * (plan.options.logit_softcap * _LOG2E)
 
 
 def _tree_words(plan: Plan, operands: Operands, tile: jax.Array, consumer: jax.Array) -> list[jax.Array]:
-    """Of each row, the bits that say which new tokens it sees."""
+    """Returns the bits of each row that say which new tokens it sees."""
     if not plan.tree:
         return []
     rows, layout = pl.ds(consumer * ROWS, ROWS), mg.Layout.WGMMA.reduce(1)
@@ -291,8 +293,8 @@ def _masked(
         return jnp.where((place < 0) | ((place < 32 * TREE_WORDS) & ((bits & 1) == 1)), scores, -jnp.inf)
     query = lax.div(_iota(scores.shape, 0) + consumer * ROWS, jnp.int32(plan.group)) + first
     seen = key <= query
-    if plan.sliding_window is not None:
-        seen &= key > query - plan.sliding_window
+    if plan.options.sliding_window is not None:
+        seen &= key > query - plan.options.sliding_window
     return jnp.where(seen, scores, -jnp.inf)
 
 

@@ -1,4 +1,4 @@
-"""What the Mosaic kernel is built from: its static plan, and the names of what lies in global and in shared memory."""
+"""The static plan of the Mosaic kernel, and the names of its arrays in global and in shared memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.attention_options import AttentionOptions
+
 ROWS = 64  # query rows of a warpgroup: wgmma's M
 NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
 TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
@@ -17,7 +19,10 @@ ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in s
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything static about a kernel. `used_rows`: query rows that are copied in and out; with several consumers all of them."""
+    """Everything static about a kernel.
+
+    used_rows: query rows that are copied in and out; with several consumers all of them.
+    """
 
     consumers: int
     used_rows: int
@@ -31,21 +36,19 @@ class Plan:
     block_size: int
     table_width: int
     dtype: Any
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
+    options: AttentionOptions  # without arrays
     tree: bool
     sinks: bool
     interpret: bool
 
     @property
     def copy_slots(self) -> int:
-        """Slots of a block that one copy brings."""
+        """Returns the slots of a block that one copy brings."""
         return min(self.context, self.block_size)
 
     @property
     def copies(self) -> int:
-        """Copies of a turn: one of each of its blocks, or of a part of one."""
+        """Returns the copies of a turn: one for each of its blocks, or for a part of one."""
         return self.context // self.copy_slots
 
     @property
@@ -54,24 +57,27 @@ class Plan:
 
     @property
     def consumer_registers(self) -> int:
-        """Of a thread."""
+        """Returns the registers of a consumer's thread."""
         return 224 if self.head_width <= 128 else 232
 
     @property
     def producer_registers(self) -> int:
-        """With two consumers what they leave of the 504 that a thread of each warpgroup can have together."""
+        """Returns the registers of a producer's thread.
+
+        With two consumers they are what remains of the 504 that threads of all warpgroups can have together.
+        """
         return 504 - 2 * self.consumer_registers if self.consumers == 2 else 96
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program but for barriers and what Mosaic needs for itself."""
+        """Returns the shared memory of a program, without barriers and what Mosaic needs for itself."""
         queries, buffers = self.consumers * ROWS * self.head_width * 2, 4 * self.stages * self.context * self.head_width
         partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
         return queries + buffers + partials
 
 
 class Operands(NamedTuple):
-    """In global memory. X: used rows."""
+    """The arrays in global memory. X: used rows."""
 
     q: Any  # [R, K, X, H]
     k_pages: Any  # [P, S, K, H]
@@ -87,7 +93,7 @@ class Operands(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """In shared memory. Barriers are arrays of one per buffer (or per consumer)."""
+    """The arrays in shared memory. Barriers are arrays of one for each buffer, or for each consumer."""
 
     q: Any
     k: Any
@@ -110,5 +116,8 @@ class Turns(NamedTuple):
 
 
 def turns_per_split(plan: Plan, turns: Any) -> Any:
-    """Of a tile of so many turns: by its own context alone, so that a token's sums do not depend on its neighbours."""
+    """Returns the turns of a split of a tile that has so many turns.
+
+    The tile's own context alone decides, so that a token's sums do not depend on its neighbours.
+    """
     return jnp.maximum(plan.split_turns, lax.div(turns + (plan.splits - 1), jnp.int32(plan.splits)))

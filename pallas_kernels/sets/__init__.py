@@ -38,8 +38,9 @@ INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.inter
 def candidates(
     backend: str, platform: str, *, interpret: bool = False, shape: Shape | None = None
 ) -> tuple[KernelSet, ...]:
-    """The sets to try, in order: that of this name, or for "auto" those that run on the platform; on a GPU and to interpret, kernels for
-    GPUs alone.
+    """Returns the sets to try, in order: that of this name, or for "auto" those that run on the platform.
+
+    On a GPU, and to interpret, "auto" means kernels for GPUs alone.
 
     shape: of a call of attention, for which "auto" first tries the set that was measured to be fastest on this kind of GPU, then the
         sets whose `comes_first` names the kind of step. It never depends on how many rows a call has.
@@ -61,7 +62,7 @@ def candidates(
 def first_that_takes(
     operation: str, pick: Callable[[KernelSet], Callable[..., Result]], *arguments: Any, call: Call, backend: str
 ) -> Result:
-    """What the first candidate that takes the call makes of the arguments. `pick`: its function for this operation.
+    """Returns what the first candidate that takes the call makes of the arguments. `pick`: gives a set's function for this operation.
 
     Raises:
         ValueError: no set has this name.
@@ -71,7 +72,7 @@ def first_that_takes(
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         try:
-            if (reason := each.supports(device, call)) is None:
+            if (reason := each.refusal(device, call)) is None:
                 result = pick(each)(*arguments, **options)
                 if any(pick(other) is not pick(each) for other in refused):
                     _tell_of_plain_xla(each, refusals)
@@ -84,10 +85,10 @@ def first_that_takes(
 
 
 def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
-    """The first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
+    """Returns the first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
     refusals: list[str] = []
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
-        if (reason := each.supports(device, call)) is None:
+        if (reason := each.refusal(device, call)) is None:
             _tell_of_plain_xla(each, refusals)
             return each
         refusals.append(f"{each.name}: {reason}")
@@ -106,7 +107,7 @@ def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: s
 
 
 def _tell_of_plain_xla(chosen: KernelSet, refusals: list[str]) -> None:
-    """One line for a reason, whichever operations it is about: a start that compiles nothing says it too."""
+    """Logs one line for a reason, whichever operations it is about: a start that compiles nothing says it too."""
     if refusals and not chosen.platforms:
         text = f"{'; '.join(refusals)}. Plain XLA ({chosen.name}) takes its place, which is slow"
         with _TELLING:  # steps are traced by several threads

@@ -39,7 +39,7 @@ def attend(arguments: Arguments) -> jax.Array:
 def write_and_attend(
     k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """The pages are written in place where they are donated."""
+    """Returns out_TNH and the pages, which are written in place where they are donated."""
     library.load()
     dtype = arguments.q_TNH.dtype
     pages = _bits(_pages(arguments))
@@ -95,7 +95,7 @@ def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
 
 
 def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
-    """Keys, values and their scales; empty where there are none."""
+    """Returns keys, values and their scales; empty arrays where there are none."""
     pages, scales = (arguments.k_pages, arguments.v_pages), (arguments.k_scale, arguments.v_scale)
     return (
         *(jnp.zeros(0, arguments.k_pages.dtype) if each is None else each for each in pages),
@@ -104,29 +104,30 @@ def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
 
 
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """float8 as the bytes that it is."""
+    """Returns the pages with float8 as the bytes that it is."""
     return [
         jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages
     ]
 
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
-    tree = arguments.tree_mask_TQ
+    sinks, tree = arguments.options.sinks, arguments.options.tree_mask_TQ
     return (
         arguments.block_table_BM.astype(jnp.int32),
         arguments.context_len_B.astype(jnp.int32),
         arguments.query_start.astype(jnp.int32),
         jnp.zeros((0, 0), bool) if tree is None else tree,
-        jnp.zeros(0, jnp.float32) if arguments.sinks is None else arguments.sinks,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks,
     )
 
 
 def _options(arguments: Arguments) -> dict[str, Any]:
+    options = arguments.options
     return {
-        "scale": np.float32(arguments.scale),
-        "softcap": np.float32(arguments.logit_softcap or 0.0),
-        "window": np.int64(arguments.sliding_window or 0),
-        "value_width": np.int64(arguments.value_width or 0),
+        "scale": np.float32(options.scale),
+        "softcap": np.float32(options.logit_softcap or 0.0),
+        "window": np.int64(options.sliding_window or 0),
+        "value_width": np.int64(options.value_width or 0),
     }
 
 
@@ -155,7 +156,7 @@ def _refusal(arguments: Arguments) -> str | None:
         ),
         (str(arguments.q_TNH.dtype) not in TYPES, f"queries of {arguments.q_TNH.dtype}"),
         (
-            arguments.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
+            arguments.options.tree_mask_TQ is not None and longest > MOST_QUERY_LEN,
             f"trees of {longest} tokens (up to {MOST_QUERY_LEN})",
         ),
     )
@@ -167,6 +168,7 @@ SET = dataclasses.replace(
     attend=attend,
     multiply=multiply,
     write_and_attend=write_and_attend,
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
     supports=_supports,
     platforms=("cpu",),
 )

@@ -65,20 +65,12 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
     shape = shape_of(arguments)
     tiles = tiles or tuned("fa3", shape) or heuristic(shape)
     _refuse_tiles(arguments, tiles)
-    arrays = {name: getattr(arguments, name) for name in _ARRAYS}
-    return _attend(arrays, kernel=kernel, tiles=tiles, scale=arguments.scale, max_query_len=arguments.max_query_len)
+    return _attend(arguments, kernel=kernel, tiles=tiles)
 
 
-_ARRAYS = ("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start")
-_STATIC = ("kernel", "tiles", "scale", "max_query_len")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)  # traced and lowered once for all layers of a model
-def _attend(
-    arrays: dict[str, jax.Array], *, kernel: Callable[..., Any], tiles: Tiles, scale: float, max_query_len: int
-) -> jax.Array:
-    arguments = Arguments(**arrays, scale=scale, max_query_len=max_query_len)  # type: ignore[arg-type]
-    tokens = min(tiles.query_tokens(shape_of(arguments).group), max_query_len)
+@functools.partial(jax.jit, static_argnames=("kernel", "tiles"))  # traced and lowered once for all layers of a model
+def _attend(arguments: Arguments, *, kernel: Callable[..., Any], tiles: Tiles) -> jax.Array:
+    tokens = min(tiles.query_tokens(shape_of(arguments).group), arguments.max_query_len)
     cut = query_cut(arguments, tokens)
     missing_R = tokens - cut.count_R
     token_RQ = (cut.token_R - missing_R)[:, None] + jnp.arange(tokens)
@@ -89,7 +81,7 @@ def _attend(
         kernel,
         k_cache=arguments.k_pages,
         v_cache=arguments.v_pages,
-        softmax_scale=scale,
+        softmax_scale=arguments.options.scale,
         is_causal=True,
         num_splits=1,
     )
@@ -175,15 +167,6 @@ def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
     width, group = arguments.q_TNH.shape[2], arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     return first_reason(
-        (arguments.value_width is not None, "value_width (values within the keys)"),
-        (arguments.tree_mask_TQ is not None, "tree_mask_TQ: its masks are causal"),
-        (arguments.sinks is not None, "sinks"),
-        (arguments.logit_softcap is not None, "logit_softcap: the library is compiled without it"),
-        (
-            # It multiplies the values that a mask hides by zero, and zero times NaN is NaN.
-            arguments.sliding_window is not None,
-            "sliding_window: what lies before a window would have to be finite, and the null block may hold anything",
-        ),
         (dtype not in ("bfloat16", "float16"), f"q_TNH of {dtype} (only bfloat16, float16)"),
         (page_dtype != dtype, f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)"),
         (width != HEAD_WIDTH, f"heads {width} wide: the library is compiled for {HEAD_WIDTH}"),
@@ -195,6 +178,9 @@ SET = dataclasses.replace(
     mosaic.SET,
     name="fa3",
     attend=attend,
+    # The library's masks are causal, and it is compiled without softcap. It has windows, but it multiplies the values that a
+    # mask hides by zero: what lies before a window would have to be finite, and the null block may hold anything, even NaN.
+    honours=frozenset({"scale"}),
     supports=supports,
     tiles=heuristic,
     comes_first=("chunk",),

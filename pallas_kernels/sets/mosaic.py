@@ -31,7 +31,7 @@ _TREE_WIDTH = 32 * TREE_WORDS
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
+    """Returns tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
 
     Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
     """
@@ -113,10 +113,9 @@ def supports(device: Any, call: Call) -> str | None:
 
 def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.tree_mask_TQ
+    width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.options.tree_mask_TQ
     tree_width = 0 if tree is None else tree.shape[1]
     return first_reason(
-        (arguments.value_width is not None, "value_width (values within the keys)"),
         (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
         (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
         (
@@ -124,7 +123,6 @@ def _attention_reason(arguments: Arguments) -> str | None:
             f"head width {width}: a swizzled row has 64 elements, and registers hold up to 256",
         ),
         (block_size % 8, f"block size {block_size}: a swizzled tile has 8 rows"),
-        (tree is not None and arguments.sliding_window is not None, "a tree mask with a sliding window"),
         (
             tree_width > _TREE_WIDTH,
             f"tree_mask_TQ of width {tree_width}: a row's mask is kept in {_TREE_WIDTH} bits",
@@ -166,22 +164,20 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
         block_size=arguments.k_pages.shape[1],
         table_width=arguments.block_table_BM.shape[1],
         dtype=arguments.q_TNH.dtype,
-        scale=arguments.scale,
-        sliding_window=arguments.sliding_window,
-        logit_softcap=arguments.logit_softcap,
-        tree=arguments.tree_mask_TQ is not None,
-        sinks=arguments.sinks is not None,
+        options=arguments.options.static,
+        tree=arguments.options.tree_mask_TQ is not None,
+        sinks=arguments.options.sinks is not None,
         interpret=interpret,
     )
 
 
 def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
-    """Of each tile: its row, the first position of a query token, and the last position that it sees, -1 if none.
+    """Returns each tile's row, its first position of a query token, and the last position that it sees, -1 if none.
 
     With a tree mask "first" is where the row's new tokens begin, and the last is the last of the row.
     """
     row_R, first_R, last_R = cut.row_R, cut.position_RQ[:, 0], cut.position_RQ.max(axis=1)
-    if arguments.tree_mask_TQ is not None:
+    if arguments.options.tree_mask_TQ is not None:
         query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
         first_R = (arguments.context_len_B - query_len_B)[row_R]
         last_R = jnp.where(last_R < 0, -1, arguments.context_len_B[row_R] - 1)
@@ -189,7 +185,7 @@ def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
 
 
 def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
+    """Returns q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
     q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(num_tiles, tokens, num_kv_heads, plan.group, plan.head_width)
@@ -198,12 +194,13 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Of each query row, which new tokens of its own sequence it sees, 32 to a word."""
-    assert arguments.tree_mask_TQ is not None
-    num_tokens, width = arguments.tree_mask_TQ.shape
+    """Returns which new tokens of its own sequence each query row sees, 32 to a word."""
+    tree_mask_TQ = arguments.options.tree_mask_TQ
+    assert tree_mask_TQ is not None
+    num_tokens, width = tree_mask_TQ.shape
     row_T = token_rows(arguments.context_len_B, arguments.query_start, num_tokens).row_T
     query_len_T = (arguments.query_start[1:] - arguments.query_start[:-1])[row_T]
-    mask = arguments.tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
+    mask = tree_mask_TQ & (jnp.arange(width)[None, :] < query_len_T[:, None])
     words = mask_words(jnp.pad(mask, ((0, 0), (0, _TREE_WIDTH - width))))
     words_RXW = jnp.repeat(words[cut.token_RQ], plan.group, axis=1)
     missing = plan.consumers * ROWS - words_RXW.shape[1]
@@ -211,9 +208,10 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _sinks(arguments: Arguments, plan: Plan) -> jax.Array:
-    """Of each query row of a tile, in powers of two."""
-    assert arguments.sinks is not None
-    sinks_KG = jnp.maximum(arguments.sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
+    """Returns the sinks of each query row of a tile, in powers of two."""
+    sinks = arguments.options.sinks
+    assert sinks is not None
+    sinks_KG = jnp.maximum(sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
     return jnp.tile(sinks_KG, (1, -(-plan.consumers * ROWS // plan.group)))[:, : plan.consumers * ROWS]
 
 
@@ -228,11 +226,11 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
 
 
 def _reduced(plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array) -> jax.Array:
-    """Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
+    """Reduces Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
     end_R = (description_R3[:, 2] + plan.context) // plan.context
     begin_R = jnp.zeros_like(end_R)
-    if plan.sliding_window is not None:
-        begin_R = jnp.maximum(description_R3[:, 1] - (plan.sliding_window - 1), 0) // plan.context
+    if plan.options.sliding_window is not None:
+        begin_R = jnp.maximum(description_R3[:, 1] - (plan.options.sliding_window - 1), 0) // plan.context
     each_R = turns_per_split(plan, end_R - begin_R)
     live_RZ = jnp.arange(plan.splits)[None, :] * each_R[:, None] < (end_R - begin_R)[:, None]
     live = live_RZ[:, :, None, None]
@@ -274,6 +272,7 @@ SET = dataclasses.replace(
     gather_blocks=_as_it_is(move.gather_blocks),
     scatter_blocks=_as_it_is(move.scatter_blocks),
     multiply=_as_it_is(product.multiply_on_gpu),
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "sinks", "tree_mask_TQ"}),
     supports=supports,
     tiles=heuristic,
     platforms=("gpu",),

@@ -22,25 +22,27 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  #
 
 
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
-    """Which context positions each query token attends to, as a boolean [T, C]."""
+    """Returns which context positions each query token attends to, as a boolean [T, C]."""
+    window, tree_mask_TQ = arguments.options.sliding_window, arguments.options.tree_mask_TQ
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     position_C = jnp.arange(num_positions)[None, :]
     seen_TC = position_C <= rows.position_T[:, None]
-    if arguments.tree_mask_TQ is not None:
+    if tree_mask_TQ is not None:
         place_TC = (
             position_C - (rows.position_T - rows.offset_T)[:, None]
         )  # of a context position among its row's query tokens
-        width = arguments.tree_mask_TQ.shape[1]
-        branch_TC = jnp.take_along_axis(arguments.tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
+        width = tree_mask_TQ.shape[1]
+        branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
         seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))
         seen_TC &= position_C < arguments.context_len_B[rows.row_T][:, None]
-    if arguments.sliding_window is not None:
-        seen_TC &= position_C > rows.position_T[:, None] - arguments.sliding_window
+    if window is not None:
+        seen_TC &= position_C > rows.position_T[:, None] - window
     return seen_TC & rows.valid_T[:, None]
 
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
+    options = arguments.options
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     num_tokens, num_heads, width = arguments.q_TNH.shape
     block_size, num_kv_heads = arguments.k_pages.shape[1:3]
@@ -57,13 +59,13 @@ def attend(arguments: Arguments) -> jax.Array:
     else:
         v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
     q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
-    scores = _product("tkgh,tckh->tkgc", q_TKGH * arguments.scale, k_TCKH)
-    if arguments.logit_softcap is not None:
-        scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
+    scores = _product("tkgh,tckh->tkgc", q_TKGH * options.scale, k_TCKH)
+    if options.logit_softcap is not None:
+        scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
     seen_TC = visible_TC(arguments, num_positions)
     seen = seen_TC[:, None, None, :]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-    sink = None if arguments.sinks is None else arguments.sinks.reshape(1, num_kv_heads, -1, 1)
+    sink = None if options.sinks is None else options.sinks.reshape(1, num_kv_heads, -1, 1)
     top = top if sink is None else jnp.maximum(top, sink)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
@@ -77,12 +79,9 @@ def attend(arguments: Arguments) -> jax.Array:
 
 
 def supports(device: Any, call: Call) -> str | None:
-    """Of plain XLA: the device does not matter."""
+    """Returns why plain XLA refuses a call; the device does not matter."""
     if call.interpret or call.tiles is not None:
         return "no kernel, so it takes neither interpret nor tiles"
-    asked = call.attention
-    if asked is not None and asked.tree_mask_TQ is not None and asked.sliding_window is not None:
-        return "a tree mask with a sliding window"
     return None
 
 
@@ -95,5 +94,6 @@ SET = KernelSet(
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
     multiply=product.multiply,
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
     supports=supports,
 )

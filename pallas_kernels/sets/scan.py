@@ -8,7 +8,7 @@ the block table, the other rows, or how many query tokens its row has. Three hab
 context have a fixed size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths; and sums are
 written out by halves, since XLA splits a plain reduction differently for different shapes.
 
-With a tree mask a token is a tile of its own, and what it sees of its row stands behind the context in the order of the row: so a token of
+With a tree mask a token is a tile of its own, and what it sees of its row follows the context in the order of the row: so a token of
 a tree has, to the last bit, what it would have at the end of its branch alone.
 """
 
@@ -38,7 +38,7 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  #
 
 def attend(arguments: Arguments) -> jax.Array:
     """Returns out_TNH in the queries' type."""
-    tree = arguments.tree_mask_TQ is not None
+    tree = arguments.options.tree_mask_TQ is not None
     tiles = _tree_tiles(arguments) if tree else query_tiles(arguments, _query_tile(arguments))
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
@@ -57,21 +57,22 @@ def _query_tile(arguments: Arguments) -> int:
 
 
 def _tree_tiles(arguments: Arguments) -> QueryTiles:
-    """A tile for each token, at the position that its branch gives it."""
-    assert arguments.tree_mask_TQ is not None
+    """Returns a tile for each token, at the position that its branch gives it."""
+    tree_mask_TQ = arguments.options.tree_mask_TQ
+    assert tree_mask_TQ is not None
     num_tokens = arguments.q_TNH.shape[0]
     rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
     token_T = jnp.arange(num_tokens)
-    depth_T = jnp.sum(arguments.tree_mask_TQ, axis=1, dtype=rows.position_T.dtype)
+    depth_T = jnp.sum(tree_mask_TQ, axis=1, dtype=rows.position_T.dtype)
     position_T = jnp.where(rows.valid_T, rows.position_T - rows.offset_T + depth_T - 1, -1)
     return QueryTiles(rows.row_T, token_T[:, None], position_T[:, None], token_T, jnp.zeros_like(token_T), rows.valid_T)
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
-    """q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
+    """Returns q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
     num_kv_heads, width = arguments.k_pages.shape[2:]
     num_tiles, query_tile = tiles.token_RQ.shape
-    q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.scale
+    q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.options.scale
     q = (
         q.reshape(num_tiles, query_tile, num_kv_heads, -1, width)
         .swapaxes(1, 2)
@@ -81,6 +82,7 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
 
 
 def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) -> jax.Array:
+    options = arguments.options
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     position_RA = jnp.repeat(tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1)
     assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
@@ -88,10 +90,10 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     last_R = jnp.max(tiles.position_RQ, axis=1)
     first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
     first_R = jnp.zeros_like(last_R)
-    context_tile = _branch_tiles(arguments) if arguments.tree_mask_TQ is not None else _context_tile
-    if arguments.sliding_window is not None:
+    context_tile = _branch_tiles(arguments) if options.tree_mask_TQ is not None else _context_tile
+    if options.sliding_window is not None:
         lowest_R = jnp.min(jnp.where(tiles.position_RQ < 0, last, tiles.position_RQ), axis=1)
-        first_R = jnp.maximum(lowest_R - arguments.sliding_window + 1, 0)
+        first_R = jnp.maximum(lowest_R - options.sliding_window + 1, 0)
         first = jnp.min(first_R).astype(jnp.int32)
 
     def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -103,15 +105,15 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:
             v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
-        # What lies before the window or behind the end of a context may be anything, even NaN, and zero times NaN is NaN.
+        # What lies before the window or after the end of a context may be anything, even NaN, and zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
         scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
-        if arguments.logit_softcap is not None:
-            scores = arguments.logit_softcap * jnp.tanh(scores / arguments.logit_softcap)
+        if options.logit_softcap is not None:
+            scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
         seen = position_C <= position_RA[:, :, None]
-        if arguments.sliding_window is not None:
-            seen &= position_C > position_RA[:, :, None] - arguments.sliding_window
+        if options.sliding_window is not None:
+            seen &= position_C > position_RA[:, :, None] - options.sliding_window
         scores = jnp.where(seen[:, None], scores, MASKED)
         new_top = jnp.maximum(top_RKA, scores.max(-1))
         weights = jnp.exp(scores - new_top[..., None])
@@ -121,8 +123,8 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
 
     shape = q_RKAH.shape[:3]
     top_RKA, total_RKA = jnp.full(shape, MASKED), jnp.zeros(shape)
-    if arguments.sinks is not None:  # the softmax begins with them
-        sinks_KA = jnp.tile(arguments.sinks.reshape(-1, group), (1, shape[2] // group))
+    if options.sinks is not None:  # the softmax begins with them
+        sinks_KA = jnp.tile(options.sinks.reshape(-1, group), (1, shape[2] // group))
         top_RKA, total_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape), jnp.ones(shape)
     start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start)
@@ -130,7 +132,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
 
 
 def _sum_by_halves(x: jax.Array) -> jax.Array:
-    """The sum over the last axis in an order that no compiler changes."""
+    """Returns the sum over the last axis, in an order that no compiler changes."""
     while x.shape[-1] > 1:
         half = x.shape[-1] // 2
         x = x[..., :half] + x[..., half:]
@@ -138,14 +140,14 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
 
 
 def _padded_table(arguments: Arguments) -> jax.Array:
-    """The block table, widened with null blocks to whole tiles of the context."""
+    """Returns the block table, widened with null blocks to whole tiles of the context."""
     blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
     return jnp.pad(arguments.block_table_BM, ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)))
 
 
 @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
-    """Tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
+    """Returns tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
     block_size = pages.shape[1]
     if block_size <= CONTEXT_TILE:
         blocks_per_tile = CONTEXT_TILE // block_size
@@ -158,13 +160,16 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
 
 
 def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
-    """In place of `_context_tile` for tiles of one token each, in the order of the stream: slot by slot, and of the row's query tokens
-    only those that the token sees, one behind the other."""
-    assert arguments.tree_mask_TQ is not None
+    """Returns what takes the place of `_context_tile` for tiles of one token each, in the order of the stream.
+
+    It gathers slot by slot, and of the row's query tokens only those that the token sees, one after the other.
+    """
+    tree_mask_TQ = arguments.options.tree_mask_TQ
+    assert tree_mask_TQ is not None
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     first_R = rows.position_T - rows.offset_T
     # The places that each token sees, in ascending order, first.
-    seen_RQ = jnp.argsort(~arguments.tree_mask_TQ, axis=1, stable=True)
+    seen_RQ = jnp.argsort(~tree_mask_TQ, axis=1, stable=True)
 
     @jax.named_scope("gather")
     def branch_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
@@ -186,4 +191,10 @@ def _supports(device: Any, call: Call) -> str | None:
     return reference.supports(device, call)
 
 
-SET = dataclasses.replace(reference.SET, name="scan", attend=attend, supports=_supports)
+SET = dataclasses.replace(
+    reference.SET,
+    name="scan",
+    attend=attend,
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
+    supports=_supports,
+)

@@ -42,7 +42,7 @@ FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Trito
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
-    """Tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
+    """Returns tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
 
     has: its compute capability; None: that of `target_device`, or Hopper's where that is no GPU.
 
@@ -97,30 +97,19 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool 
         group=shape.group,
         programs=programs,
         query_tokens=min(tiles.query_tokens(shape.group), arguments.max_query_len),
-        scale=arguments.scale,
-        sliding_window=arguments.sliding_window,
-        logit_softcap=arguments.logit_softcap,
-        max_query_len=arguments.max_query_len,
-        value_width=arguments.value_width,
+        options=arguments.options.static,
         interpret=interpret,
     )
-    arrays = {name: getattr(arguments, name) for name in _ARRAYS}
-    return _attend(arrays, config)
+    return _attend(arguments, config)
 
 
 def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
-    """What tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
+    """Returns what tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
     shape = shape_of(arguments)
-    if arguments.value_width is None:
+    if arguments.options.value_width is None:
         return shape, 1
     group = next(size for size in range(min(LATENT_GROUP, shape.group), 0, -1) if shape.group % size == 0)
     return dataclasses.replace(shape, group=group), shape.group // group
-
-
-_ARRAYS = (
-    *("q_TNH", "k_pages", "v_pages", "block_table_BM", "context_len_B", "query_start"),
-    *("tree_mask_TQ", "k_scale", "v_scale", "sinks"),
-)
 
 
 def supports(device: Any, call: Call) -> str | None:
@@ -141,23 +130,17 @@ def _attention_reason(arguments: Arguments) -> str | None:
     dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
     block_size, num_kv_heads, width = pages.shape[1:]
     group = arguments.q_TNH.shape[1] // num_kv_heads
+    of_latents = arguments.options.value_width is not None
     return first_reason(
-        (
-            arguments.tree_mask_TQ is not None and arguments.sliding_window is not None,
-            "tree_mask_TQ with sliding_window",
-        ),
         (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
         (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
-        (
-            arguments.value_width is None and width > MAX_WIDTH,
-            f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)",
-        ),
+        (not of_latents and width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
         (
             width > MAX_LATENT_WIDTH or width - arguments.out_width > MAX_WIDTH,
             f"k_pages with latents {width} wide, of which {arguments.out_width} are values",
         ),
         (
-            arguments.value_width is None and group > MAX_GROUP,
+            not of_latents and group > MAX_GROUP,
             f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)",
         ),
         (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
@@ -174,15 +157,7 @@ def unaddressable(page_dtype: DTypeLike) -> range:
 
 
 @functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
-def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
-    arguments = Arguments(
-        **arrays,  # type: ignore[arg-type]
-        scale=config.scale,
-        sliding_window=config.sliding_window,
-        logit_softcap=config.logit_softcap,
-        max_query_len=config.max_query_len,
-        value_width=config.value_width,
-    )
+def _attend(arguments: Arguments, config: Config) -> jax.Array:
     tiles, q_TNH = config.tiles, arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
     schedule_RF, splits_T = _schedule(arguments, cut, tiles)
@@ -207,10 +182,10 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
         arguments.k_pages,
         arguments.v_pages,
         arguments.block_table_BM.astype(jnp.int32),
-        None if arguments.tree_mask_TQ is None else mask_words(arguments.tree_mask_TQ),
+        None if arguments.options.tree_mask_TQ is None else mask_words(arguments.options.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
-        arguments.sinks,
+        arguments.options.sinks,
     )
     if apart:
         out_ZTNH, weight_ZTN = result
@@ -219,11 +194,11 @@ def _attend(arrays: dict[str, jax.Array | None], config: Config) -> jax.Array:
 
 
 def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """What a program must know of its tile, [R, 8] (see `Tile`), and the number of splits of each token, 0 for padding."""
+    """Returns what a program must know of its tile, [R, 8] (see `Tile`), and each token's number of splits, 0 for padding."""
     causal_end_R = cut.position_R + cut.count_R
-    end_R = causal_end_R if arguments.tree_mask_TQ is None else arguments.context_len_B[cut.row_R]
+    end_R = causal_end_R if arguments.options.tree_mask_TQ is None else arguments.context_len_B[cut.row_R]
     end_R = jnp.where(cut.count_R > 0, end_R, 0)
-    window = arguments.sliding_window
+    window = arguments.options.sliding_window
     begin_R = jnp.zeros_like(end_R) if window is None else jnp.maximum(cut.position_R - window + 1, 0)
     turn_R = begin_R // tiles.context
     turns_R = jnp.maximum((end_R + tiles.context - 1) // tiles.context - turn_R, 0)
@@ -247,6 +222,7 @@ SET = KernelSet(
     multiply_grouped=product.multiply_grouped,
     cutoffs=select.cutoffs,
     likeliest=select.likeliest,
+    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
     supports=supports,
     tiles=heuristic,
     unaddressable=unaddressable,

@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.triton import backend as tb
 
@@ -27,17 +28,13 @@ LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for, apart from shapes."""
+    """The constants that a kernel is compiled for, apart from shapes."""
 
     tiles: Tiles
     group: int  # query heads of a program
     programs: int  # that share a key/value head
     query_tokens: int  # of a tile, at most
-    scale: float
-    sliding_window: int | None
-    logit_softcap: float | None
-    max_query_len: int
-    value_width: int | None
+    options: AttentionOptions  # without arrays
     interpret: bool
 
 
@@ -51,7 +48,7 @@ class Tile:
     position: jax.Array  # of its first token
     origin: jax.Array  # position of the first query token of its row
     begin: jax.Array  # first position that any of its tokens sees
-    end: jax.Array  # behind the last one
+    end: jax.Array  # after the last one
     share: jax.Array  # turns of a split
 
 
@@ -73,7 +70,10 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Columns:
-    """Of keys, in a power of two: Triton's products have no other width. Latents are cut into their values and the rest."""
+    """Columns of keys, padded to a power of two: Triton's products have no other width.
+
+    Latents are cut into their values and the rest.
+    """
 
     at_H: jax.Array
     width: int
@@ -122,7 +122,7 @@ def kernel(  # type: ignore[no-untyped-def]
     @pl.when(first < stop)
     def _() -> None:
         lanes = Lanes.of(tile, heads, config)
-        all_columns = Columns.of(q_ref.shape[2], config.value_width)
+        all_columns = Columns.of(q_ref.shape[2], config.options.value_width)
         of_values, *_ = all_columns
         at_A = tile.token + lanes.token_A, lanes.head_A
 
@@ -182,7 +182,7 @@ def kernel(  # type: ignore[no-untyped-def]
 
 
 def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untyped-def]
-    """Maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
+    """Returns maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
     if sinks_ref is None:
         return jnp.full(size, LOWEST), jnp.zeros(size)
     sink_A = tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf) * LOG2_E
@@ -193,7 +193,9 @@ def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untype
 def _stretches(
     tile: Tile, first: jax.Array, stop: jax.Array, config: Config, *, tree: bool
 ) -> list[tuple[jax.Array, jax.Array, bool]]:
-    """The turns from `first` to `stop` in order, as (low, high, masked): turns that every token sees whole need no mask.
+    """Returns the turns from `first` to `stop` in order, as (low, high, masked).
+
+    Turns that every token sees whole need no mask.
 
     A tile of one token keeps to one loop, since between two of them the pipeline of loads runs dry.
     """
@@ -202,8 +204,8 @@ def _stretches(
     context = config.tiles.context
     all_see = tile.origin if tree else tile.position + 1
     stretches, low = [], first
-    if config.sliding_window is not None:
-        last_begin = jnp.maximum(tile.position + tile.count - config.sliding_window, 0)
+    if config.options.sliding_window is not None:
+        last_begin = jnp.maximum(tile.position + tile.count - config.options.sliding_window, 0)
         low = jnp.clip(pl.cdiv(last_begin, context), first, stop)
         stretches = [(first, low, True)]
     high = jnp.clip(all_see // context, low, stop)
@@ -211,14 +213,14 @@ def _stretches(
 
 
 def _place(table_ref, row, position_C, needed_C, block_size):  # type: ignore[no-untyped-def]
-    """Block and slot of each position. Block sizes are powers of two, and shifts are cheaper than a signed division."""
+    """Returns block and slot of each position. Block sizes are powers of two, and shifts are cheaper than a signed division."""
     at = table_ref.at[row, position_C >> (block_size.bit_length() - 1)]
     block_C = tb.load(at) if needed_C is None else tb.load(at, mask=needed_C, other=0)
     return block_C, position_C & (block_size - 1)
 
 
 def _read(pages_ref, place, kv_head, columns: Columns, needed_C, dtype):  # type: ignore[no-untyped-def]
-    """Keys or values of one head at those places, in the queries' type, without their scales. Zeros where not needed."""
+    """Reads keys or values of one head at those places, in the queries' type, without their scales. Zeros where not needed."""
     block_C, slot_C = place
     at = pages_ref.at[block_C[:, None], slot_C[:, None], kv_head, columns.column_H[None, :]]
     mask = None if needed_C is None else needed_C[:, None]
@@ -245,21 +247,23 @@ def _read_scale(scale_ref, place, kv_head, needed_C):  # type: ignore[no-untyped
 
 
 def _factor(config: Config) -> float:
-    """What turns scores, as the loop keeps them, into exponents of two. Above zero, so that a maximum stays one."""
-    return LOG2_E * (config.scale if config.logit_softcap is None and config.scale > 0 else 1.0)
+    """Returns the factor from scores, as the loop keeps them, to exponents of two. It is above zero, so that a maximum stays one."""
+    return LOG2_E * (config.options.scale if config.options.logit_softcap is None and config.options.scale > 0 else 1.0)
 
 
 def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -> jax.Array:
-    """Products of queries and keys as scores; the attention scale waits for `_factor` where it can."""
+    """Turns products of queries and keys into scores; the attention scale waits for `_factor` where it can."""
     if k_scale_C is not None:
         scores_AC = scores_AC * k_scale_C[None, :]
-    if config.logit_softcap is not None:
-        return config.logit_softcap * jnp.tanh(scores_AC * (config.scale / config.logit_softcap))
-    return scores_AC if config.scale > 0 else scores_AC * config.scale
+    if config.options.logit_softcap is not None:
+        return config.options.logit_softcap * jnp.tanh(
+            scores_AC * (config.options.scale / config.options.logit_softcap)
+        )
+    return scores_AC if config.options.scale > 0 else scores_AC * config.options.scale
 
 
 def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # type: ignore[no-untyped-def]
-    """Which of the positions each lane sees."""
+    """Returns which of the positions each lane sees."""
     own_A = tile.position + lanes.token_A
     if tree_ref is None:
         seen_AC = position_C[None, :] <= own_A[:, None]
@@ -267,13 +271,16 @@ def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # ty
         place_C = position_C - tile.origin  # among the query tokens of the row
         branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
         seen_AC = branch_AC | (place_C < 0)[None, :]
-    if config.sliding_window is not None:
-        seen_AC &= position_C[None, :] > own_A[:, None] - config.sliding_window
+    if config.options.sliding_window is not None:
+        seen_AC &= position_C[None, :] > own_A[:, None] - config.options.sliding_window
     return seen_AC
 
 
 def _branch(tree_ref, tile: Tile, lanes: Lanes, place_C, context: int):  # type: ignore[no-untyped-def]
-    """The tree mask at those places. A lane reads the few words that hold its bits, since a gather of bits would fill the registers."""
+    """Returns the tree mask at those places.
+
+    A lane reads the few words that hold its bits, since a gather of bits would fill the registers.
+    """
     word_C = place_C >> 5
     first_word = jnp.min(word_C)
     found_AC = jnp.zeros((lanes.token_A.shape[0], context), jnp.int32)

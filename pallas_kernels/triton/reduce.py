@@ -16,7 +16,7 @@ def reduce_splits(
 ) -> jax.Array:
     """Returns out_TNH in `dtype`, from the normalised outputs of Z splits and the logarithms (to base 2) of their weights, in float32.
 
-    splits_T: how many splits a token has; what lies behind them is never read. A token with none gets zeros.
+    splits_T: how many splits a token has; what lies after them is never read. A token with none gets zeros.
     """
     max_splits, num_tokens, num_heads, width = out_ZTNH.shape
     call = tb.kernel_call(

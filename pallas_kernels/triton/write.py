@@ -59,7 +59,7 @@ def write(
 
 
 def _in_places(kept: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | None, ...]:
-    """As `write_kv` returns them: None for values that are within the keys."""
+    """Returns the pages as `write_kv` does: with None for values that are within the keys."""
     return tuple(kept) if num_new == 2 else tuple(place for each in kept for place in (each, None))
 
 

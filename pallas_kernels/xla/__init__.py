@@ -1,1 +1,1 @@
-"""What writes keys and values and what moves blocks, in plain XLA: the definitions."""
+"""Writes keys and values and moves blocks, in plain XLA: the definitions."""

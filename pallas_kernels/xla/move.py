@@ -27,12 +27,12 @@ Index = jax.Array | tuple[jax.Array, jax.Array]
 
 
 def _read(leaf: jax.Array, index: Index) -> jax.Array:
-    """What lies beyond the pages is clamped, below zero as well."""
+    """Reads by an index. One beyond the pages is clamped, below zero as well."""
     return leaf.at[index].get(mode="clip", wrap_negative_indices=False)
 
 
 def _written(leaf: jax.Array, index: Index, values: jax.Array) -> jax.Array:
-    """What lies beyond the pages is left out, below zero as well."""
+    """Writes by an index. One beyond the pages is left out, below zero as well."""
     return leaf.at[index].set(values, mode="drop", wrap_negative_indices=False)
 
 

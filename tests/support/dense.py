@@ -13,7 +13,7 @@ from flax import nnx
 from jaxpage.device.attention import make_product_kernels
 from jaxpage.device.backends import Backend
 from jaxpage.layers.context import ForwardContext
-from jaxpage.layers.product import product_kernels
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract_model
 from jaxpage.training import dense_recur
 
@@ -27,24 +27,20 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         k_TKH,
         v_TKH,
         layer_pages,
+        options,
         /,
-        *,
-        scale,
-        sliding_window=None,
-        logit_softcap=None,
-        sinks=None,
-        value_width=None,
     ):
         num_tokens, num_heads, _ = q_TNH.shape
-        v_TKH = k_TKH[..., :value_width] if v_TKH is None else v_TKH
+        sinks, softcap = options.sinks, options.logit_softcap
+        v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH
         k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
-        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * scale
-        if logit_softcap is not None:
-            scores_NQC = logit_softcap * jnp.tanh(scores_NQC / logit_softcap)
+        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * options.scale
+        if softcap is not None:
+            scores_NQC = softcap * jnp.tanh(scores_NQC / softcap)
         distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]
         seen_QC = distance_QC >= 0
-        if sliding_window is not None:
-            seen_QC &= distance_QC < sliding_window + window_error
+        if options.sliding_window is not None:
+            seen_QC &= distance_QC < options.sliding_window + window_error
         scores_NQC = jnp.where(jnp.asarray(seen_QC)[None], scores_NQC, -jnp.inf)
         if sinks is not None:
             column_NQ1 = jnp.broadcast_to(sinks[:, None, None], (num_heads, num_tokens, 1))
@@ -76,7 +72,7 @@ def logits_of(
         model = nnx.merge(graph, parameters)
         positions_T = jnp.arange(token_ids_T.shape[0])
         context = ForwardContext(positions_T, attend or dense_attend(), recur=dense_recur(1))
-        with product_kernels(make_product_kernels(Backend("auto"))):
+        with TraceScope(make_product_kernels(Backend("auto"))).opened():
             hidden_TD, _, _ = model(token_ids_T, (None,) * spec.kv.num_layers, context)
             return model.logits(hidden_TD)
 

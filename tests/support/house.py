@@ -87,6 +87,10 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 
+# The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the kernels.
+ATTENTION_SEAM = "jaxpage/layers/context.py"
+TRACE_SCOPE = "jaxpage/layers/trace_scope.py"  # of what layers take from a step without being given it
+
 # (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
     (
@@ -206,7 +210,10 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"{KERNEL_LAB} runs where jaxpage is not installed, but imports {item.target}"
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
-    if top == "pallas_kernels" and wing not in ("kernels", "tools") and not module.name.startswith("jaxpage.device"):
+    may_bind = wing in ("kernels", "tools") or module.name.startswith("jaxpage.device")
+    if top == "contextvars" and room_of(module.name) in ("layers", "models") and module.path != TRACE_SCOPE:
+        yield f"layers read one context variable, that of {TRACE_SCOPE}"
+    if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
     if top in ("jaxpage", "tools"):
         yield from _floor_laws(module.name, item.target, floor, wing)

@@ -1,0 +1,86 @@
+"""The scope of a trace: one record, in the only context variable that layers read.
+
+It has what linear layers take from a step. Attention and feed-forward of every family call them with
+nothing but their input, and would all have to hand these things on. What a step gives to a layer by
+name is in `ForwardContext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from jaxpage.layers.weight_kinds import Grouped
+
+
+class ProductKernels(NamedTuple):
+    """Kernels for products with weights, which `jaxpage/device/` binds.
+
+    multiply: `x @ weight.T` in the type that is given.
+    numbers: the weight in float32 [O, I].
+    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`.
+    few_rounded: what `rounded_product` gives.
+    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
+
+    The last three return None for a product that they do not take, and are None where there is no such kernel.
+    """
+
+    multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
+    numbers: Callable[[Grouped], jax.Array]
+    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
+    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
+    by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
+
+
+class Adapters(NamedTuple):
+    """The LoRA adapters of the tokens of a pass."""
+
+    slot_T: Int[Array, "T"]  # 0: none
+    present: Int[Array, "L"]  # the slots that any token has, from 1; after them the others
+    num_present: Int[Array, ""]
+
+
+def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
+    """Returns the adapters of tokens that have them in these slots, of which there are `num_slots`."""
+    slots = jnp.arange(1, num_slots + 1)
+    is_present = (slot_T[:, None] == slots).any(axis=0)
+    return Adapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class TraceScope:
+    """The things that hold for all layers that are traced in one pass of a model. It belongs to that trace.
+
+    kernels: None where there are none: then no weight may be a `Grouped` one.
+    adapters: None for a model without LoRA layers.
+    divided_logits: whether each device keeps the logits of its part of the vocabulary, and none gathers them.
+    """
+
+    kernels: ProductKernels | None = None
+    adapters: Adapters | None = None
+    divided_logits: bool = False
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Gives this scope to the layers that are traced inside."""
+        token = _scope.set(self)
+        try:
+            yield
+        finally:
+            _scope.reset(token)
+
+
+_scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())  # noqa: B039 (it is frozen)
+
+
+def trace_scope() -> TraceScope:
+    """Returns the scope that was opened last; outside of any an empty one."""
+    return _scope.get()

@@ -1,0 +1,30 @@
+"""The kinds of weights that `product` multiplies by."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+from jaxtyping import Array, Float, Int, Int8, Shaped
+
+
+class Scaled(NamedTuple):
+    """Eight bits, multiplied by inputs of eight bits (W8A8): row o stands for `scale_O[o] * values_OI[o]`."""
+
+    values_OI: Int8[Array, "O I"]
+    scale_O: Float[Array, "O"]
+
+
+class Grouped(NamedTuple):
+    """Few bits, multiplied by inputs as they are. See `pallas_kernels.QuantizedWeight`, which has the same fields."""
+
+    values: Shaped[Array, "O _"]
+    scale_OJ: Float[Array, "O J"]
+    zero_OJ: Float[Array, "O J"] | None
+    code: str
+    group_size: int
+    minimum_OJ: Float[Array, "O J"] | None = None
+    scale_row_O: Int[Array, "O"] | None = None
+
+
+StoredWeight = jax.Array | Scaled | Grouped

@@ -1,0 +1,131 @@
+"""The options of attention: one record, which goes whole from a model's layer to the kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+_ARRAYS = ("sinks", "tree_mask_TQ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How a call of attention scores its positions, which of them a token sees, and what it reads.
+
+    A new option is a field of this record, a part of the definition (`sets/reference.py`), and its
+    name in `honours` of every kernel set that computes it. All other sets refuse it by that name.
+
+    scale: factor of the scores, usually H ** -0.5.
+    sliding_window: number of positions a token sees, its own included; None for all.
+    logit_softcap: scores become softcap * tanh(scores / softcap).
+    value_width: values are the first so many numbers of the keys, and there are no pages of values:
+        latents, of which an absorbed product makes values afterwards (DeepSeek's MLA).
+    sinks: one more logit of each query head's softmax, which has no value: what goes there is lost
+        (GPT-OSS). Calls take it in float32.
+    tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in
+        place of the causal order.
+    """
+
+    scale: float
+    sliding_window: int | None = None
+    logit_softcap: float | None = None
+    value_width: int | None = None
+    sinks: Float[Array, "N"] | None = None
+    tree_mask_TQ: Bool[Array, "T Q"] | None = None
+
+    def __post_init__(self) -> None:
+        # Numbers become Python's own, which have no type in JAX that results could take on.
+        object.__setattr__(self, "scale", _number("scale", self.scale))
+        if self.logit_softcap is not None:
+            object.__setattr__(self, "logit_softcap", _number("logit_softcap", self.logit_softcap))
+            if self.logit_softcap <= 0:
+                raise ValueError(f"logit_softcap must be above 0, not {self.logit_softcap}")
+        for name in ("sliding_window", "value_width"):
+            if (number := getattr(self, name)) is not None:
+                object.__setattr__(self, name, at_least_one(name, number))
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Returns the names of the options that are not None."""
+        names = (field.name for field in dataclasses.fields(self))
+        return frozenset(name for name in names if getattr(self, name) is not None)
+
+    @property
+    def static(self) -> AttentionOptions:
+        """Returns the options without their arrays, which can be hashed."""
+        return dataclasses.replace(self, sinks=None, tree_mask_TQ=None)
+
+    def checked(self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None) -> AttentionOptions:
+        """Returns the options as a call with these arrays takes them; raises ValueError for what does not fit."""
+        arrays = {name: getattr(self, name) for name in _ARRAYS}
+        arrays = {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()}
+        sinks, tree = arrays["sinks"], arrays["tree_mask_TQ"]
+        num_tokens, num_heads, _ = q_TNH.shape
+        if sinks is not None:
+            if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
+                raise ValueError(
+                    f"sinks must hold a float for each of {num_heads} query heads, "
+                    f"not {sinks.dtype} of shape {sinks.shape}"
+                )
+            arrays["sinks"] = sinks.astype(jnp.float32)
+        if tree is not None:
+            is_mask = tree.ndim == 2 and tree.shape[1] > 0 and tree.dtype == jnp.bool_
+            if not is_mask or tree.shape[0] != num_tokens:
+                raise ValueError(
+                    f"tree_mask_TQ must hold a bool for each of {num_tokens} query tokens and the tokens of its row, "
+                    f"not {tree.dtype} of shape {tree.shape}"
+                )
+        if (self.value_width is None) == (v_pages is None):
+            raise ValueError("either v_pages or value_width must be given, and not both")
+        if self.value_width is not None and self.value_width > k_pages.shape[3]:
+            raise ValueError(
+                f"value_width must be at most the width of k_pages, {k_pages.shape[3]}, not {self.value_width}"
+            )
+        return dataclasses.replace(self, **arrays)
+
+
+def register_record(kind: type, arrays: tuple[str, ...]) -> None:
+    """Makes a frozen dataclass a pytree of these fields; the others are static.
+
+    JAX makes such a record anew without its checks, because what it puts into the fields then is
+    not always an array.
+    """
+    static = tuple(field.name for field in dataclasses.fields(kind) if field.name not in arrays)
+
+    def flatten(record: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        return tuple(getattr(record, name) for name in arrays), tuple(getattr(record, name) for name in static)
+
+    def unflatten(kept: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
+        record = object.__new__(kind)
+        for name, value in zip((*arrays, *static), (*children, *kept), strict=True):
+            object.__setattr__(record, name, value)
+        return record
+
+    jax.tree_util.register_pytree_node(kind, flatten, unflatten)
+
+
+register_record(AttentionOptions, _ARRAYS)
+
+
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number that is known when the call is traced, not {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, not {value}")
+    return float(value)
+
+
+def at_least_one(name: str, value: object) -> int:
+    """Returns an argument that counts something; raises TypeError or ValueError, naming it, for what cannot."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer that is known when the call is traced, not {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, not {value}")
+    return int(value)
