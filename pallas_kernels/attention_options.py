@@ -103,7 +103,7 @@ def register_record(kind: type, arrays: tuple[str, ...]) -> None:
         return tuple(getattr(record, name) for name in arrays), tuple(getattr(record, name) for name in static)
 
     def unflatten(kept: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
-        record = object.__new__(kind)
+        record: Any = object.__new__(kind)
         for name, value in zip((*arrays, *static), (*children, *kept), strict=True):
             object.__setattr__(record, name, value)
         return record
