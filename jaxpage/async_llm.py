@@ -13,13 +13,13 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.assembly.build import Built
+from jaxpage.assembly.built_model import BuiltModel
+from jaxpage.assembly.replacing import Mode, given_weights
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.engine.build import Built
-from jaxpage.engine.built_model import BuiltModel
+from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.engine.calls import check_process, prepared
-from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.prompts import Messages, named_params, normalise
-from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine, open_in_memory

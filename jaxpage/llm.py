@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from jaxpage.assembly.build import Built
+from jaxpage.assembly.built_model import BuiltModel
+from jaxpage.assembly.replacing import Mode, given_weights
 from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.build import Built
-from jaxpage.engine.built_model import BuiltModel
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import Messages, named_params, normalise, one_each
-from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.memory import MemoryReport

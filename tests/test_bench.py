@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly.build import PHASES
+from jaxpage.assembly.capacity import ModelLayout
 from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
@@ -28,8 +30,6 @@ from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
 from jaxpage.cli.flags import UsageError
-from jaxpage.engine.build import PHASES
-from jaxpage.engine.capacity import ModelLayout
 from tests.support.random_checkpoints import random_checkpoint
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from jaxpage.assembly import build
 from jaxpage.checkpoints import (
     check_weights,
     convert,
@@ -41,7 +42,6 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
-from jaxpage.engine import build
 from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.engine.build import build_engine
+from jaxpage.assembly.build import build_engine
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,

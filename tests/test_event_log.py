@@ -31,12 +31,11 @@ from tokenizers import Tokenizer
 
 import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
+from jaxpage.assembly.build import Built
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
-from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Both
 from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
@@ -48,6 +47,7 @@ from jaxpage.replay.walk import Walk
 from jaxpage.scheduling import POLICIES
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
+from jaxpage.step.events import Both
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm

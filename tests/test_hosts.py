@@ -25,8 +25,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.engine import build
-from jaxpage.engine.events import Events
+from jaxpage.assembly import build
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
@@ -41,6 +40,7 @@ from jaxpage.serving.hosts.records import HostRecorder
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.step.events import Events
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage.assembly.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
+from jaxpage.assembly.engine_spec import describe_engine
 from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
-from jaxpage.engine.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
-from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec

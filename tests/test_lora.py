@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft", reason="the oracle is peft, which is installe
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
-from jaxpage.engine.build import Built  # noqa: E402
+from jaxpage.assembly.build import Built  # noqa: E402
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
 from jaxpage.models.lora import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402

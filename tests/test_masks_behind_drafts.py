@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.decoding import grammars as rules
-from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import NoText, load_tokenizer
 from jaxpage.scheduling.plan_builder import drafted_samples, sample_of

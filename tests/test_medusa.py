@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
+from jaxpage.assembly.capacity import draft_lengths
+from jaxpage.assembly.drafters import open_heads
 from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
-from jaxpage.engine.capacity import draft_lengths
-from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads

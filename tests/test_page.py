@@ -17,9 +17,8 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from jaxpage.engine.build import Built, build_engine
+from jaxpage.assembly.build import Built, build_engine
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Both
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
 from jaxpage.replay.recorder import Recorder
@@ -28,6 +27,7 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, open_log, opened
 from tests.support.engines import make_llm
 from tests.support.inspecting import POOL, run_crowd

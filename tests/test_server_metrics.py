@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.engine.build import Built
+from jaxpage.assembly.build import Built
 from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
 from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import CacheObserver, PrefixIndex

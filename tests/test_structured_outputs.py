@@ -23,9 +23,9 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxpage.decoding.constraints as constraints
+import jaxpage.decoding.grammar_compiler as compiling
 import jaxpage.decoding.grammars as rules
 import jaxpage.decoding.mask_budget as budgets
-import jaxpage.engine.grammar_compiler as compiling
 from jaxpage import SamplingParams, cli
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.engine.text import load_tokenizer

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
+from jaxpage.assembly import capacity
+from jaxpage.assembly.build import build_engine
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.steps import StepOutput
-from jaxpage.engine import capacity
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import CapacityError
 from jaxpage.memory import pool_ids

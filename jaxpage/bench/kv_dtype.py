@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
+from jaxpage.assembly.capacity import choose_dtype, device_spec_of
+from jaxpage.assembly.recurrent import refuse_recurrent
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
@@ -20,12 +22,10 @@ from jaxpage.cli.flags import UsageError
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.embedder import packed_chunk
 from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
-from jaxpage.engine.capacity import choose_dtype, device_spec_of
-from jaxpage.engine.embedding import packed_chunk
-from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxpage.assembly.capacity import choose_dtype, device_spec_of
 from jaxpage.bench.kv_dtype import DIFFERENCES, Logits, differences, position_logits, table, text_tokens
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
@@ -20,7 +21,6 @@ from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.cli.flags import UsageError
 from jaxpage.device.kv_pages import page_dtype
-from jaxpage.engine.capacity import choose_dtype, device_spec_of
 from jaxpage.errors import CheckpointError
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.assembly.recurrent import refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment, print_result
@@ -29,7 +30,6 @@ from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
 from jaxpage.engine.batch_builder import Batch
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.engine.reporting import Reporter
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.replacing import Rule

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.assembly.build import build_engine
 from jaxpage.bench.report import environment
 from jaxpage.device.truncation import truncate
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig

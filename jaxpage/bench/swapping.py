@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from jaxpage.assembly.build import build_engine
 from jaxpage.bench.report import environment
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig

@@ -11,13 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
-from jaxpage.checkpoints.opening import ModelDescription
-from jaxpage.cli import plan_devices
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.engine.adapters import lora_spec
-from jaxpage.engine.capacity import (
+from jaxpage.assembly.capacity import (
     DeviceSpec,
     ModelLayout,
     choose_dtype,
@@ -26,8 +20,14 @@ from jaxpage.engine.capacity import (
     notices,
     refused_settings,
 )
-from jaxpage.engine.drafting import Drafting, open_drafting
-from jaxpage.engine.engine_spec import EngineSpec, describe_engine
+from jaxpage.assembly.drafting import Drafting, open_drafting
+from jaxpage.assembly.engine_spec import EngineSpec, describe_engine
+from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
+from jaxpage.checkpoints.opening import ModelDescription
+from jaxpage.cli import plan_devices
+from jaxpage.device.gpu_memory import open_devices
+from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.engine.adapters import lora_spec
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import KVSpec, ModelSpec, model_weights

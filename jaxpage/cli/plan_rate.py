@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.cli.flags import UsageError
 from jaxpage.cli.plan import spec_of
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.replay.opening import open_engine
 from jaxpage.scheduling import Preemption

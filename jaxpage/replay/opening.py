@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jaxpage.assembly.build import Built, build_engine
 from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
-from jaxpage.engine.build import Built, build_engine
-from jaxpage.engine.prefix_files import PrefixFiles
-from jaxpage.engine.prefix_tier import PrefixTier
 from jaxpage.errors import UnsupportedError
+from jaxpage.prefix_store.prefix_files import PrefixFiles
+from jaxpage.prefix_store.prefix_tier import PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig

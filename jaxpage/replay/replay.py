@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
+from jaxpage.assembly.build import build_engine
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine.admission import NamedAdapter
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError

@@ -20,9 +20,8 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
+from jaxpage.assembly.build import PHASES, Built
 from jaxpage.device.mesh import leave_processes
-from jaxpage.engine.build import PHASES, Built
-from jaxpage.engine.events import Both
 from jaxpage.errors import ConfigError
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
@@ -40,6 +39,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.events import Both
 
 logger = logging.getLogger(__name__)
 

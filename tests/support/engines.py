@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly import build
 from jaxpage.device import kv_pages
 from jaxpage.device.step_inputs import unpack
 from jaxpage.device.steps import logits_step
-from jaxpage.engine import build
 from jaxpage.engine.engine import Engine
 from jaxpage.models.base import KVSpec
 from jaxpage.outputs import CompletionOutput, RequestOutput

@@ -31,7 +31,12 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "device": (1, EAST, {"settings", "step", "layers", "models"}),
 }
 _BELOW = set(ROOMS)
-ROOMS |= {"engine": (2, HALL, _BELOW), "replay": (2, HALL, _BELOW | {"engine"})}
+ROOMS |= {
+    "prefix_store": (2, HALL, _BELOW | {"engine"}),
+    "engine": (2, HALL, _BELOW | {"prefix_store"}),
+    "assembly": (2, HALL, _BELOW | {"engine"}),
+    "replay": (2, HALL, _BELOW | {"engine", "assembly", "prefix_store"}),
+}
 _BELOW = set(ROOMS)
 ROOMS |= {
     "simulation": (3, FRONT, _BELOW | {"bench"}),

@@ -9,10 +9,10 @@ from typing import Any
 
 from flax import nnx
 
+from jaxpage.assembly.capacity import ModelLayout
+from jaxpage.assembly.drafting import check_windows
+from jaxpage.assembly.recurrent import check_recurrent
 from jaxpage.cli.plan import CACHE_DTYPES
-from jaxpage.engine.capacity import ModelLayout
-from jaxpage.engine.drafting import check_windows
-from jaxpage.engine.recurrent import check_recurrent
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.server import ServerState
 
 import jaxpage
-from jaxpage.engine.build import Built, build_engine
+from jaxpage.assembly.build import Built, build_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler
 from jaxpage.settings.engine_config import EngineConfig

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Events
-from jaxpage.engine.prefix_files import Contents, PrefixFiles, StoredBlock
 from jaxpage.memory import PrefixIndex
 from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.memory.prefix_index import Parent
+from jaxpage.prefix_store.prefix_files import Contents, PrefixFiles, StoredBlock
+from jaxpage.step.events import Events
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 

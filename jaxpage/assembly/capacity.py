@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 
+from jaxpage.assembly.drafting import Drafting
 from jaxpage.device import gpu_memory, kv_pages
 from jaxpage.device.backends import has_bfloat16, prefers_mixed_steps, unaddressable_blocks
 from jaxpage.device.buckets import BucketMenu, make_menu
@@ -28,7 +29,6 @@ from jaxpage.device.sizing import (
 )
 from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
-from jaxpage.engine.drafting import Drafting
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory.block_tables import window_blocks

@@ -12,12 +12,27 @@ from typing import Any
 
 import jax
 
+from jaxpage.assembly.capacity import (
+    ModelLayout,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    device_spec_of,
+    dtype_reason,
+    notices,
+)
+from jaxpage.assembly.drafters import Target
+from jaxpage.assembly.drafting import Drafting, open_drafting
+from jaxpage.assembly.engine_spec import EngineSpec, describe_engine
+from jaxpage.assembly.host_parts import make_builder, make_scheduler
+from jaxpage.assembly.sampling_defaults import read_sampling_defaults
+from jaxpage.assembly.step_costs import measure_costs
 from jaxpage.checkpoints import load_shards, load_weights, open_model, resolve_model, resolve_tokenizer
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import listed
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
+from jaxpage.device.embedder import Embedder
 from jaxpage.device.executables import Executables, check_graphs, use_compile_cache
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.host_pages import HostPages
@@ -27,23 +42,8 @@ from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import compile_cache_directory, stored_executables
 from jaxpage.engine.adapters import Adapters, lora_spec
-from jaxpage.engine.capacity import (
-    ModelLayout,
-    choose_dtype,
-    choose_kv_cache_dtype,
-    device_spec_of,
-    dtype_reason,
-    notices,
-)
-from jaxpage.engine.drafters import Target
-from jaxpage.engine.drafting import Drafting, open_drafting
-from jaxpage.engine.embedding import Embedder
 from jaxpage.engine.engine import Engine, EngineParts
-from jaxpage.engine.engine_spec import EngineSpec, describe_engine
-from jaxpage.engine.host_parts import make_builder, make_scheduler
 from jaxpage.engine.runner import Runner
-from jaxpage.engine.sampling_defaults import read_sampling_defaults
-from jaxpage.engine.step_costs import measure_costs
 from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models.base import abstract_model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.engine.capacity import ModelLayout
+from jaxpage.assembly.capacity import ModelLayout
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from jax.typing import DTypeLike
 
+from jaxpage.assembly.drafters import DrafterFiles, NoFiles, Target, open_drafter, tree_shape
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.engine.drafters import DrafterFiles, NoFiles, Target, open_drafter, tree_shape
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig

@@ -11,13 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpage.device import kv_pages
-from jaxpage.device.backends import Backend
-from jaxpage.device.buckets import BucketMenu, swapped_at_once
-from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
-from jaxpage.device.sizing import MemoryPlan
-from jaxpage.device.step_inputs import TableShape
-from jaxpage.engine.capacity import (
+from jaxpage.assembly.capacity import (
     DeviceSpec,
     ModelLayout,
     choose_sharding,
@@ -26,8 +20,14 @@ from jaxpage.engine.capacity import (
     plan_swapping,
     step_menu,
 )
-from jaxpage.engine.drafting import Drafting, check_windows
-from jaxpage.engine.recurrent import check_recurrent
+from jaxpage.assembly.drafting import Drafting, check_windows
+from jaxpage.assembly.recurrent import check_recurrent
+from jaxpage.device import kv_pages
+from jaxpage.device.backends import Backend
+from jaxpage.device.buckets import BucketMenu, swapped_at_once
+from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
+from jaxpage.device.sizing import MemoryPlan
+from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids

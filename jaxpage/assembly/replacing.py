@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
+from jaxpage.assembly.build import load_model, whole_weights
+from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import ModelFiles, Parameters, check_all_finite, with_parameters
 from jaxpage.device.mesh import make_mesh
-from jaxpage.engine.build import load_model, whole_weights
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.argument_checks import check_choice
 

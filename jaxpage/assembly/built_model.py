@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from jaxpage.assembly.build import Built, whole_weights
+from jaxpage.assembly.replacing import check_replaceable
 from jaxpage.checkpoints import named_parameters
-from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.prompts import chat_prompt, checked_token_ids
-from jaxpage.engine.replacing import check_replaceable
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 

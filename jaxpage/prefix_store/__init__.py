@@ -1,0 +1,1 @@
+"""Full KV blocks as files, so that prefixes survive a restart."""
