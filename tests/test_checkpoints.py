@@ -42,7 +42,7 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
-from jaxpage.engine.text import ends_of_text, load_tokenizer
+from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
@@ -530,7 +530,7 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    monkeypatch.setattr("jaxpage.engine.text.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxpage.checkpoints.tokenizer_files.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
         load_tokenizer(tmp_path)
 

@@ -19,8 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.assembly.build import Built
-from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
-from jaxpage.engine.latencies import Latencies
+from jaxpage.engine.latencies import SECONDS, TOKENS, Histogram, Latencies
 from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving import asgi, logs

@@ -27,8 +27,8 @@ import jaxpage.decoding.grammar_compiler as compiling
 import jaxpage.decoding.grammars as rules
 import jaxpage.decoding.mask_budget as budgets
 from jaxpage import SamplingParams, cli
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
-from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay.replay import replay
 from tests.support.engines import LLAMA, SMALL_POOL, invariants, lone_sample, make_llm, run_giving_way

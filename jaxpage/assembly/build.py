@@ -30,6 +30,7 @@ from jaxpage.checkpoints import load_shards, load_weights, open_model, resolve_m
 from jaxpage.checkpoints.loading import insert
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.problems import listed
+from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.embedder import Embedder
@@ -44,7 +45,6 @@ from jaxpage.device.stored_executables import compile_cache_directory, stored_ex
 from jaxpage.engine.adapters import Adapters, lora_spec
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.runner import Runner
-from jaxpage.engine.text import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.models.base import abstract_model
 from jaxpage.models.lora import LoRASpec, adapter_weights

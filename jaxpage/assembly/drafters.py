@@ -18,10 +18,10 @@ from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, ope
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.resolve import HUB_FILES
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
-from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding

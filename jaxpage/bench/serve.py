@@ -22,8 +22,8 @@ from jaxpage.bench.server_metrics import ServerMetrics
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import resolve_tokenizer
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.cli.flags import UsageError
-from jaxpage.engine.text import load_tokenizer
 
 _EXTENSIONS = {
     "ignore_eos": True,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from jaxpage.checkpoints.tokenizer_files import tokenizer_of
 from jaxpage.cli.flags import UsageError
-from jaxpage.engine.text import tokenizer_of
 from jaxpage.settings.engine_config import EngineConfig
 
 

@@ -19,8 +19,8 @@ from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table, too_short
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
+from jaxpage.checkpoints.tokenizer_files import tokenizer_of
 from jaxpage.cli.flags import UsageError
-from jaxpage.engine.text import tokenizer_of
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.yaml_file import parse_scalar

@@ -10,7 +10,7 @@ from jaxpage.device.executables import Executables
 from jaxpage.engine.latencies import Latencies
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
-from jaxpage.prefix_store.prefix_files import FileCounts
+from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
 from jaxpage.speculation.counts import SpeculationCounts
 from jaxpage.step.edits import Append

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from jaxpage.engine.engine import Engine
 from jaxpage.memory import PrefixIndex
 from jaxpage.memory.cached_blocks import CachedBlocks
 from jaxpage.memory.prefix_index import Parent
@@ -18,24 +18,37 @@ from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 
 
+class BlockAccess(Protocol):
+    """Reads and writes the contents of blocks on the device. The runner of an engine does."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[Contents]:
+        """Returns the contents of each block."""
+        ...
+
+    def write_blocks(self, contents: Sequence[tuple[int, Contents]]) -> None:
+        """Writes contents, as `read_blocks` gives them, into each block."""
+        ...
+
+
 class PrefixTier(Events):
     """Listens to an engine with one cache group."""
 
-    def __init__(self, engine: Engine, files: PrefixFiles):
-        cached = engine.scheduler.block_manager.cached
-        assert cached is not None, "there is a prefix cache"
-        self._engine, self._files = engine, files
-        self._cached: CachedBlocks = cached
-        engine.metrics.prefix_files = files.counts
+    def __init__(self, cached: CachedBlocks, access: BlockAccess, files: PrefixFiles):
+        """Makes the tier of an engine that has computed nothing yet.
+
+        Args:
+            cached: The prefix cache of the engine.
+            access: Reads and writes the blocks of the engine.
+            files: The files, whose key is that of the weights that the engine has now.
+        """
+        self._cached = cached
+        self._access = access
+        self._files = files
+        self._is_current = True  # the key of the files is that of the weights
 
     @property
     def _index(self) -> PrefixIndex:
         return self._cached.index
-
-    @property
-    def _is_current(self) -> bool:
-        """The key of the files is that of the weights that the engine began with."""
-        return not self._engine.weights_version
 
     def arrived(self, group: SequenceGroup) -> None:
         """Brings the blocks back that the prompt begins with, as far as there are blocks with nothing in them."""
@@ -56,7 +69,7 @@ class PrefixTier(Events):
             parent = place
         self._files.skip_damaged(blocks)  # what is left is computed, and can be written anew
         if restored:
-            self._engine.runner.write_blocks(restored)
+            self._access.write_blocks(restored)
 
     def stepped(self, report: StepReport) -> None:
         """Keeps what finished sequences computed. Their blocks are free by now, and not used for anything else yet."""
@@ -69,7 +82,7 @@ class PrefixTier(Events):
                     if sequence.finish_reason in ("stop", "length"):
                         wanted |= self._new(sequence.block_digests, sequence.token_ids)
         if wanted:
-            contents = self._engine.runner.read_blocks(list(wanted))
+            contents = self._access.read_blocks(list(wanted))
             for block, own in zip(wanted.values(), contents, strict=True):
                 self._files.write(block, own)
 
@@ -80,6 +93,9 @@ class PrefixTier(Events):
             if not self._files.has(block.digest) and (place := self._index.block_of(block.digest)) is not None:
                 found[place] = block
         return found
+
+    def weights_replaced(self) -> None:
+        self._is_current = False
 
     def closed(self) -> None:
         self._files.close()

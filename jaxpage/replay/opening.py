@@ -10,8 +10,7 @@ from typing import Any
 from jaxpage.assembly.build import Built, build_engine
 from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
 from jaxpage.errors import UnsupportedError
-from jaxpage.prefix_store.prefix_files import PrefixFiles
-from jaxpage.prefix_store.prefix_tier import PrefixTier
+from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig
@@ -66,4 +65,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     swapped_bytes = spec.memory.host_pool_bytes if spec.memory.swaps_to_file else 0
     files = PrefixFiles(directory, digest, config.prefix_cache_disk_bytes - swapped_bytes)
-    return PrefixTier(built.engine, files)
+    cached = built.engine.scheduler.block_manager.cached
+    assert cached is not None, "there is a prefix cache"
+    built.engine.metrics.prefix_files = files.counts
+    return PrefixTier(cached, built.engine.runner, files)

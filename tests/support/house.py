@@ -32,7 +32,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
 }
 _BELOW = set(ROOMS)
 ROOMS |= {
-    "prefix_store": (2, HALL, _BELOW | {"engine"}),
+    "prefix_store": (2, HALL, {"step", "memory"}),
     "engine": (2, HALL, _BELOW | {"prefix_store"}),
     "assembly": (2, HALL, _BELOW | {"engine"}),
     "replay": (2, HALL, _BELOW | {"engine", "assembly", "prefix_store"}),
