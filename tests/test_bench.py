@@ -21,8 +21,7 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly.build import PHASES
-from jaxpage.assembly.capacity import ModelLayout
+from jaxpage.assembly import PHASES, ModelLayout
 from jaxpage.bench import history, sampling, swapping
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly.sampling_defaults import chat_defaults
+from jaxpage.assembly import chat_defaults
 from jaxpage.cli.chat import Lines, converse
 from jaxpage.cli.conversation import COMMANDS, Conversation, is_open, unquoted
 from jaxpage.cli.line_editor import open_history

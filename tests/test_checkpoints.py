@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from jaxpage.assembly import build
+from jaxpage.assembly import describing
 from jaxpage.checkpoints import (
     check_weights,
     convert,
@@ -562,7 +562,7 @@ def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     backend.add_tokens([f"<{index}>" for index in range(20_000)])
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     files = open_model(tmp_path)
-    tokenizer = build._tokenizer(EngineConfig(model=str(tmp_path)), files)
+    tokenizer = describing._tokenizer(EngineConfig(model=str(tmp_path)), files)
     assert len(ends_of_text(files, tokenizer)) == 63
     assert all(len(message) < 1000 for message in caplog.messages)
     assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from jaxpage import EngineConfig, SamplingParams, cli
-from jaxpage.assembly.build import opened_files
+from jaxpage.assembly.describing import opened_files
 from jaxpage.checkpoints import convert, eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
 from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array

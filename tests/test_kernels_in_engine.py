@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.assembly.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
-from jaxpage.assembly.engine_spec import describe_engine
+from jaxpage.assembly import (
+    Described,
+    DeviceSpec,
+    ModelLayout,
+    choose_dtype,
+    device_spec_of,
+    engine_spec_of,
+    notices,
+)
+from jaxpage.assembly.capacity import mixes
 from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
@@ -332,21 +340,21 @@ def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
     config = EngineConfig(kv_cache_dtype="int8")
 
     def plan(device="gpu (NVIDIA H200)", **settings):
-        described = describe_engine(
+        described = Described(
             config.replace(**settings),
             spec,
             DeviceSpec(device, 126 * 2**30),
             ModelLayout("bfloat16", settings.get("kv_cache_dtype", "int8")),
             weights_bytes=2 * 2**30,
-            swaps=False,
         )
-        return described.memory
+        return engine_spec_of(described, swaps=False)
 
-    memory = plan()
+    planned = plan()
+    memory = planned.memory
     assert memory.num_blocks * 16 * 8 * 64 < 2**31 <= (memory.num_blocks + 1) * 16 * 8 * 64
-    assert "2^31" in notices(config, DeviceSpec("gpu", 2**37), spec, memory)[0]
-    assert plan(attention_backend="scan").num_blocks > 2**18
-    assert plan(num_blocks=2**18 - 1).num_blocks == 2**18 - 1
+    assert "2^31" in notices(planned.described, memory)[0]
+    assert plan(attention_backend="scan").memory.num_blocks > 2**18
+    assert plan(num_blocks=2**18 - 1).memory.num_blocks == 2**18 - 1
     for settings in ({"num_blocks": 2**18}, {"kv_cache_memory_bytes": 100 * 2**30}):
         with pytest.raises(CapacityError, match=r"2\^31 elements or more.*Use 262143 \(.*\) or fewer, or 524289 "):
             plan(**settings)

@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from jaxpage.assembly.build import Built, build_engine
+from jaxpage.assembly import Built, build_engine
 from jaxpage.engine.engine import Engine
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
@@ -49,7 +49,7 @@ CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks
 
 @pytest.fixture(scope="module")
 def built() -> Built:
-    return build_engine(CONFIG, progress=False)
+    return build_engine(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def crowd(crowd_and_incident: tuple[str, list[Any], str]) -> tuple[str, list[Any
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps() -> tuple[str, list[Any]]:
-    built = build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False)
+    built = build_engine(CONFIG.replace(num_scheduler_steps=2))
     return crowd_of(built.engine, built.spec)[:2]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
-from jaxpage.assembly.capacity import ModelLayout
+from jaxpage.assembly import ModelLayout
 from jaxpage.cli.flags import ENGINE_FLAGS, PLAN_SETTINGS, PLANNED_SETTINGS, byte_size
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables

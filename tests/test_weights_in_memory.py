@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.assembly.build import Built
+from jaxpage.assembly import Built
 from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.config import resolve_both

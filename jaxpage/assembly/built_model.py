@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly.build import Built, whole_weights
-from jaxpage.assembly.replacing import check_replaceable
+from jaxpage.assembly.assembling import Built
+from jaxpage.assembly.model_weights import check_replaceable, whole_weights
 from jaxpage.checkpoints import named_parameters
 from jaxpage.engine.prompts import chat_prompt, checked_token_ids
 from jaxpage.settings.engine_config import EngineConfig

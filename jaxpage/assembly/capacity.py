@@ -7,21 +7,18 @@ import math
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
-
-from jaxpage.assembly.drafting import Drafting
-from jaxpage.device import gpu_memory, kv_pages
-from jaxpage.device.backends import has_bfloat16, prefers_mixed_steps, unaddressable_blocks
+from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
+from jaxpage.device import kv_pages
+from jaxpage.device.backends import prefers_mixed_steps, unaddressable_blocks
 from jaxpage.device.buckets import BucketMenu, make_menu
 from jaxpage.device.cache_groups import CacheGroup
 from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
 from jaxpage.device.sizing import (
     MemoryPlan,
     WindowBlocks,
-    available_bytes,
     available_host_bytes,
     choose_num_blocks,
     choose_num_host_blocks,
@@ -45,43 +42,13 @@ BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
-@dataclass(frozen=True)
-class DeviceSpec:
-    """The device that an engine runs on, or one that `jaxpage plan` plans for."""
-
-    name: str  # begins with the platform
-    available_bytes: int
-    notice: str = ""  # where that is not what the settings say
-    has_bfloat16: bool = True
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.name.startswith("cpu")
-
-
-@dataclass(frozen=True)
-class ModelLayout:
-    """How a model is kept: its numbers in which types, on how many devices. The fields are settings."""
-
-    dtype: str  # never "auto"
-    kv_cache_dtype: str = "auto"
-    tensor_parallel_size: int = 1
-
-
-def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
-    """num_devices: all alike. Those that are made of one CPU share its memory."""
-    notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
-    available = available_bytes(device, utilization) // (num_devices if device.platform == "cpu" else 1)
-    return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device))
-
-
-def choose_sharding(config: EngineConfig, spec: ModelSpec, device: DeviceSpec, num_devices: int) -> Sharding:
-    """Raises ConfigError where the devices cannot share the model."""
-    asked = config.tensor_parallel_reduction
+def choose_sharding(described: Described) -> Sharding:
+    """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
+    asked, num_devices = described.config.tensor_parallel_reduction, described.layout.tensor_parallel_size
     invariant = asked == "invariant" or (
-        asked == "auto" and device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
+        asked == "auto" and described.device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
     )
-    return make_sharding(spec, num_devices, invariant=invariant)
+    return make_sharding(described.model, num_devices, invariant=invariant)
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: Family) -> str:
@@ -138,67 +105,48 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
     single token to a tile of queries."""
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, _platform(device))
+    return prefers_mixed_steps(config.attention_backend, device.platform)
 
 
-def _platform(device: DeviceSpec) -> str:
-    return "cpu" if device.is_cpu else "gpu"
-
-
-def step_menu(config: EngineConfig, device: DeviceSpec) -> BucketMenu:
-    """The shapes of an engine's steps.
+def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+    """The shapes of an engine's steps. mixed: see `mixes`.
 
     Raises ConfigError if none of them has room for drafts that are asked for.
     """
-    most = max_num_batched_tokens(config, device)
+    drafts, most = config.speculative_config, config.max_num_batched_tokens
+    if most is None:
+        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+    most = max(most, 2)
     menu = make_menu(
         config.max_num_seqs,
         most,
-        mixed=mixes(config, device),
-        num_drafts=draft_lengths(config),
+        mixed=mixed,
+        num_drafts=drafts.draft_lengths if drafts else (),
         max_verified_tokens=most,
-        trees=config.speculative_config is not None and config.speculative_config.branches,
+        trees=drafts is not None and drafts.branches,
         q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
         num_steps=config.num_scheduler_steps,
     )
-    if config.speculative_config is not None and not menu.verify:
-        needed = 1 + min(draft_lengths(config))
+    if drafts is not None and not menu.verify:
         raise ConfigError(
-            f"speculative_config: the smallest step with drafts has {needed} tokens; max_num_batched_tokens is {most}"
+            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            f"max_num_batched_tokens is {most}"
         )
     return menu
 
 
-def draft_lengths(config: EngineConfig) -> tuple[int, ...]:
-    """How many drafts a sequence may have in a step."""
-    return config.speculative_config.draft_lengths if config.speculative_config else ()
-
-
-def max_num_batched_tokens(config: EngineConfig, device: DeviceSpec) -> int:
-    if config.max_num_batched_tokens is not None:
-        return max(config.max_num_batched_tokens, 2)
-    return BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
-
-
 def plan_memory(
-    config: EngineConfig,
-    spec: ModelSpec,
-    device: DeviceSpec,
-    layout: ModelLayout,
-    weights_bytes: int,
-    groups: Sequence[CacheGroup],
-    menu: BucketMenu,
-    longest_row: int,
-    drafting: Drafting | None = None,
+    described: Described, weights_bytes: int, groups: Sequence[CacheGroup], menu: BucketMenu, *, longest_row: int
 ) -> MemoryPlan:
-    """What one device holds: see `describe_engine`. longest_row: tokens that a sequence can have in a step."""
+    """What one device holds: see `engine_spec_of`.
+
+    weights_bytes: on all devices. longest_row: tokens that a sequence can have in a step.
+    """
+    config, device, layout, drafting = described.config, described.device, described.layout, described.drafting
     first, *further = groups
-    longest = config.max_model_len or spec.max_position_embeddings
-    workspace_bytes = _workspace_estimate(spec, longest, menu)
+    longest = config.max_model_len or described.model.max_position_embeddings
     page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
-    if drafting is not None:
-        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
-        workspace_bytes += kv_pages.num_bytes(scratch)
+    scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
 
     def at_a_time(window: int) -> int:
         return window_blocks(window, longest_row, config.block_size)
@@ -207,7 +155,7 @@ def plan_memory(
         device=device.name,
         available_bytes=device.available_bytes,
         weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
-        workspace_bytes=workspace_bytes,
+        workspace_bytes=_workspace_estimate(described.model, longest, menu) + kv_pages.num_bytes(scratch),
         block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
         num_blocks=0,
@@ -226,7 +174,7 @@ def plan_memory(
             if group.sliding_window is not None
         ),
         unaddressable=unaddressable_blocks(
-            config.attention_backend, _platform(device), max(group.array_elements for group in groups), page_dtype
+            config.attention_backend, device.platform, max(group.array_elements for group in groups), page_dtype
         ),
     )
     plan = choose_num_blocks(
@@ -259,18 +207,19 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
     return f"{shorter}, or raise {setting} or more."
 
 
-def notices(config: EngineConfig, device: DeviceSpec, spec: ModelSpec, plan: MemoryPlan) -> list[str]:
+def notices(described: Described, plan: MemoryPlan) -> list[str]:
     """Warnings about settings whose effect is not what their values suggest."""
+    config, device, longest = described.config, described.device, described.model.max_position_embeddings
     found = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
             f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
             "size the pool here"
         )
-    if config.max_model_len is None and plan.max_model_len < spec.max_position_embeddings:
+    if config.max_model_len is None and plan.max_model_len < longest:
         found.append(
             f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
-            f"{spec.max_position_embeddings}: num_blocks or kv_cache_memory_bytes give it more memory"
+            f"{longest}: num_blocks or kv_cache_memory_bytes give it more memory"
         )
     if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
         found.append(

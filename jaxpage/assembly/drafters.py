@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -35,23 +35,14 @@ from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
 from jaxpage.speculation.methods import METHODS, DrafterKind
 from jaxpage.speculation.recycling import NUM_RECYCLED
 
+if TYPE_CHECKING:
+    from jaxpage.assembly.engine_spec import EngineSpec
+
 logger = logging.getLogger(__name__)
 
 # Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
 DEEPEST_TREE = 6
 MOST_BRANCHES = 8
-
-
-class Target(NamedTuple):
-    """The engine into which a drafter is put."""
-
-    dtype: str
-    vocab_size: int
-    menu: BucketMenu
-    layer_groups: tuple[int, ...]  # the cache group of each layer, the drafter's behind the model's
-    num_blocks: tuple[int, ...]  # P of each cache group
-    acceptance: str  # the rule's name
-    sharding: Sharding
 
 
 class DrafterFiles(Protocol):
@@ -70,7 +61,9 @@ class DrafterFiles(Protocol):
         """Its own parameters, each one `put(array)`."""
         ...
 
-    def make(self, target: Target) -> DeviceDrafter: ...
+    def make(self, spec: EngineSpec) -> DeviceDrafter:
+        """Makes it for the engine into which it is put."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,8 +85,8 @@ class HeadFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         return load_medusa(self.files, dtype, put, progress=progress)
 
-    def make(self, target: Target) -> HeadDrafter:
-        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=target.dtype))[0], self.num_candidates)
+    def make(self, spec: EngineSpec) -> HeadDrafter:
+        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates)
 
 
 @dataclass(frozen=True)
@@ -108,8 +101,8 @@ class NoFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
         return None
 
-    def make(self, target: Target) -> TopIdsDrafter:
-        return TopIdsDrafter(min(NUM_RECYCLED, target.vocab_size))
+    def make(self, spec: EngineSpec) -> TopIdsDrafter:
+        return TopIdsDrafter(min(NUM_RECYCLED, spec.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -139,14 +132,14 @@ class ModelDrafterFiles:
             replace_modules(module, divided)
         return abstract(module)[0]
 
-    def make(self, target: Target) -> ModelDrafter:
-        shape = tree_shape(target.menu)
-        choice: Choice = "coupled" if target.acceptance == "coupled" else "likeliest"
-        if target.acceptance == "rejection" and shape.num_branches == 1:
+    def make(self, spec: EngineSpec) -> ModelDrafter:
+        shape, rule = tree_shape(spec.menu), spec.config.acceptance.name
+        choice: Choice = "coupled" if rule == "coupled" else "likeliest"
+        if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        own_groups = target.layer_groups[-self.kv.num_layers :]
-        graph = self.graph(target.dtype, target.sharding)
-        return ModelDrafter(graph, self.aux_layers, own_groups, shape, target.num_blocks, choice)
+        own_groups = spec.layer_groups[-self.kv.num_layers :]
+        graph = self.graph(spec.layout.dtype, spec.sharding)
+        return ModelDrafter(graph, self.aux_layers, own_groups, shape, spec.num_blocks, choice)
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.drafters import DrafterFiles, NoFiles, Target, open_drafter, tree_shape
+from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -24,8 +23,10 @@ from jaxpage.speculation import NoSpeculation, Speculator, make_proposer, method
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.speculator import ProposingSpeculator
-from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
+
+if TYPE_CHECKING:
+    from jaxpage.assembly.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class Drafting:
         """The drafter's parameters, each one `put(array)`, or None."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def make(self, target: Target) -> DeviceDrafter | None:
-        return self.drafter.make(target) if self.drafter else None
+    def make(self, spec: EngineSpec) -> DeviceDrafter | None:
+        return self.drafter.make(spec) if self.drafter else None
 
     def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
         """Shapes of the layers behind the model's. num_blocks: of the pool of each layer."""
@@ -75,32 +76,27 @@ class Drafting:
             for layer in kv_pages.page_shapes(kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype)
         )
 
-    def speculator(
-        self,
-        limits: StepLimits,
-        menu: BucketMenu,
-        vocab_size: int,
-        block_size: int,
-        strategies: Mapping[int, Strategy],
-    ) -> Speculator:
+    def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
+        """Returns what proposes drafts to the scheduler of an engine. strategies: of its sequences, by their ids."""
         if self.config is None:
             return NoSpeculation()
-        proposer = make_proposer(self.config, methods.Target(vocab_size, getattr(self.drafter, "choices", ())))
+        limits = spec.limits
+        proposer = make_proposer(self.config, methods.Target(spec.vocab_size, getattr(self.drafter, "choices", ())))
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
         has_kv, depths = bool(self.kvs), cast(Sequence[int], ())
         if self.drafter and not learns_top_ids:  # heads draft all at once
-            depths = range(1, 1 + tree_shape(menu).num_levels) if has_kv else (MOST_DRAFTS,)
+            depths = range(1, 1 + tree_shape(spec.menu).num_levels) if has_kv else (MOST_DRAFTS,)
         if self.config.num_speculative_tokens == "auto":
             unit, warm_up = proposer.num_together, proposer.warm_up_steps
             controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
         if depths:
-            sync = DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
+            sync = DrafterSync(limits, controller, block_size=spec.memory.block_size, has_kv=has_kv)
         return ProposingSpeculator(
             proposer,
             limits,
             controller,
-            vocab_size=vocab_size,
+            vocab_size=spec.vocab_size,
             strategies=strategies,
             sync=sync,
             learns_top_ids=learns_top_ids,
@@ -118,18 +114,3 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
     if config.acceptance == "typical":
         logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     return Drafting(config, open_drafter(config, target))
-
-
-def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
-    """Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no branches.
-
-    model: its name, for the error. kvs: of the model, and of a drafter.
-    Raises UnsupportedError.
-    """
-    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
-        return
-    what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
-    raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
-        f"windows or states; use {instead}"
-    )

@@ -1,58 +1,79 @@
-"""What is decided of an engine before anything of it is loaded or compiled.
+"""The second call of a start: decides everything about an engine before anything of it is loaded or compiled.
 
-It is described from settings and headers, and frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made of it.
+The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxpage.assembly.capacity import (
-    DeviceSpec,
-    ModelLayout,
     choose_sharding,
+    dtype_reason,
     mixes,
+    notices,
     plan_memory,
     plan_swapping,
     step_menu,
 )
-from jaxpage.assembly.drafting import Drafting, check_windows
-from jaxpage.assembly.recurrent import check_recurrent
+from jaxpage.assembly.described import Described, ModelLayout
+from jaxpage.assembly.describing import Opened
+from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
+from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import Backend
+from jaxpage.device.backends import attention_sets
 from jaxpage.device.buckets import BucketMenu, swapped_at_once
 from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
+from jaxpage.device.executables import check_graphs
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh
 from jaxpage.device.sizing import MemoryPlan
 from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.base import ModelSpec
-from jaxpage.models.lora import LoRASpec
 from jaxpage.models.sharding import kv_of_shard
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.limits import StepLimits
+from jaxpage.tables import aligned
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine. kernels: None where the device is not at hand."""
+    """Holds what was decided about one engine, and what it was decided from."""
 
-    layout: ModelLayout
-    kernels: Backend | None
+    described: Described
     sharding: Sharding
     groups: tuple[CacheGroup, ...]
     menu: BucketMenu
     limits: StepLimits
     memory: MemoryPlan
-    vocab_size: int
     attention: str = ""  # the kernel sets that compute it, by kind of step; "": not known without the device
     quantization: str = ""  # of the weights, described; "": none
     dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
+
+    @property
+    def config(self) -> EngineConfig:
+        """Returns the settings of the engine."""
+        return self.described.config
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Returns the types of the model's numbers and the number of its devices."""
+        return self.described.layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.described.model.vocab_size
 
     @property
     def page_dtype(self) -> jnp.dtype:
@@ -82,6 +103,31 @@ class EngineSpec:
     def tables(self) -> TableShape:
         return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
 
+    @property
+    def pages_of_shard(self) -> KVPages:
+        """Returns the shapes of the pages of the model's layers, in one of its shards."""
+        kv = self.described.model.kv
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
+        return kv_pages.page_shapes(kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype)
+
+    def pages(self, mesh: DeviceMesh) -> KVPages:
+        """Returns the shapes of the pages of all layers.
+
+        A divided model has those of each layer in each of a device's shards. Each device has all of a drafter's.
+        """
+        drafting, num_layers = self.described.drafting, self.described.model.kv.num_layers
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[num_layers:]]
+        own = drafting.pages(self.menu, num_blocks, self.memory.block_size, self.page_dtype)
+        drafters: KVPages = mesh.whole(own)
+        return kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh) + drafters
+
+    @property
+    def page_groups(self) -> tuple[int, ...]:
+        """Returns the cache group of each of `pages`: see `StepOptions.layer_groups`."""
+        num_layers = self.described.model.kv.num_layers
+        of_model = (group for group in self.layer_groups[:num_layers] for _ in range(self.sharding.num_local))
+        return (*of_model, *self.layer_groups[num_layers:])
+
     def rows(self) -> Iterator[tuple[str, str]]:
         """For people."""
         dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
@@ -91,7 +137,10 @@ class EngineSpec:
             yield "quantization", self.quantization
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
         if self.attention:
-            yield "attention", self.attention + " (interpreted)" * bool(self.kernels and self.kernels.interpret)
+            yield (
+                "attention",
+                self.attention + " (interpreted)" * bool(self.described.kernels and self.described.kernels.interpret),
+            )
         if self.sharding.is_divided:
             yield "reduction", self._reduction
         yield "step shapes", str(len(self.menu.buckets))
@@ -119,25 +168,53 @@ class EngineSpec:
         }
 
 
-def describe_engine(
-    config: EngineConfig,
-    model: ModelSpec,
-    device: DeviceSpec,
-    layout: ModelLayout,
-    weights_bytes: int,
-    drafting: Drafting | None = None,
-    lora: LoRASpec | None = None,
-    *,
-    kernels: Backend | None = None,
-    swaps: bool = True,
-) -> EngineSpec:
-    """What one device holds and runs. Of `layout`'s devices each has its part of the weights and its heads of every block.
+def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
+    """Decides everything about an engine, and logs warnings. Errors are those of `engine_spec_of`, and UnsupportedError."""
+    hooks.phase(PHASES[2])
+    described, files, first = opened.described, opened.files, opened.mesh.first
+    config, kernels = described.config, described.kernels
+    assert kernels is not None, "the device is at hand"
+    check_graphs(config.graphs, first.platform)
+    if kernels.interpret:
+        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
+    spec = engine_spec_of(described)
+    if sizes := hooks.planned(spec):
+        spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
+    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
+    layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
+    spec = replace(
+        spec,
+        attention=attention_sets(kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype),
+        quantization=files.quantization.described if files.quantization else "",
+        dtype_reason=dtype_reason(config, described.device, files.plan.stored_dtype()),
+    )
+    for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
+        logger.warning(warning)
+    if hooks.prints:
+        print_lines(aligned([*spec.rows()], num_words=2))
+    return spec
 
-    Args:
-        weights_bytes: of the whole model, in `layout.dtype`.
-        drafting: whose layers take a part of every block, and scratch blocks; each device has all of its weights.
-        lora: adapters, counted as if each shard had all of them; it has a part of either A or B.
-        swaps: whether the host's memory is planned as well; False for a device that is not at hand.
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines on standard error, where the bars are."""
+    for line in lines:
+        print(f"  {line}", file=sys.stderr)
+
+
+def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
+    if not_loaded := getattr(files.spec, "not_loaded", ""):
+        yield f"{not_loaded} are not supported, and not loaded: this is the text model alone"
+    if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
+        yield (
+            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
+            f"it stays in {layout.dtype}"
+        )
+
+
+def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
+    """What one device holds and runs.
+
+    swaps: whether the host's memory is planned as well; False for a device that is not at hand.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided among the devices, or no step has room
@@ -145,19 +222,22 @@ def describe_engine(
         UnsupportedError: drafts that branch, for layers with sliding windows; what recurrent layers do not take.
         CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
     """
+    config, model, layout = described.config, described.model, described.layout
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {longest} (of LongRoPE: the original length)"
         )
-    sharding = choose_sharding(config, model, device, layout.tensor_parallel_size)
-    weights_bytes += drafting.num_bytes(layout.dtype) * sharding.num_devices if drafting else 0
-    weights_bytes += lora.num_bytes(layout.dtype) * sharding.num_shards if lora else 0
-    kvs = (kv_of_shard(model.kv, sharding), *(drafting.kvs if drafting else ()))
+    sharding = choose_sharding(described)
+    weights_bytes = described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
+    if described.lora:
+        weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
+    kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
-    menu = step_menu(config, device)
-    limits = step_limits(menu, config.max_num_seqs, mixed=mixes(config, device))
+    mixed = mixes(config, described.device)
+    menu = step_menu(config, described.device, mixed=mixed)
+    limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
     groups = cache_groups(
         kvs,
         longest=config.max_model_len or longest,
@@ -165,12 +245,12 @@ def describe_engine(
         dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
-    memory = plan_memory(config, model, device, layout, weights_bytes, groups, menu, limits.longest_row, drafting)
+    memory = plan_memory(described, weights_bytes, groups, menu, longest_row=limits.longest_row)
     if swaps:
         memory = plan_swapping(config, memory)
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
-    return EngineSpec(layout, kernels, sharding, groups, menu, limits, memory, model.vocab_size)
+    return EngineSpec(described, sharding, groups, menu, limits, memory)
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.capacity import choose_dtype, device_spec_of
-from jaxpage.assembly.recurrent import refuse_recurrent
+from jaxpage.assembly import choose_dtype, device_spec_of, refuse_recurrent
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.texts import read_token_ids
 from jaxpage.checkpoints import load_weights, open_model, resolve_model

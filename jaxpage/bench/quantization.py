@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from jaxpage.assembly.capacity import choose_dtype, device_spec_of
+from jaxpage.assembly import choose_dtype, device_spec_of
 from jaxpage.bench.kv_dtype import DIFFERENCES, Logits, differences, position_logits, table, text_tokens
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
@@ -89,7 +89,7 @@ def _quantizations(directory: Path) -> list[str | None]:
 
 def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:
     """Tokens per second of a whole step, by the median of some."""
-    engine = open_engine(config, progress=False).engine
+    engine = open_engine(config).engine
     rates = {}
     for num_rows in batches:
         start_decoding(engine, num_rows, CONTEXT)

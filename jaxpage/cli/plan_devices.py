@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from jaxpage.assembly.capacity import ModelLayout
+from jaxpage.assembly import ModelLayout
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.tables import aligned

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpage.assembly.build import shards_of_weights
-from jaxpage.assembly.engine_spec import EngineSpec
+from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import load_shards
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.engine.engine import Engine

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from jaxpage.assembly.build import Built
+from jaxpage.assembly import Built
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxpage.assembly.build import Built
+from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import header

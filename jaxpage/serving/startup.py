@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
-from jaxpage.assembly.build import PHASES, Built
+from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
 from jaxpage.replay.opening import open_engine
@@ -223,7 +223,5 @@ def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tu
     sized, together = (
         functools.partial(each, channels=channels, host_rank=server.host_rank) for each in (smallest_sizes, agree)
     )
-    built = open_engine(
-        engine, progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together
-    )
-    return built, channels
+    hooks = Hooks(progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together)
+    return open_engine(engine, hooks), channels

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.assembly.replacing import Mode, check_replaceable, weights_on_device
+from jaxpage.assembly import Mode, check_replaceable, weights_on_device
 from jaxpage.checkpoints import with_weights_of
 from jaxpage.errors import CheckpointError, QueueFull
 from jaxpage.serving.config import ServerConfig

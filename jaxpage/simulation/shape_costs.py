@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpage.assembly.build import Built
+from jaxpage.assembly import Built
 from jaxpage.bench.roofline import start_decoding, start_request
 from jaxpage.engine.engine import Engine
 from jaxpage.simulation.costs import AnalyticCost, CostModel

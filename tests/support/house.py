@@ -44,6 +44,7 @@ ROOMS |= {
     "serving": (3, FRONT, _BELOW),
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
+DOORS = {"assembly", "prefix_store"}  # rooms that others enter through their `__init__`
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training", "tunix_rollout"}
 
 JAX = {"jax", "jaxlib", "flax", "orbax", "optax", "pallas_kernels"}
@@ -232,6 +233,8 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
         room, other = room_of(importer), room_of(target)
         if room != other and room in ROOMS and other in ROOMS and other not in ROOMS[room][2]:
             yield f"{room}/ does not import {other}/"
+        if room != other and other in DOORS and target.count(".") > 1:
+            yield f"imports {target}: {other}/ is entered through its __init__"
 
 
 def _never(module: Module) -> Iterator[tuple[int, str]]:

@@ -9,9 +9,8 @@ from typing import Any
 
 from flax import nnx
 
-from jaxpage.assembly.capacity import ModelLayout
-from jaxpage.assembly.drafting import check_windows
-from jaxpage.assembly.recurrent import check_recurrent
+from jaxpage.assembly import ModelLayout
+from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
 from jaxpage.cli.plan import CACHE_DTYPES
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxpage.assembly.drafters import drafter_directory
-from jaxpage.assembly.engine_spec import EngineSpec
+from jaxpage.assembly import EngineSpec, drafter_directory
 from jaxpage.checkpoints import resolve_model, resolve_tokenizer
 from jaxpage.device.mesh import join_processes
 from jaxpage.errors import JaxpageError

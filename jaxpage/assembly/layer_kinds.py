@@ -1,12 +1,13 @@
-"""What is not done for a model with recurrent layers, by name."""
+"""Refuses, by name, what layers with sliding windows and recurrent layers do not take."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jaxpage.assembly.capacity import ModelLayout
+from jaxpage.assembly.described import ModelLayout
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
+from jaxpage.settings.speculative_config import SpeculativeConfig
 
 
 def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()) -> None:
@@ -31,3 +32,18 @@ def refuse_recurrent(what: str, kv: KVSpec) -> None:
         raise UnsupportedError(
             f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
         )
+
+
+def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
+    """Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no branches.
+
+    model: its name, for the error. kvs: of the model, and of a drafter.
+    Raises UnsupportedError.
+    """
+    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
+        return
+    what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
+    raise UnsupportedError(
+        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
+        f"windows or states; use {instead}"
+    )
