@@ -1,4 +1,7 @@
-"""From settings to an engine: what is described, decided, loaded and compiled before the first step. The engine never imports it."""
+"""Makes an engine from settings: describes, decides, compiles and assembles it.
+
+No step needs anything of this room, and the engine never imports it.
+"""
 
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.build import NO_HOOKS, build_engine

@@ -1,4 +1,7 @@
-"""The fourth call of a start: puts the parts of an engine together, and measures its steps where speculation needs that."""
+"""The fourth call of a start: puts the parts of an engine together.
+
+Where speculation needs to know how long steps take, they are measured here.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from jaxpage.step.strategy import Strategy
 
 @dataclass(frozen=True)
 class Built:
-    """An engine and what the front doors need to know about its model."""
+    """Holds an engine and what the front doors need to know about its model."""
 
     engine: Engine
     tokenizer: Any | None
@@ -44,7 +47,7 @@ class Built:
         return self.spec.memory
 
     def new_embedder(self) -> Embedder:
-        """It has compiled nothing yet."""
+        """Returns an embedder of the model, which has compiled nothing yet."""
         runner = self.engine.runner
         options, weights = runner.executables.options, runner.parameters["target"]
         kv, mesh = self.model.spec.kv, make_mesh(self.spec.layout.tensor_parallel_size)
@@ -120,7 +123,7 @@ def _builder(spec: EngineSpec) -> BatchBuilder:
 
 
 def _host_pages(spec: EngineSpec, mesh: DeviceMesh) -> list[HostPages]:
-    """Of this process's devices."""
+    """Returns the host's pages of each cache group, for the devices of this process."""
     directory = spec.config.prefix_cache_directory
     file_in = Path(directory) if directory and spec.memory.swaps_to_file else None
     try:

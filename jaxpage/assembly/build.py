@@ -1,4 +1,4 @@
-"""From settings to an engine, in four calls."""
+"""Makes an engine from settings, in four calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def build_engine(
     files: ModelFiles | None = None,
     tokenizer: Any | None = None,
 ) -> Built:
-    """Finds the model, checks that it fits in memory, loads it, compiles every shape and puts the engine together.
+    """Makes an engine: describes the model, decides, loads and compiles, assembles.
 
     Args:
         config: The settings.
@@ -31,7 +31,8 @@ def build_engine(
         tokenizer: The tokenizer; None: that of the settings. With `files` there may be none.
 
     Raises:
-        ModelNotFoundError, CheckpointError, UnsupportedError, CapacityError: Before the devices hold anything.
+        ModelNotFoundError, CheckpointError, UnsupportedError, CapacityError: The engine cannot be
+            made; nearly always before the devices hold anything.
     """
     opened = describe(config, hooks, files, tokenizer)
     spec = decide_spec(opened, hooks)

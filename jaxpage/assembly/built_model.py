@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` have in common: what they know of their model, beside the engine that runs it."""
+"""The base of `LLM` and `AsyncLLM`: what both know about their model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpage.settings.sampling_params import SamplingParams
 
 
 class BuiltModel:
-    """Base of both."""
+    """Knows the settings, the tokenizer and the weights of a model whose engine was built."""
 
     def _use(self, config: EngineConfig, built: Built) -> None:
         self.config = config

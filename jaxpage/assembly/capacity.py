@@ -1,4 +1,4 @@
-"""How much fits: the division of a device's memory, for an engine that starts and for one that is only thought of."""
+"""Divides a device's memory, for an engine that starts and for one that is only planned."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def choose_sharding(described: Described) -> Sharding:
 
 
 def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: Family) -> str:
-    """ "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and that is faster there.
+    """Returns the dtype of a model. "auto" follows the checkpoint, but on CPU it is float32 unless the
+    checkpoint is in bfloat16 and that is faster there.
 
     On a GPU without bfloat16 "auto" is float16, with a warning. A family whose numbers float16 does not hold has bfloat16 or float32 in
     its place.
@@ -82,14 +83,18 @@ def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: 
 
 
 def choose_kv_cache_dtype(config: EngineConfig, spec: ModelSpec, quantization: Scheme | None) -> str:
-    """ "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are never quantised."""
+    """Returns the dtype of the KV cache.
+
+    "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are
+    never quantised.
+    """
     if config.kv_cache_dtype != "auto" or quantization is None or any(spec.kv.states):
         return config.kv_cache_dtype
     return quantization.kv_cache_dtype
 
 
 def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
-    """Why "auto" is what it is, where that depends on the machine."""
+    """Returns why "auto" is what it is, where that depends on the machine."""
     if config.dtype != "auto" or not device.is_cpu or stored == "float32":
         return ""
     if stored != "bfloat16":
@@ -101,15 +106,18 @@ def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
-    """By default as the kernel set prefers: a GPU's kernel takes any rows in one launch, but in plain XLA a step that mixes pads every
-    single token to a tile of queries."""
+    """Returns whether prompt chunks and decodes share a step; by default, as the kernel set prefers.
+
+    A GPU's kernel takes any rows in one launch. In plain XLA a step that mixes them pads every
+    single token to a tile of queries.
+    """
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
     return prefers_mixed_steps(config.attention_backend, device.platform)
 
 
 def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
-    """The shapes of an engine's steps. mixed: see `mixes`.
+    """Returns the shapes of an engine's steps. mixed: see `mixes`.
 
     Raises ConfigError if none of them has room for drafts that are asked for.
     """
@@ -138,7 +146,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
 def plan_memory(
     described: Described, weights_bytes: int, groups: Sequence[CacheGroup], menu: BucketMenu, *, longest_row: int
 ) -> MemoryPlan:
-    """What one device holds: see `engine_spec_of`.
+    """Divides the memory of one device: see `engine_spec_of`.
 
     weights_bytes: on all devices. longest_row: tokens that a sequence can have in a step.
     """
@@ -196,7 +204,10 @@ def plan_memory(
 
 
 def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
-    """What lets a sequence of `max_model_len` tokens into the pool: a shorter one, or a larger pool if there is room for it."""
+    """Returns what lets a sequence of `max_model_len` tokens into the pool.
+
+    That is a shorter one, or a larger pool if there is room for it.
+    """
     shorter = f"Lower max_model_len to {plan.num_slots} or less"
     num_blocks = 1 + plan.blocks_for(plan.max_model_len)
     num_bytes = plan.bytes_of(num_blocks)
@@ -208,7 +219,7 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
 
 
 def notices(described: Described, plan: MemoryPlan) -> list[str]:
-    """Warnings about settings whose effect is not what their values suggest."""
+    """Returns warnings about settings whose effect is not what their values suggest."""
     config, device, longest = described.config, described.device, described.model.max_position_embeddings
     found = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
@@ -237,7 +248,7 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
 
 
 def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
-    """The only place that decides whether anything can be swapped: `num_host_blocks` says how much."""
+    """Decides, and nothing else does, whether anything can be swapped: `num_host_blocks` says how much."""
     if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
         return plan  # nothing swaps: one sequence recomputes, and there is never more than one
     on_disk = _bytes_on_disk(Path(config.prefix_cache_directory), config) if config.prefix_cache_directory else 0
@@ -246,20 +257,23 @@ def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
     )
     if config.preemption_mode == "swap" and not plan.num_host_blocks:
         raise CapacityError(
-            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} beside what else "
+            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} next to what else "
             "is in it. Free memory, or use preemption_mode 'recompute'."
         )
     return plan
 
 
 def _bytes_on_disk(directory: Path, config: EngineConfig) -> int:
-    """What swapped blocks may take there: they are counted as those of the prefix cache are."""
+    """Returns the bytes that swapped blocks may take there: they count as those of the prefix cache."""
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     return min(config.prefix_cache_disk_bytes, shutil.disk_usage(there).free)
 
 
 def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
-    """The settings that keep this version from running a model in that layout. Raises ConfigError for what is no layout at all."""
+    """Returns the settings that keep this version from running a model in that layout.
+
+    Raises ConfigError for what is no layout at all.
+    """
     try:
         config.replace(**asdict(layout))
     except UnsupportedSettings as error:
@@ -268,8 +282,11 @@ def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ..
 
 
 def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
-    """Before compilation: logits with what draws or scores make of them, a dozen activations of the widest step, in float32, and the
-    arrays that stand in for inputs of logits processors."""
+    """Estimates the workspace before anything is compiled.
+
+    It has logits with what draws or scores make of them, a dozen activations of the widest step, in
+    float32, and the arrays that stand in for inputs of logits processors.
+    """
     num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
     logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size

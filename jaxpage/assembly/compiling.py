@@ -23,7 +23,7 @@ from jaxpage.models.sharding import ShardedWeight, with_sharding
 
 @dataclass(frozen=True)
 class Compiled:
-    """What an engine has on its devices before its pages are made.
+    """Holds what an engine has on its devices before its pages are made.
 
     Attributes:
         parameters: The weights of the model and of its drafter.
@@ -39,7 +39,10 @@ class Compiled:
 
 
 def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
-    """Loads and compiles. Raises UnsupportedError with the reasons of all kernel sets where none takes a step."""
+    """Loads the weights and compiles the steps.
+
+    Raises UnsupportedError, with the reasons of all kernel sets, where none takes a step.
+    """
     files, mesh, drafting, lora = opened.files, opened.mesh, spec.described.drafting, spec.described.lora
     hooks.phase(PHASES[3])
     adapters = adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []

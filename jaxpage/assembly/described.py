@@ -1,4 +1,4 @@
-"""The records that an engine is planned with: its settings, its model and its device, before anything is loaded."""
+"""The records that an engine is planned with, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -30,12 +30,15 @@ class DeviceSpec:
 
     @property
     def platform(self) -> str:
-        """Returns the platform whose kernel sets are asked: a device that is no CPU is taken as a GPU."""
+        """Returns the platform whose kernel sets are asked: any device but a CPU is taken as a GPU."""
         return "cpu" if self.is_cpu else "gpu"
 
 
 def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
-    """num_devices: all alike. Those that are made of one CPU share its memory."""
+    """Returns what is known of a device.
+
+    num_devices: how many there are, all alike. Those that are made of one CPU share its memory.
+    """
     notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
     available = available_bytes(device, utilization) // (num_devices if device.platform == "cpu" else 1)
     return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device))
@@ -43,7 +46,7 @@ def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1)
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How a model is kept: its numbers in which types, on how many devices. The fields are settings."""
+    """Says in which types a model's numbers are kept, and on how many devices. The fields are settings."""
 
     dtype: str  # never "auto"
     kv_cache_dtype: str = "auto"
@@ -52,7 +55,7 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Described:
-    """A model with these settings on that device.
+    """Describes a model with these settings on that device.
 
     Attributes:
         config: The settings.

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """A model and the devices that it is for. Nothing is loaded."""
+    """Holds a model's files and the devices that it is for. Nothing is loaded."""
 
     described: Described
     files: ModelFiles
@@ -68,7 +68,7 @@ def describe(config: EngineConfig, hooks: Hooks, files: ModelFiles | None, token
 
 
 def opened_files(config: EngineConfig) -> ModelFiles:
-    """The model's files, after everything that can be refused before they are read."""
+    """Returns the model's files, after everything that can be refused before they are read."""
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
@@ -91,7 +91,11 @@ def _use_compile_cache() -> None:
 
 
 def _tokenizer(config: EngineConfig, files: ModelFiles) -> Any | None:
-    """Raises ModelNotFoundError or CheckpointError if a tokenizer was asked for and is not there, or does not fit the model."""
+    """Returns the tokenizer, or None where the model has none.
+
+    Raises ModelNotFoundError or CheckpointError if one was asked for and is not there, or if it does
+    not fit the model.
+    """
     directory = resolve_tokenizer(config.tokenizer) if config.tokenizer else files.directory
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:

@@ -1,4 +1,4 @@
-"""Drafters on the device, opened beside the model that they draft for: which files each kind has, and what it needs of an engine."""
+"""Opens drafters that run on the device: which files each kind has, and what it needs of an engine."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class DrafterFiles(Protocol):
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Of its own layers, which stand behind the target's in every block."""
+        """Returns what its own layers keep; they follow the target's in every block."""
         ...
 
     def num_bytes(self, dtype: str) -> int:
-        """Of its own weights."""
+        """Returns the bytes of its own weights."""
         ...
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """Its own parameters, each one `put(array)`."""
+        """Returns its own parameters, each one `put(array)`."""
         ...
 
     def make(self, spec: EngineSpec) -> DeviceDrafter:
@@ -76,7 +76,7 @@ class HeadFiles:
 
     @property
     def num_candidates(self) -> int:
-        """W: of each head, that any draft uses."""
+        """Returns W, the candidates of each head that any draft uses."""
         return 1 + max(rank for path in self.choices for rank in path)
 
     def num_bytes(self, dtype: str) -> int:
@@ -91,7 +91,7 @@ class HeadFiles:
 
 @dataclass(frozen=True)
 class NoFiles:
-    """What drafts is the target itself: its likeliest tokens."""
+    """Stands for drafts from the target itself: its most likely tokens."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
@@ -120,7 +120,7 @@ class ModelDrafterFiles:
         return (self.kv,)
 
     def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
-        """For `models.drafter.join`. sharding: of the target, whose tables it may take."""
+        """Returns the graph for `models.drafter.join`. sharding: of the target, whose tables it may take."""
         module = self.module(dtype)
 
         def divided(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
@@ -143,7 +143,7 @@ class ModelDrafterFiles:
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:
-    """How far a drafter drafts for steps of these shapes, and how wide if they take trees."""
+    """Returns how far a drafter drafts for steps of these shapes, and how wide if they take trees."""
     most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
     most_rows = max(bucket.num_rows for bucket in menu.verify)
     if not any(bucket.trees for bucket in menu.verify):
@@ -152,7 +152,7 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
-    """Raises also ConfigError: more is asked of the heads than they predict."""
+    """Opens Medusa's heads. Raises ConfigError, too, where more is asked of the heads than they predict."""
     directory, spec = drafter_directory(config), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
@@ -185,7 +185,7 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
-            "the draft model's positions end at %d, the model's at %d: behind that its drafts are poor",
+            "the draft model's positions end at %d, the model's at %d: beyond that its drafts are poor",
             positions,
             needed,
         )
@@ -205,7 +205,10 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
 
 
 def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
-    """Published models of one family pad the table of one vocabulary to different lengths. Raises CheckpointError if that is not it."""
+    """Checks that two vocabularies differ in padding alone: published models of one family may.
+
+    Raises CheckpointError if they differ in more.
+    """
     sizes = (files.spec.vocab_size, target.spec.vocab_size)
     tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
     differ = f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
@@ -225,7 +228,7 @@ _HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {"heads": MEDUSA_FILES,
 
 
 def drafter_directory(config: SpeculativeConfig) -> Path:
-    """Of a method that has weights of its own. Raises ModelNotFoundError."""
+    """Returns the directory of a method that has weights of its own. Raises ModelNotFoundError."""
     assert config.model is not None, "checked with the settings"
     return resolve_model(config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES))
 
@@ -239,7 +242,7 @@ _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], Drafter
 
 
 def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
-    """None for a method that drafts on the host. Nothing but headers is read.
+    """Returns the drafter, or None for a method that drafts on the host. Nothing but headers is read.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.

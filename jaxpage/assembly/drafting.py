@@ -1,4 +1,4 @@
-"""What drafts for a model, by the settings: opened beside it, given room, put into its steps, and asked by its scheduler."""
+"""Opens what drafts for a model, gives it room, and puts it into the steps and before the scheduler."""
 
 from __future__ import annotations
 
@@ -33,14 +33,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drafting:
-    """Of an engine that does not draft all is None, and nothing changes. Nothing is on a device before `load`."""
+    """Holds what drafts for an engine; without speculation all is None, and nothing changes.
+
+    Nothing is on a device before `load`.
+    """
 
     config: SpeculativeConfig | None = None
     drafter: DrafterFiles | None = None
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Of layers that stand behind the model's in every block."""
+        """Returns what the drafter's layers keep; they follow the model's in every block."""
         return self.drafter.kvs if self.drafter else ()
 
     @property
@@ -49,26 +52,26 @@ class Drafting:
 
     @property
     def may_be_off(self) -> bool:
-        """Whether a drafter on the device may have no part in a step."""
+        """Returns whether a drafter on the device may have no part in a step."""
         return self.drafter is not None and self.config is not None and self.config.num_speculative_tokens == "auto"
 
     def num_bytes(self, dtype: str) -> int:
-        """Of weights."""
+        """Returns the bytes of the drafter's weights."""
         return self.drafter.num_bytes(dtype) if self.drafter else 0
 
     def num_scratch_blocks(self, menu: BucketMenu, block_size: int) -> int:
-        """That layers of a drafter have beyond the pool's."""
+        """Returns the blocks that each layer of a drafter has beyond the pool's."""
         return tree_shape(menu).num_scratch_blocks(block_size) if self.kvs else 0
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """The drafter's parameters, each one `put(array)`, or None."""
+        """Returns the drafter's parameters, each one `put(array)`, or None."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
     def make(self, spec: EngineSpec) -> DeviceDrafter | None:
         return self.drafter.make(spec) if self.drafter else None
 
     def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
-        """Shapes of the layers behind the model's. num_blocks: of the pool of each layer."""
+        """Returns the shapes of the pages of the drafter's layers. num_blocks: of the pool of each layer."""
         counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
         return tuple(
             layer
@@ -77,7 +80,7 @@ class Drafting:
         )
 
     def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
-        """Returns what proposes drafts to the scheduler of an engine. strategies: of its sequences, by their ids."""
+        """Returns what proposes drafts to a scheduler. strategies: of the sequences, by their ids."""
         if self.config is None:
             return NoSpeculation()
         limits = spec.limits
@@ -104,7 +107,7 @@ class Drafting:
 
 
 def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Drafting:
-    """What drafts for a model, as far as headers tell.
+    """Opens what drafts for a model, as far as headers tell.
 
     Raises:
         ModelNotFoundError, CheckpointError, ConfigError, UnsupportedError: it is not there, or does not fit.

@@ -1,6 +1,7 @@
-"""The second call of a start: decides everything about an engine before anything of it is loaded or compiled.
+"""The second call of a start: decides everything before anything is loaded or compiled.
 
-The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made of it.
+The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made
+of it.
 """
 
 from __future__ import annotations
@@ -81,22 +82,22 @@ class EngineSpec:
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """The cache group of each layer, a drafter's layers behind the model's."""
+        """Returns the cache group of each layer, those of a drafter after the model's."""
         return group_of_layers(self.groups)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """P of each cache group."""
+        """Returns P, the blocks on the device, of each cache group."""
         return self.memory.blocks_of_groups(self.memory.num_blocks)
 
     @property
     def blocks(self) -> list[range]:
-        """The ids of each group's pool."""
+        """Returns the ids of each group's pool."""
         return pool_ids(self.num_blocks)
 
     @property
     def host_blocks(self) -> list[range]:
-        """The ids of each group's pool on the host."""
+        """Returns the ids of each group's pool on the host."""
         return pool_ids(self.memory.blocks_of_groups(self.memory.num_host_blocks + 1))
 
     @property
@@ -113,7 +114,8 @@ class EngineSpec:
     def pages(self, mesh: DeviceMesh) -> KVPages:
         """Returns the shapes of the pages of all layers.
 
-        A divided model has those of each layer in each of a device's shards. Each device has all of a drafter's.
+        A divided model has those of each layer in each of a device's shards. Each device has all of a
+        drafter's.
         """
         drafting, num_layers = self.described.drafting, self.described.model.kv.num_layers
         num_blocks = [self.num_blocks[group] for group in self.layer_groups[num_layers:]]
@@ -129,7 +131,7 @@ class EngineSpec:
         return (*of_model, *self.layer_groups[num_layers:])
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """For people."""
+        """Yields the name and the text of each row of the table that a start prints."""
         dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
         yield from self.memory.rows()
         yield "dtype", f"{dtype} ({self.dtype_reason})" if self.dtype_reason else dtype
@@ -151,7 +153,7 @@ class EngineSpec:
         return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
 
     def record(self) -> dict[str, Any]:
-        """For the event log: all that decides plans."""
+        """Returns all that decides plans, for the event log."""
         memory = self.memory
         return {
             "dtype": self.layout.dtype,
@@ -169,7 +171,10 @@ class EngineSpec:
 
 
 def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
-    """Decides everything about an engine, and logs warnings. Errors are those of `engine_spec_of`, and UnsupportedError."""
+    """Decides everything about an engine, and logs warnings.
+
+    Raises UnsupportedError for settings that the device does not take, and as `engine_spec_of`.
+    """
     hooks.phase(PHASES[2])
     described, files, first = opened.described, opened.files, opened.mesh.first
     config, kernels = described.config, described.kernels
@@ -212,15 +217,16 @@ def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
 
 
 def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
-    """What one device holds and runs.
+    """Decides what one device holds and runs.
 
     swaps: whether the host's memory is planned as well; False for a device that is not at hand.
 
     Raises:
-        ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided among the devices, or no step has room
-            for the drafts that are asked for.
-        UnsupportedError: drafts that branch, for layers with sliding windows; what recurrent layers do not take.
-        CapacityError: the weights leave no room, or one sequence of `max_model_len` does not fit; with the numbers.
+        ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided
+            among the devices, or no step has room for the drafts that are asked for.
+        UnsupportedError: Layers with sliding windows or recurrent layers do not take a setting.
+        CapacityError: The weights leave no room, or one sequence of `max_model_len` does not fit;
+            with the numbers.
     """
     config, model, layout = described.config, described.model, described.layout
     longest = model.max_position_embeddings
@@ -254,7 +260,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
-    """What the scheduler knows of the shapes."""
+    """Returns what the scheduler knows of the shapes."""
     return StepLimits(
         max_rows=max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,

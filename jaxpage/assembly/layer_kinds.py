@@ -11,7 +11,10 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 
 
 def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()) -> None:
-    """model: its name, for the error. drafters: what they keep. Raises UnsupportedError."""
+    """Raises UnsupportedError for settings that recurrent layers do not take.
+
+    model: its name, for the error. drafters: what their layers keep.
+    """
     if any(any(each.states) for each in drafters):
         raise UnsupportedError(
             "speculative_config: a draft model with recurrent layers is not supported; use one without, or a method "
@@ -27,7 +30,7 @@ def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Itera
 
 
 def refuse_recurrent(what: str, kv: KVSpec) -> None:
-    """Raises UnsupportedError for a program that counts keys and values alone."""
+    """Raises UnsupportedError where a program counts keys and values alone. what: its name."""
     if any(kv.states):
         raise UnsupportedError(
             f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
@@ -35,10 +38,12 @@ def refuse_recurrent(what: str, kv: KVSpec) -> None:
 
 
 def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
-    """Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no branches.
+    """Raises UnsupportedError for drafts that branch where layers have windows or states.
+
+    Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no
+    branches.
 
     model: its name, for the error. kvs: of the model, and of a drafter.
-    Raises UnsupportedError.
     """
     if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
         return

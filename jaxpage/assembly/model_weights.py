@@ -1,4 +1,4 @@
-"""The weights of a model on the devices: those of its checkpoint, and others for an engine that was built."""
+"""Loads the weights of a model onto the devices: its own, and others for an engine that was built."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def load_model(
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """The weights of the checkpoint, each on the device that computes with it, and adapters that are zero."""
+    """Loads the weights, each onto the device that computes with it, and adapters that are zero."""
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
@@ -47,7 +47,7 @@ def load_model(
 
 
 def whole_weights(files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]) -> dict[Any, Any]:
-    """The weights as the checkpoint has them."""
+    """Returns the weights as the checkpoint has them."""
     return joined(shards_of_weights(files, spec), parameters) if spec.sharding.is_divided else parameters
 
 
@@ -58,7 +58,7 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
-    """Raises UnsupportedError. name: of what replaces them."""
+    """Raises UnsupportedError where weights cannot be replaced. name: of what replaces them."""
     if model.quantization is not None:
         raise UnsupportedError(f"{name} is not supported for quantised weights ({model.quantization.described})")
     if event_log is not None:
@@ -66,7 +66,10 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
 
 
 def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
-    """For `Engine.replace_weights`. The old weights are on the device, too. finite: raises CheckpointError for NaN and infinite numbers."""
+    """Loads weights for `Engine.replace_weights`, while the old ones are on the device, too.
+
+    finite: raises CheckpointError for NaN and infinite numbers.
+    """
     weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
@@ -82,7 +85,7 @@ def given_weights(
     check_finite: bool,
     mode: Mode,
 ) -> Any:
-    """As `weights_on_device`, of what `update_parameters` is given. Raises what that raises."""
+    """Loads what `update_parameters` is given, and raises what that raises: see `weights_on_device`."""
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
     return weights_on_device(with_parameters(model, parameters), spec, finite=check_finite)

@@ -1,4 +1,6 @@
-"""Between the prefix cache and its files: blocks that a request left behind are written, and those that a new one begins with come back.
+"""Moves blocks between the prefix cache and its files.
+
+Blocks that a request has left are written, and those that a new one begins with come back.
 
 A restored block is a cached one like any other: the scheduler finds it, or it was needed for something else meanwhile.
 """
@@ -87,7 +89,7 @@ class PrefixTier(Events):
                 self._files.write(block, own)
 
     def _new(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> dict[int, StoredBlock]:
-        """Those of a sequence's blocks that are cached and have no file."""
+        """Returns those of a sequence's blocks that are cached and have no file."""
         found = {}
         for block in _blocks(digests, token_ids, self._index.block_size):
             if not self._files.has(block.digest) and (place := self._index.block_of(block.digest)) is not None:
@@ -102,6 +104,6 @@ class PrefixTier(Events):
 
 
 def _blocks(digests: Sequence[bytes], token_ids: Sequence[int], size: int) -> Iterator[StoredBlock]:
-    """A sequence's full blocks."""
+    """Yields a sequence's full blocks."""
     for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
         yield StoredBlock(digest, before, tuple(token_ids[place * size : (place + 1) * size]))
