@@ -22,7 +22,7 @@ from jaxpage.assembly import (
     engine_spec_of,
     notices,
 )
-from jaxpage.assembly.capacity import mixes
+from jaxpage.assembly.engine_spec import mixes
 from jaxpage.bench.step_shapes import LLAMA_3_8B
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
@@ -200,7 +200,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
     def on(capability, stored="bfloat16", family=llama, dtype="auto"):
         device = gpu(capability)
         device.memory_stats = lambda: {"bytes_limit": 2**34}
-        return choose_dtype(EngineConfig(dtype=dtype), device_spec_of(device, 0.9), stored, family)
+        return choose_dtype(dtype, device_spec_of(device, 0.9), stored, family)
 
     for capability in ("8.0", "9.0", "12.0", "gfx90a"):
         assert on(capability) == on(capability, dtype="bfloat16") == "bfloat16"
@@ -221,7 +221,7 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
     """The families are those that vLLM refuses it for; "auto" of a checkpoint in float16 is what vLLM takes, too."""
 
     def on(device, family, dtype="float16", stored="float16"):
-        return choose_dtype(EngineConfig(dtype=dtype), device, stored, family)
+        return choose_dtype(dtype, device, stored, family)
 
     cpu, new, old = DeviceSpec("cpu (x)", 1), DeviceSpec("gpu (x)", 1), DeviceSpec("gpu (y)", 1, "", has_bfloat16=False)
     for family in (gemma2, gemma3, glm4):

@@ -6,9 +6,10 @@ No step needs anything of this room, and the engine never imports it.
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.build import NO_HOOKS, build_engine
 from jaxpage.assembly.built_model import BuiltModel
-from jaxpage.assembly.capacity import choose_dtype, choose_kv_cache_dtype, notices, refused_settings
+from jaxpage.assembly.capacity import notices, refused_settings
+from jaxpage.assembly.compiling import shards_of_weights
 from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
-from jaxpage.assembly.describing import lora_spec
+from jaxpage.assembly.describing import choose_dtype, choose_kv_cache_dtype, lora_spec
 from jaxpage.assembly.drafters import drafter_directory
 from jaxpage.assembly.drafting import Drafting, open_drafting
 from jaxpage.assembly.engine_spec import EngineSpec, engine_spec_of
@@ -18,7 +19,6 @@ from jaxpage.assembly.model_weights import (
     Mode,
     check_replaceable,
     given_weights,
-    shards_of_weights,
     weights_on_device,
 )
 from jaxpage.assembly.sampling_defaults import chat_defaults

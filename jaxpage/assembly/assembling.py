@@ -74,7 +74,8 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
         strategies=strategies,
         **parts,
     )
-    hooks.before_steps(spec)
+    if hooks.before_steps:
+        hooks.before_steps(spec)
     if (controller := getattr(engine.speculator, "controller", None)) is not None:
         measure_costs(engine.builder, engine.runner, controller)
     scratch_bytes = mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import prefers_mixed_steps, unaddressable_blocks
-from jaxpage.device.buckets import BucketMenu, make_menu
+from jaxpage.device.backends import unaddressable_blocks
+from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.cache_groups import CacheGroup
-from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
 from jaxpage.device.sizing import (
     MemoryPlan,
     WindowBlocks,
@@ -26,144 +23,95 @@ from jaxpage.device.sizing import (
 )
 from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
-from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
-from jaxpage.layers.sharding import Sharding
+from jaxpage.errors import CapacityError
 from jaxpage.memory.block_tables import window_blocks
-from jaxpage.models.base import Family, ModelSpec
-from jaxpage.models.quantization.scheme import Scheme
-from jaxpage.models.sharding import LOGICAL_SHARDS, make_sharding
+from jaxpage.models.base import ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.shapes import MOST_CANDIDATES
-
-logger = logging.getLogger(__name__)
-
-BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
-BATCHED_TOKENS_ON_ACCELERATORS = 2048
-
-
-def choose_sharding(described: Described) -> Sharding:
-    """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
-    asked, num_devices = described.config.tensor_parallel_reduction, described.layout.tensor_parallel_size
-    invariant = asked == "invariant" or (
-        asked == "auto" and described.device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
-    )
-    return make_sharding(described.model, num_devices, invariant=invariant)
-
-
-def choose_dtype(config: EngineConfig, device: DeviceSpec, stored: str, family: Family) -> str:
-    """Returns the dtype of a model. "auto" follows the checkpoint, but on CPU it is float32 unless the
-    checkpoint is in bfloat16 and that is faster there.
-
-    On a GPU without bfloat16 "auto" is float16, with a warning. A family whose numbers float16 does not hold has bfloat16 or float32 in
-    its place.
-
-    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a family.
-    """
-    overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
-    instead = "float32" if overflows else "float16"
-    lacking = f"{device.name} has no bfloat16, which takes a compute capability of 8.0 or more"
-    if config.dtype == "bfloat16" and not device.has_bfloat16:
-        raise UnsupportedError(f"dtype 'bfloat16': {lacking}; use dtype {instead!r}")
-    if config.dtype == "float16" and overflows:
-        held = "bfloat16" if device.has_bfloat16 else "float32"
-        raise UnsupportedError(
-            f"dtype 'float16': it does not hold this model's numbers, which overflow; use dtype {held!r}"
-        )
-    if config.dtype != "auto":
-        return config.dtype
-    if stored == "float16" and overflows and not device.is_cpu:
-        stored = "bfloat16"
-    if stored == "bfloat16" and not device.has_bfloat16:
-        logger.warning("%s: dtype 'auto' is %s", lacking, instead)
-        return instead
-    if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
-        return "float32"
-    return stored
-
-
-def choose_kv_cache_dtype(config: EngineConfig, spec: ModelSpec, quantization: Scheme | None) -> str:
-    """Returns the dtype of the KV cache.
-
-    "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are
-    never quantised.
-    """
-    if config.kv_cache_dtype != "auto" or quantization is None or any(spec.kv.states):
-        return config.kv_cache_dtype
-    return quantization.kv_cache_dtype
-
-
-def dtype_reason(config: EngineConfig, device: DeviceSpec, stored: str) -> str:
-    """Returns why "auto" is what it is, where that depends on the machine."""
-    if config.dtype != "auto" or not device.is_cpu or stored == "float32":
-        return ""
-    if stored != "bfloat16":
-        return f"the checkpoint is in {stored}"
-    products = cpu_products()
-    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    hint = "" if products.prefer_bfloat16 or sys.version_info >= (3, 12) else "; with Python 3.12 a newer JAX is faster"
-    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
-
-
-def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
-    """Returns whether prompt chunks and decodes share a step; by default, as the kernel set prefers.
-
-    A GPU's kernel takes any rows in one launch. In plain XLA a step that mixes them pads every
-    single token to a tile of queries.
-    """
-    if config.enable_mixed_steps is not None:
-        return config.enable_mixed_steps
-    return prefers_mixed_steps(config.attention_backend, device.platform)
-
-
-def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
-    """Returns the shapes of an engine's steps. mixed: see `mixes`.
-
-    Raises ConfigError if none of them has room for drafts that are asked for.
-    """
-    drafts, most = config.speculative_config, config.max_num_batched_tokens
-    if most is None:
-        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
-    most = max(most, 2)
-    menu = make_menu(
-        config.max_num_seqs,
-        most,
-        mixed=mixed,
-        num_drafts=drafts.draft_lengths if drafts else (),
-        max_verified_tokens=most,
-        trees=drafts is not None and drafts.branches,
-        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
-        num_steps=config.num_scheduler_steps,
-    )
-    if drafts is not None and not menu.verify:
-        raise ConfigError(
-            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
-            f"max_num_batched_tokens is {most}"
-        )
-    return menu
 
 
 def plan_memory(
-    described: Described, weights_bytes: int, groups: Sequence[CacheGroup], menu: BucketMenu, *, longest_row: int
+    described: Described,
+    weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    *,
+    longest_row: int,
+    swaps: bool,
 ) -> MemoryPlan:
-    """Divides the memory of one device: see `engine_spec_of`.
+    """Divides the memory of one device, and decides whether anything can be swapped.
 
-    weights_bytes: on all devices. longest_row: tokens that a sequence can have in a step.
+    Args:
+        described: What the engine is planned with.
+        weights_bytes: The bytes of all weights on all devices.
+        groups: The cache groups, those first that see most.
+        menu: The shapes of the steps.
+        longest_row: The most tokens that a sequence can have in a step.
+        swaps: See `engine_spec_of`.
+
+    Raises CapacityError, with the numbers.
     """
+    config, device = described.config, described.device
+    plan = choose_num_blocks(
+        _without_blocks(described, weights_bytes, groups, menu, longest_row),
+        wanted=config.num_blocks,
+        pool_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
+        narrower_dtype="bfloat16" if described.layout.dtype == "float32" else None,
+        utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
+    )
+    if plan.blocks_for(plan.max_model_len) >= plan.num_blocks:
+        if config.max_model_len is not None:
+            raise CapacityError(
+                f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
+                f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
+            )
+        plan = replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
+    # One sequence recomputes, and with max_num_seqs = 1 there is never more than one.
+    recomputes = config.preemption_mode == "recompute" or (
+        config.preemption_mode == "auto" and config.max_num_seqs == 1
+    )
+    if not swaps or recomputes:
+        return plan
+    plan = choose_num_host_blocks(
+        plan,
+        wanted=config.swap_space_blocks,
+        available=available_host_bytes(),
+        on_disk=_bytes_on_disk(config.prefix_cache_directory, config.prefix_cache_disk_bytes),
+    )
+    if config.preemption_mode == "swap" and not plan.num_host_blocks:
+        raise CapacityError(
+            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} next to what else "
+            "is in it. Free memory, or use preemption_mode 'recompute'."
+        )
+    return plan
+
+
+def _without_blocks(
+    described: Described,
+    weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    longest_row: int,
+) -> MemoryPlan:
+    """Returns what is known before the number of blocks. Arguments are those of `plan_memory`."""
     config, device, layout, drafting = described.config, described.device, described.layout, described.drafting
     first, *further = groups
     longest = config.max_model_len or described.model.max_position_embeddings
+    workspace_bytes = _workspace_estimate(described.model, longest, menu)
     page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
-    scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
+    if drafting.kvs:
+        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
+        workspace_bytes += kv_pages.num_bytes(scratch)
 
     def at_a_time(window: int) -> int:
         return window_blocks(window, longest_row, config.block_size)
 
-    plan = MemoryPlan(
+    return MemoryPlan(
         device=device.name,
         available_bytes=device.available_bytes,
         weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
-        workspace_bytes=_workspace_estimate(described.model, longest, menu) + kv_pages.num_bytes(scratch),
+        workspace_bytes=workspace_bytes,
         block_bytes=sum(group.block_bytes for group in groups),
         block_size=config.block_size,
         num_blocks=0,
@@ -185,22 +133,6 @@ def plan_memory(
             config.attention_backend, device.platform, max(group.array_elements for group in groups), page_dtype
         ),
     )
-    plan = choose_num_blocks(
-        plan,
-        wanted=config.num_blocks,
-        pool_bytes=config.kv_cache_memory_bytes,
-        max_num_seqs=config.max_num_seqs,
-        narrower_dtype="bfloat16" if layout.dtype == "float32" else None,
-        utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
-    )
-    if plan.blocks_for(plan.max_model_len) < plan.num_blocks:
-        return plan
-    if config.max_model_len is not None:
-        raise CapacityError(
-            f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
-            f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
-        )
-    return replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
 
 
 def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
@@ -247,26 +179,13 @@ def notices(described: Described, plan: MemoryPlan) -> list[str]:
     return found
 
 
-def plan_swapping(config: EngineConfig, plan: MemoryPlan) -> MemoryPlan:
-    """Decides, and nothing else does, whether anything can be swapped: `num_host_blocks` says how much."""
-    if config.preemption_mode == "recompute" or (config.preemption_mode == "auto" and config.max_num_seqs == 1):
-        return plan  # nothing swaps: one sequence recomputes, and there is never more than one
-    on_disk = _bytes_on_disk(Path(config.prefix_cache_directory), config) if config.prefix_cache_directory else 0
-    plan = choose_num_host_blocks(
-        plan, wanted=config.swap_space_blocks, available=available_host_bytes(), on_disk=on_disk
-    )
-    if config.preemption_mode == "swap" and not plan.num_host_blocks:
-        raise CapacityError(
-            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} next to what else "
-            "is in it. Free memory, or use preemption_mode 'recompute'."
-        )
-    return plan
-
-
-def _bytes_on_disk(directory: Path, config: EngineConfig) -> int:
-    """Returns the bytes that swapped blocks may take there: they count as those of the prefix cache."""
+def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
+    """Returns the bytes that swapped blocks may take in the directory of the prefix cache."""
+    if prefix_cache_directory is None:
+        return 0
+    directory = Path(prefix_cache_directory)
     there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
-    return min(config.prefix_cache_disk_bytes, shutil.disk_usage(there).free)
+    return min(most, shutil.disk_usage(there).free)
 
 
 def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:

@@ -68,6 +68,7 @@ class Described:
             its weights.
         lora: Adapters, counted as if each shard had all of them; it has a part of either A or B.
         kernels: The kernel set; None where the device is not at hand.
+        dtype_reason: Why the dtype is another than the checkpoint's, or depends on the machine.
     """
 
     config: EngineConfig
@@ -78,3 +79,4 @@ class Described:
     drafting: Drafting = field(default_factory=Drafting)
     lora: LoRASpec | None = None
     kernels: Backend | None = None
+    dtype_reason: str = ""

@@ -14,23 +14,15 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpage.assembly.capacity import (
-    choose_sharding,
-    dtype_reason,
-    mixes,
-    notices,
-    plan_memory,
-    plan_swapping,
-    step_menu,
-)
-from jaxpage.assembly.described import Described, ModelLayout
+from jaxpage.assembly.capacity import notices, plan_memory
+from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
-from jaxpage.device.backends import attention_sets
-from jaxpage.device.buckets import BucketMenu, swapped_at_once
+from jaxpage.device.backends import attention_sets, prefers_mixed_steps
+from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
 from jaxpage.device.executables import check_graphs
 from jaxpage.device.kv_pages import KVPages
@@ -40,12 +32,16 @@ from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.sharding import kv_of_shard
+from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.step.limits import StepLimits
 from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
+
+BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
+BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
@@ -60,7 +56,6 @@ class EngineSpec:
     memory: MemoryPlan
     attention: str = ""  # the kernel sets that compute it, by kind of step; "": not known without the device
     quantization: str = ""  # of the weights, described; "": none
-    dtype_reason: str = ""  # where the dtype is another than the checkpoint's, or depends on the machine
 
     @property
     def config(self) -> EngineConfig:
@@ -117,11 +112,13 @@ class EngineSpec:
         A divided model has those of each layer in each of a device's shards. Each device has all of a
         drafter's.
         """
-        drafting, num_layers = self.described.drafting, self.described.model.kv.num_layers
-        num_blocks = [self.num_blocks[group] for group in self.layer_groups[num_layers:]]
+        pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        if not (drafting := self.described.drafting).kvs:
+            return pages
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[self.described.model.kv.num_layers :]]
         own = drafting.pages(self.menu, num_blocks, self.memory.block_size, self.page_dtype)
         drafters: KVPages = mesh.whole(own)
-        return kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh) + drafters
+        return pages + drafters
 
     @property
     def page_groups(self) -> tuple[int, ...]:
@@ -134,7 +131,8 @@ class EngineSpec:
         """Yields the name and the text of each row of the table that a start prints."""
         dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
         yield from self.memory.rows()
-        yield "dtype", f"{dtype} ({self.dtype_reason})" if self.dtype_reason else dtype
+        reason = self.described.dtype_reason
+        yield "dtype", f"{dtype} ({reason})" if reason else dtype
         if self.quantization:
             yield "quantization", self.quantization
         yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
@@ -183,7 +181,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     if kernels.interpret:
         logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
     spec = engine_spec_of(described)
-    if sizes := hooks.planned(spec):
+    if hooks.planned and (sizes := hooks.planned(spec)):
         spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
     num_heads = files.spec.num_query_heads // spec.sharding.num_shards
     layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
@@ -191,7 +189,6 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
         spec,
         attention=attention_sets(kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype),
         quantization=files.quantization.described if files.quantization else "",
-        dtype_reason=dtype_reason(config, described.device, files.plan.stored_dtype()),
     )
     for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
         logger.warning(warning)
@@ -234,6 +231,7 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the model's positions end at {longest} (of LongRoPE: the original length)"
         )
+    mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
     weights_bytes = described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
     if described.lora:
@@ -241,7 +239,6 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
     check_windows(config.speculative_config, config.model, kvs)
     check_recurrent(config.model, kvs[0], layout, kvs[1:])
-    mixed = mixes(config, described.device)
     menu = step_menu(config, described.device, mixed=mixed)
     limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
     groups = cache_groups(
@@ -251,12 +248,57 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
-    memory = plan_memory(described, weights_bytes, groups, menu, longest_row=limits.longest_row)
-    if swaps:
-        memory = plan_swapping(config, memory)
+    memory = plan_memory(described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps)
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return EngineSpec(described, sharding, groups, menu, limits, memory)
+
+
+def choose_sharding(described: Described) -> Sharding:
+    """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
+    asked, num_devices = described.config.tensor_parallel_reduction, described.layout.tensor_parallel_size
+    invariant = asked == "invariant" or (
+        asked == "auto" and described.device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
+    )
+    return make_sharding(described.model, num_devices, invariant=invariant)
+
+
+def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
+    """Returns whether prompt chunks and decodes share a step; by default, as the kernel set prefers.
+
+    A GPU's kernel takes any rows in one launch. In plain XLA a step that mixes them pads every
+    single token to a tile of queries.
+    """
+    if config.enable_mixed_steps is not None:
+        return config.enable_mixed_steps
+    return prefers_mixed_steps(config.attention_backend, device.platform)
+
+
+def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+    """Returns the shapes of an engine's steps. mixed: see `mixes`.
+
+    Raises ConfigError if none of them has room for drafts that are asked for.
+    """
+    drafts, most = config.speculative_config, config.max_num_batched_tokens
+    if most is None:
+        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+    most = max(most, 2)
+    menu = make_menu(
+        config.max_num_seqs,
+        most,
+        mixed=mixed,
+        num_drafts=drafts.draft_lengths if drafts else (),
+        max_verified_tokens=most,
+        trees=drafts is not None and drafts.branches,
+        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        num_steps=config.num_scheduler_steps,
+    )
+    if drafts is not None and not menu.verify:
+        raise ConfigError(
+            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            f"max_num_batched_tokens is {most}"
+        )
+    return menu
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:

@@ -38,8 +38,8 @@ class Hooks:
     progress: bool = False
     verbose: bool | None = None
     phase: Callable[[str], None] = lambda name: None
-    planned: Callable[[EngineSpec], Mapping[str, int]] = lambda spec: {}
-    before_steps: Callable[[EngineSpec], None] = lambda spec: None
+    planned: Callable[[EngineSpec], Mapping[str, int]] | None = None
+    before_steps: Callable[[EngineSpec], None] | None = None
     parts: EngineParts = field(default_factory=EngineParts)
 
     @property

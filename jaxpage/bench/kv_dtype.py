@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
     parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)

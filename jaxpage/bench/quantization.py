@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
         )
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     token_ids = text_tokens(arguments, config, files)
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}

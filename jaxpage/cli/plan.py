@@ -156,8 +156,8 @@ def _described(
     num_parameters = sum(weight.size for weight in unquantised)
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
-    dtype = choose_dtype(config, device, stated_dtype(model.config), model.family)
-    layout = ModelLayout(dtype, choose_kv_cache_dtype(config, model.spec, model.quantization))
+    dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
+    layout = ModelLayout(dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization))
     return subject, replace(layout, **given)
 
 

@@ -58,8 +58,10 @@ def carries(value: Any, depth: int = DEEPEST) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    if isinstance(value, EngineConfig) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+    if isinstance(value, EngineConfig):
         return vars(value).values()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return (getattr(value, field.name, None) for field in dataclasses.fields(value))
     if isinstance(value, tuple | list):
         return value
     if isinstance(value, dict):
@@ -74,7 +76,8 @@ def arguments_of(frame: FrameType) -> Iterator[Any]:
     code = frame.f_code
     count = code.co_argcount + code.co_kwonlyargcount
     count += bool(code.co_flags & 0x04) + bool(code.co_flags & 0x08)  # *arguments and **keywords
-    yield from (frame.f_locals[name] for name in code.co_varnames[:count] if name in frame.f_locals)
+    names = (name for name in code.co_varnames[:count] if name not in ("self", "cls"))
+    yield from (frame.f_locals[name] for name in names if name in frame.f_locals)
 
 
 def walk(name: str, value: Any) -> list[tuple[str, str]]:
