@@ -99,7 +99,7 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
 
 
 def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepOptions:
-    lora, kernels = spec.described.lora, spec.described.kernels
+    lora, kernels, drafter = spec.described.lora, spec.described.kernels, spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
@@ -111,7 +111,7 @@ def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepO
         spec.page_groups,
         kernels,
         sample_by_row=by_row,
-        drafter=spec.described.drafting.make(spec),
+        drafter=drafter.make(spec) if drafter else None,
         acceptance=spec.config.acceptance,
         max_loras=lora.num_slots if lora else 0,
         sharding=spec.sharding,

@@ -14,7 +14,6 @@ from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -66,9 +65,6 @@ class Drafting:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         """Returns the drafter's parameters, each one `put(array)`, or None."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
-
-    def make(self, spec: EngineSpec) -> DeviceDrafter | None:
-        return self.drafter.make(spec) if self.drafter else None
 
     def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
         """Returns the shapes of the pages of the drafter's layers. num_blocks: of the pool of each layer."""

@@ -220,8 +220,7 @@ def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tu
     """The engine, and the channels to the other hosts, whose engines are the same."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
-    sized, together = (
-        functools.partial(each, channels=channels, host_rank=server.host_rank) for each in (smallest_sizes, agree)
-    )
+    sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)
+    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
     hooks = Hooks(progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together)
     return open_engine(engine, hooks), channels

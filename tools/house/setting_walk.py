@@ -1,17 +1,16 @@
 """Counts how a setting walks from `LLM(...)` to the table of executables.
 
     python tools/house/setting_walk.py                       # a table of a few settings
-    python tools/house/setting_walk.py max_num_seqs=8 --list # every step of one walk
+    python tools/house/setting_walk.py max_num_seqs=8 --list # every stay of one walk
 
 The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of the
-packaged model is started until its executables are about to be compiled. A function takes the setting
-if one of its arguments is the marked value, or holds it: a settings record, a frozen record, a tuple,
-a dict, a partial. Functions of jaxpage that take it are counted:
+packaged model is started until its executables are about to be compiled. A function of jaxpage takes
+the setting if one of its arguments is the marked value, or a record or container that holds it. `self`
+does not count: a record that reads itself hands nothing on.
 
-    calls    how often one is called
-    stays    as calls, but those that follow one another in one module count once
-    modules  how many different modules they are in
-    returns  stays in a module where the setting has been before
+    stays      how often the walk enters such a function, or comes back to it from another one
+    functions  how many different functions these are, in how many modules
+    returns    stays in a function where the setting has been before
 """
 
 from __future__ import annotations
@@ -81,27 +80,38 @@ def arguments_of(frame: FrameType) -> Iterator[Any]:
 
 
 def walk(name: str, value: Any) -> list[tuple[str, str]]:
-    """Returns the module and the name of each function that takes the setting, in the order of the calls."""
-    found: list[tuple[str, str]] = []
+    """Returns the module and the name of the function of each stay, in order."""
+    stays: list[tuple[str, str]] = []
+    under_way: dict[FrameType, tuple[str, str]] = {}  # calls that took the setting
 
     def note(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event != "call" or not _is_ours(code):
-            return
-        if code.co_qualname == END:
-            raise Arrived
-        if any(map(carries, arguments_of(frame))):
-            found.append((str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname))
+        if event == "call" and _is_ours(code):
+            if code.co_qualname == END:
+                raise Arrived
+            if any(map(carries, arguments_of(frame))):
+                under_way[frame] = str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname
+                stays.append(under_way[frame])
+        elif event == "return" and under_way.pop(frame, None) and (before := _caller(frame, under_way)):
+            stays.append(before)
 
     with _always_marked(name):
         sys.setprofile(note)
         try:
             jaxpage.LLM("demo", use_tqdm=False, **{name: _as_marked(value)})
         except Arrived:
-            return found
+            return [stay for stay, _ in itertools.groupby(stays)]
         finally:
             sys.setprofile(None)
     raise AssertionError("an engine was made without executables")
+
+
+def _caller(frame: FrameType, under_way: dict[FrameType, tuple[str, str]]) -> tuple[str, str] | None:
+    """Returns the nearest function that took the setting and is still under way."""
+    outer = frame.f_back
+    while outer is not None and outer not in under_way:
+        outer = outer.f_back
+    return None if outer is None else under_way[outer]
 
 
 @functools.cache
@@ -119,7 +129,7 @@ def _always_marked(name: str) -> Iterator[None]:
         real(config, **settings)
         vars(config)[name] = _as_marked(getattr(config, name))
 
-    EngineConfig.__init__ = made  # type: ignore[method-assign]
+    EngineConfig.__init__ = made  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -130,24 +140,28 @@ def _as_marked(value: Any) -> Any:
     return MarkedText(value) if isinstance(value, str) else MarkedInt(value)
 
 
-def counts(found: list[tuple[str, str]]) -> dict[str, int]:
+def counts(stays: list[tuple[str, str]]) -> dict[str, int]:
     """Returns the numbers of a walk by name."""
-    modules = [module for module, _ in found]
-    stays, different = len(list(itertools.groupby(modules))), len(set(modules))
-    return {"calls": len(found), "stays": stays, "modules": different, "returns": stays - different}
+    num_functions, num_modules = len(set(stays)), len({module for module, _ in stays})
+    return {
+        "stays": len(stays),
+        "functions": num_functions,
+        "returns": len(stays) - num_functions,
+        "modules": num_modules,
+    }
 
 
 def main() -> None:
     """Prints the walk of each setting, or of those that are given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", default=SETTINGS, metavar="NAME=VALUE")
-    parser.add_argument("--list", action="store_true", help="every function of the walk, in order")
+    parser.add_argument("--list", action="store_true", help="every stay, in order")
     arguments = parser.parse_args()
-    print(f"{'setting':<28}" + "".join(f"{name:>9}" for name in counts([])))
+    print(f"{'setting':<28}" + "".join(f"{name:>11}" for name in counts([])))
     for setting in arguments.settings:
         name, _, value = setting.partition("=")
         found = walk(name, int(value) if value.isdigit() else value)
-        print(f"{setting:<28}" + "".join(f"{number:>9}" for number in counts(found).values()))
+        print(f"{setting:<28}" + "".join(f"{number:>11}" for number in counts(found).values()))
         if arguments.list:
             print("\n".join(f"    {module:<32} {function}" for module, function in found))
 
