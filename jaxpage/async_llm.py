@@ -13,13 +13,11 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.assembly import Built, BuiltModel, Hooks, Mode, given_weights
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.engine.build import Built
-from jaxpage.engine.built_model import BuiltModel
+from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.engine.calls import check_process, prepared
-from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.prompts import Messages, named_params, normalise
-from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine, open_in_memory
@@ -53,7 +51,7 @@ class AsyncLLM(BuiltModel):
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        self._use(config, open_engine(config, progress=use_tqdm), max_queued_requests)
+        self._use(config, open_engine(config, Hooks(progress=use_tqdm)), max_queued_requests)
 
     def _use(self, config: EngineConfig, built: Built, max_queued_requests: int = 4096) -> None:
         super()._use(config, built)
@@ -75,7 +73,9 @@ class AsyncLLM(BuiltModel):
     ) -> Self:
         """As `LLM.from_parameters`. Raises what it raises."""
         made = cls.__new__(cls)
-        made._use(*open_in_memory(config, parameters, tokenizer, settings, progress=use_tqdm), max_queued_requests)
+        made._use(
+            *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)), max_queued_requests
+        )
         return made
 
     @named_params

@@ -10,15 +10,13 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
+from jaxpage.assembly import Built, BuiltModel, Hooks, Mode, given_weights
 from jaxpage.checkpoints import ModelConfig, Parameters
+from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.build import Built
-from jaxpage.engine.built_model import BuiltModel
 from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.embedding import Pooling, normalized
 from jaxpage.engine.interrupts import held_interrupts
 from jaxpage.engine.prompts import Messages, named_params, normalise, one_each
-from jaxpage.engine.replacing import Mode, given_weights
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
 from jaxpage.memory import MemoryReport
@@ -62,7 +60,7 @@ class LLM(BuiltModel):
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        self._use(config, open_engine(config, progress=use_tqdm, verbose=verbose))
+        self._use(config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)))
 
     def _use(self, config: EngineConfig, built: Built) -> None:
         super()._use(config, built)
@@ -99,8 +97,8 @@ class LLM(BuiltModel):
 
         Raises CheckpointError with all that does not fit, TypeError for what is neither of these, and the errors of the constructor.
         """
-        made, options = cls.__new__(cls), {"progress": use_tqdm, "verbose": verbose}
-        made._use(*open_in_memory(config, parameters, tokenizer, settings, **options))
+        made, hooks = cls.__new__(cls), Hooks(progress=use_tqdm, verbose=verbose)
+        made._use(*open_in_memory(config, parameters, tokenizer, settings, hooks))
         return made
 
     def parameters(self) -> dict[str, jax.Array]:

@@ -21,14 +21,13 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly import PHASES, ModelLayout
 from jaxpage.bench import history
 from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.measure import dtypes
 from jaxpage.bench.report import Measurement, as_result, environment, table
 from jaxpage.bench.workload_files import read_workload
 from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, prefix_repetition
-from jaxpage.engine.build import PHASES
-from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import UsageError
 from tests.support.random_checkpoints import random_checkpoint
 from tools import bench_sampler, bench_swap

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly import chat_defaults
 from jaxpage.cli.chat import Lines, converse
 from jaxpage.cli.conversation import COMMANDS, Conversation, is_open, unquoted
 from jaxpage.cli.line_editor import open_history
 from jaxpage.cli.resolving import say
-from jaxpage.engine.sampling_defaults import chat_defaults
 from jaxpage.errors import CapacityError
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from tests.support.fake_llm import FakeLLM

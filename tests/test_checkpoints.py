@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from jaxpage.assembly import describing
 from jaxpage.checkpoints import (
     check_weights,
     convert,
@@ -41,8 +42,7 @@ from jaxpage.checkpoints import (
 )
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
-from jaxpage.engine import build
-from jaxpage.engine.text import ends_of_text, load_tokenizer
+from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
@@ -530,7 +530,7 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
 ) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
-    monkeypatch.setattr("jaxpage.engine.text.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxpage.checkpoints.tokenizer_files.find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
         load_tokenizer(tmp_path)
 
@@ -562,7 +562,7 @@ def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     backend.add_tokens([f"<{index}>" for index in range(20_000)])
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
     files = open_model(tmp_path)
-    tokenizer = build._tokenizer(EngineConfig(model=str(tmp_path)), files)
+    tokenizer = describing._tokenizer(EngineConfig(model=str(tmp_path)), files)
     assert len(ends_of_text(files, tokenizer)) == 63
     assert all(len(message) < 1000 for message in caplog.messages)
     assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]

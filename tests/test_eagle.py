@@ -15,9 +15,9 @@ import pytest
 import transformers
 from flax import nnx
 
+from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.engine.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.context import AttentionOptions, ForwardContext
 from jaxpage.models.base import abstract_model

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
-from jaxpage.engine.build import build_engine
+from jaxpage.assembly import build_engine
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -36,7 +36,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def built(tmp_path_factory):
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 33, "max_model_len": 256}
-    built = build_engine(EngineConfig(model=str(directory), **settings), progress=False)
+    built = build_engine(EngineConfig(model=str(directory), **settings))
     yield built
     built.engine.runner.close()
 

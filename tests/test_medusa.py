@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxpage import LLM, EngineConfig, SamplingParams
+from jaxpage.assembly.drafters import open_heads
 from jaxpage.checkpoints.medusa_files import MedusaFiles, load_medusa, open_medusa
 from jaxpage.device import steps
-from jaxpage.engine.capacity import draft_lengths
-from jaxpage.engine.drafters import open_heads
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.models.base import abstract
 from jaxpage.models.medusa import MedusaHeads
@@ -527,8 +526,8 @@ def test_drafts_are_cut_to_shapes_from_their_end(
     heads: Path, settings: dict[str, Any], lengths: tuple[int, ...], choices: Any, num_candidates: int
 ) -> None:
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
-    assert draft_lengths(config) == lengths
     assert config.speculative_config is not None
+    assert config.speculative_config.draft_lengths == lengths
     found = open_heads(config.speculative_config, TARGET)
     assert found.choices == choices and found.num_candidates == num_candidates
 

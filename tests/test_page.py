@@ -17,9 +17,8 @@ from starlette.applications import Starlette
 from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
-from jaxpage.engine.build import Built, build_engine
+from jaxpage.assembly import Built, build_engine
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Both
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
 from jaxpage.replay.log_walk import Walk
@@ -28,6 +27,7 @@ from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, open_log, opened
 from tests.support.engines import make_llm
 from tests.support.inspecting import POOL, run_crowd
@@ -49,7 +49,7 @@ CONFIG = EngineConfig(model="demo", max_num_batched_tokens=64, swap_space_blocks
 
 @pytest.fixture(scope="module")
 def built() -> Built:
-    return build_engine(CONFIG, progress=False)
+    return build_engine(CONFIG)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def crowd(crowd_and_incident: tuple[str, list[Any], str]) -> tuple[str, list[Any
 
 @pytest.fixture(scope="module")
 def crowd_of_several_steps() -> tuple[str, list[Any]]:
-    built = build_engine(CONFIG.replace(num_scheduler_steps=2), progress=False)
+    built = build_engine(CONFIG.replace(num_scheduler_steps=2))
     return crowd_of(built.engine, built.spec)[:2]
 
 

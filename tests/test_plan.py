@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from jaxpage import cli
+from jaxpage.assembly import ModelLayout
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
-from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import CapacityError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.settings.base import UnsupportedSettings

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
-from jaxpage.engine import capacity
-from jaxpage.engine.prefix_files import PrefixFiles, StoredBlock
+from jaxpage.assembly import capacity
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.prefix_store import PrefixFiles, StoredBlock
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 

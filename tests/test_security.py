@@ -24,7 +24,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from jaxpage.engine import grammar_compiler
+from jaxpage.decoding import grammar_compiler
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire import template_worker, templates
 from jaxpage.serving.wire.errors import ApiError

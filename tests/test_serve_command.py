@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from jaxpage import cli
-from jaxpage.engine.build import PHASES
+from jaxpage.assembly import PHASES
 
 SMALL = ["--max-num-seqs", "1", "--max-model-len", "64", "--num-blocks", "9", "--preemption-mode", "recompute"]
 KEY = "sk-a-key-for-this-test"

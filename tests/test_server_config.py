@@ -18,7 +18,7 @@ import yaml
 from jaxpage import cli
 from jaxpage.cli.parsers import make_parser
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
-from jaxpage.errors import CapacityError, ConfigError
+from jaxpage.errors import ConfigError, ModelNotFoundError
 from jaxpage.serving import startup
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.listening import address_of, bound_socket
@@ -330,19 +330,15 @@ def test_every_address_is_told_as_one_that_can_be_asked() -> None:
     ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)]
 )
 def test_a_door_that_is_open_to_everybody_is_told(
-    host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch
+    host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def no_engine(*_: object, **__: object) -> None:
-        raise CapacityError("there is no engine in this test")
-
     said: list[str] = []
-    monkeypatch.setattr(startup, "open_engine", no_engine)
     monkeypatch.setattr(startup.logs, "configure", lambda config: None)
     monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
     if key is not None:
         monkeypatch.setenv("JAXPAGE_API_KEY", key)
-    with socket.socket() as listener, pytest.raises(CapacityError):
-        startup.start(EngineConfig(), ServerConfig(host=host, port=0), listener)
+    with socket.socket() as listener, pytest.raises(ModelNotFoundError):
+        startup.start(EngineConfig(model=str(tmp_path / "nowhere")), ServerConfig(host=host, port=0), listener)
     assert [text.split(":")[0] for text in said] == (["no API key"] if warned else [])
 
 

@@ -18,9 +18,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.engine.build import Built
-from jaxpage.engine.histogram import SECONDS, TOKENS, Histogram
-from jaxpage.engine.latencies import Latencies
+from jaxpage.assembly import Built
+from jaxpage.engine.latencies import SECONDS, TOKENS, Histogram, Latencies
+from jaxpage.errors import ModelNotFoundError
 from jaxpage.memory import CacheObserver, PrefixIndex
 from jaxpage.outputs import RequestMetrics, RequestOutput
 from jaxpage.serving import asgi, logs
@@ -463,11 +463,14 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
     engine.events, cached.index.observer = before, CacheObserver()
 
 
-def test_the_application_runs_in_the_servers_of_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_application_runs_in_the_servers_of_others(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the lifespan of ASGI, by which its engine ends."""
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        asgi.asgi_app(engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"})
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
-    monkeypatch.setattr(asgi, "open_engine", lambda *_, **__: built)
-    app = asgi.asgi_app(server={"served_model_name": "m"})
+    app = asgi.application(built, llm.config, ServerConfig(served_model_name="m"))
     monkeypatch.setattr(app._loop._calls, "shutdown", lambda: None)  # the engine is there for other tests
     said: list[str] = []
 

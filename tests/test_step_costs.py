@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from jaxpage.assembly.step_costs import full_step
 from jaxpage.device.buckets import make_menu
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.step_costs import full_step
 from jaxpage.speculation.controller import Costs
 
 PLAIN, DRAFTS, MORE = (4, 4), (4, 16), (4, 32)

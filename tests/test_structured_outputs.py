@@ -23,12 +23,12 @@ import pytest
 from tokenizers import Tokenizer
 
 import jaxpage.decoding.constraints as constraints
+import jaxpage.decoding.grammar_compiler as compiling
 import jaxpage.decoding.grammars as rules
 import jaxpage.decoding.mask_budget as budgets
-import jaxpage.engine.grammar_compiler as compiling
 from jaxpage import SamplingParams, cli
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
-from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay.replay import replay
 from tests.support.engines import LLAMA, SMALL_POOL, invariants, lone_sample, make_llm, run_giving_way

@@ -15,12 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage import EngineConfig, SamplingParams
+from jaxpage.assembly import build_engine, capacity
 from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.steps import StepOutput
-from jaxpage.engine import capacity
 from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import CapacityError
 from jaxpage.memory import pool_ids
@@ -374,7 +373,7 @@ def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
 def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
     def built(**settings):
         small = EngineConfig(model=str(directory), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
-        built = build_engine(small.model_copy(update=settings), progress=False)
+        built = build_engine(small.model_copy(update=settings))
         built.engine.runner.close()
         return built.memory.num_host_blocks
 

@@ -21,8 +21,8 @@ from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly import Built
 from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
-from jaxpage.engine.build import Built
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.config import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxpage.assembly import build_engine
 from jaxpage.bench.report import environment
 from jaxpage.device.truncation import truncate
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig
@@ -98,7 +98,7 @@ def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Ar
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
     """Seconds of one decode step, input and output included, by what each of its rows asks for."""
     config = EngineConfig(model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows))
-    built = build_engine(config, progress=False)
+    built = build_engine(config)
     if num_tokens > built.memory.max_model_len:
         raise ValueError(f"--num-tokens is {num_tokens}, but max_model_len is {built.memory.max_model_len}")
     engine = built.engine

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from jaxpage.assembly import build_engine
 from jaxpage.bench.report import environment
 from jaxpage.engine.batch_builder import Batch, BatchBuilder
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.runner import Runner
 from jaxpage.errors import JaxpageError
 from jaxpage.settings.engine_config import EngineConfig
@@ -47,7 +47,7 @@ def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> Sw
     config = EngineConfig(
         model=model, block_size=block_size, num_blocks=2 * num_blocks + 1, max_model_len=num_tokens, max_num_seqs=2
     )
-    engine = build_engine(config, progress=False).engine
+    engine = build_engine(config).engine
     runner, builder = engine.runner, engine.builder
     table = tuple(range(1, num_blocks + 1))
     elsewhere = tuple(range(num_blocks + 1, 2 * num_blocks + 1))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.typing import DTypeLike
 
+from jaxpage.assembly import choose_dtype, device_spec_of, refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.report import environment, print_result
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
@@ -19,12 +20,10 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
+from jaxpage.device.embedder import packed_chunk
 from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape, unpack, views
 from jaxpage.device.steps import StepOptions, logits_step
-from jaxpage.engine.capacity import choose_dtype, device_spec_of
-from jaxpage.engine.embedding import packed_chunk
-from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.errors import UsageError
 from jaxpage.models.base import abstract_model
 from jaxpage.settings.engine_config import EngineConfig
@@ -54,7 +53,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     longest = _longest(config, files)
     token_ids = text_tokens(arguments, config, files)
     parameters = load_weights(files.plan, dtype, jax.device_put, progress=False)

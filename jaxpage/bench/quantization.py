@@ -13,13 +13,13 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
+from jaxpage.assembly import choose_dtype, device_spec_of
 from jaxpage.bench.kv_dtype import DIFFERENCES, Logits, differences, position_logits, table, text_tokens
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.device.kv_pages import page_dtype
-from jaxpage.engine.capacity import choose_dtype, device_spec_of
 from jaxpage.errors import CheckpointError, UsageError
 from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             f"{config.model} is quantised already ({files.quantization.described}): there is nothing to compare it with"
         )
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
-    dtype = choose_dtype(config, place, files.plan.stored_dtype(), files.family)
+    dtype = choose_dtype(config.dtype, place, files.plan.stored_dtype(), files.family)
     token_ids = text_tokens(arguments, config, files)
     exact_TV: Logits | None = None
     columns: dict[str, dict[str, float]] = {}
@@ -88,7 +88,7 @@ def _quantizations(directory: Path) -> list[str | None]:
 
 def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:
     """Tokens per second of a whole step, by the median of some."""
-    engine = open_engine(config, progress=False).engine
+    engine = open_engine(config).engine
     rates = {}
     for num_rows in batches:
         start_decoding(engine, num_rows, CONTEXT)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from jaxpage.assembly import Hooks, refuse_recurrent
 from jaxpage.bench.ceilings import bandwidth, product_rate
 from jaxpage.bench.measure import parameters
 from jaxpage.bench.report import environment, print_result
@@ -28,7 +29,6 @@ from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
 from jaxpage.engine.batch_builder import Batch
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.recurrent import refuse_recurrent
 from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import UsageError
 from jaxpage.models.base import Family, ModelSpec, model_weights
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     if arguments.context > most:
         raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
     config = config.replace(enable_prefix_caching=False, event_log=None)
-    built = open_engine(config, progress=True)
+    built = open_engine(config, Hooks(progress=True))
     engine = built.engine
     weights = product_weights(model.family, spec, built.spec.layout.dtype, model.rule)
     work = functools.partial(work_of, spec, weights, built.spec.page_dtype)

@@ -11,7 +11,6 @@ import time
 
 _BEGAN = time.time()
 
-import functools
 import json
 import sys
 
@@ -19,7 +18,9 @@ import jax  # noqa: F401, timed apart from what is ours
 
 _IMPORTED_JAX = time.time()
 
-from jaxpage import LLM, SamplingParams, llm
+import jaxpage.llm  # noqa: F401, as a program that generates does
+from jaxpage import EngineConfig, SamplingParams
+from jaxpage.assembly import Hooks
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.opening import open_engine
 
@@ -32,12 +33,17 @@ def main() -> None:
     def begin(phase: str) -> None:
         marks[phase] = time.time()
 
-    setattr(llm, "open_engine", functools.partial(open_engine, phase=begin))  # noqa: B010, `LLM` has no argument for it
     try:
-        with LLM(**json.load(sys.stdin), use_tqdm=False, verbose=False) as engine:
-            begin("the first token")
-            engine.generate(PROMPT, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), use_tqdm=False)
-            begin("end")
+        engine = open_engine(EngineConfig(**json.load(sys.stdin)), Hooks(phase=begin)).engine
+        begin("the first token")
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        request = engine.add("first", engine.prepare(None, PROMPT, params))
+        while not request.finished:
+            engine.step()
+        begin("end")
+        engine.events.closed()
+        engine.runner.close()
+        engine.grammars.close()
     except JaxpageError as error:
         print(json.dumps({"error": str(error)}))
     else:

@@ -19,7 +19,7 @@ from jaxpage.bench.measure import run_workload
 from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table, too_short
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.engine.text import tokenizer_of
+from jaxpage.checkpoints.tokenizer_files import tokenizer_of
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig

@@ -3,6 +3,8 @@
 Nothing here unpickles, runs code that comes with a model, or touches a device before all of the checkpoint fits.
 """
 
+import logging
+
 from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
@@ -53,3 +55,6 @@ __all__ = [
     "with_parameters",
     "with_weights_of",
 ]
+
+# transformers says when it is imported that models need PyTorch; here it reads tokenizers, which do not.
+logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in str(record.msg))

@@ -44,7 +44,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object]:
     """What the model asks for, and what a chat takes where it is silent; tells which come into effect."""
-    from jaxpage.engine.sampling_defaults import chat_defaults  # after the engine: this imports jax
+    from jaxpage.assembly import chat_defaults  # after the engine: this imports jax
 
     origins = {"generation_config.json": llm.sampling_defaults, "chat's default": chat_defaults(llm.sampling_defaults)}
     found = [(name, value, origin) for origin, values in origins.items() for name, value in values.items()]

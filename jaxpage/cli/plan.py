@@ -11,23 +11,26 @@ from typing import Any
 
 import jax
 
+from jaxpage.assembly import (
+    Described,
+    DeviceSpec,
+    Drafting,
+    EngineSpec,
+    ModelLayout,
+    choose_dtype,
+    choose_kv_cache_dtype,
+    device_spec_of,
+    engine_spec_of,
+    lora_spec,
+    notices,
+    open_drafting,
+    refused_settings,
+)
 from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
 from jaxpage.checkpoints.opening import ModelDescription
 from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.engine.adapters import lora_spec
-from jaxpage.engine.capacity import (
-    DeviceSpec,
-    ModelLayout,
-    choose_dtype,
-    choose_kv_cache_dtype,
-    device_spec_of,
-    notices,
-    refused_settings,
-)
-from jaxpage.engine.drafting import Drafting, open_drafting
-from jaxpage.engine.engine_spec import EngineSpec, describe_engine
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import KVSpec, ModelSpec, model_weights
@@ -54,8 +57,8 @@ class Subject:
     weights: Sequence[Weight]
     num_parameters: int  # however many numbers a quantised weight is made of
     device: DeviceSpec
-    drafting: Drafting | None = None
-    lora: LoRASpec | None = None
+    drafting: Drafting
+    lora: LoRASpec | None
     divisible: set[Sharding] = field(default_factory=set)  # how it was found that it can be divided
 
     @property
@@ -67,11 +70,14 @@ class Subject:
         name: str = self.model.config["architectures"][0]
         return name
 
+    def described(self, layout: ModelLayout) -> Described:
+        """Returns what an engine with the model in this layout is planned with."""
+        weights_bytes = num_bytes(self.weights, layout.dtype)
+        return Described(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora)
+
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
-        weights_bytes = num_bytes(self.weights, layout.dtype)
-        parts = weights_bytes, self.drafting, self.lora
-        return describe_engine(self.config, self.spec, self.device, layout, *parts, swaps=False)
+        return engine_spec_of(self.described(layout), swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
         """Raises ConfigError for a layout that no model can have."""
@@ -114,15 +120,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         CapacityError: the model does not fit, not even divided, with the numbers. What else it could be is printed all the same.
     """
     subject, layout = _described(arguments, config, given)
-    device, model_spec = subject.device, subject.spec
     chosen = subject.option(layout)
     if isinstance(chosen.error, ConfigError | UnsupportedError):
         raise chosen.error
-    for notice in notices(config, device, model_spec, chosen.plan) if chosen.plan else ():
+    for notice in notices(subject.described(layout), chosen.plan) if chosen.plan else ():
         logger.warning(notice)
     count = arguments.devices or 0
     options = [subject.option(layout) for layout in _layouts(chosen.layout, count or max(DEVICES))]
-    length = min(REFERENCE_LENGTH, config.max_model_len or model_spec.max_position_embeddings)
+    length = min(REFERENCE_LENGTH, config.max_model_len or subject.spec.max_position_embeddings)
     divided = plan_devices.divisions(subject.option, chosen.layout, count)
     fits = any(option.plan for option in (chosen, *divided))
     if not arguments.json:
@@ -151,16 +156,16 @@ def _described(
     num_parameters = sum(weight.size for weight in unquantised)
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
-    dtype = choose_dtype(config, device, stated_dtype(model.config), model.family)
-    layout = ModelLayout(dtype, choose_kv_cache_dtype(config, model.spec, model.quantization))
+    dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
+    layout = ModelLayout(dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization))
     return subject, replace(layout, **given)
 
 
-def _drafting(config: EngineConfig) -> Drafting | None:
+def _drafting(config: EngineConfig) -> Drafting:
     """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
     asked = config.speculative_config
     if asked is None or asked.model is None:
-        return None
+        return Drafting()
     return open_drafting(asked, open_model(resolve_model(config.model, config.revision), config.quantization))
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from jaxpage.assembly import ModelLayout
 from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.engine.capacity import ModelLayout
 from jaxpage.errors import CapacityError, JaxpageError
 from jaxpage.tables import aligned
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from jaxpage.assembly import EngineSpec, Hooks
 from jaxpage.cli.plan import spec_of
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UsageError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
 from jaxpage.replay.opening import open_engine
@@ -95,7 +95,7 @@ def _opened(
         spec = spec_of(arguments, config, given)
     else:
         config = config.replace(**given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None)
-        built = open_engine(config, progress=not arguments.json)
+        built = open_engine(config, Hooks(progress=not arguments.json))
         spec, cost = built.spec, measure(built)
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
         raise UsageError("--slo simulates models whose layers all see the whole sequence; this one has sliding windows")

@@ -99,7 +99,7 @@ def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
 
 def _check_text(config: EngineConfig, *, chats: bool) -> None:
     from jaxpage.checkpoints import open_model, resolve_model
-    from jaxpage.engine.text import tokenizer_of
+    from jaxpage.checkpoints.tokenizer_files import tokenizer_of
 
     tokenizer = tokenizer_of(config)
     if tokenizer is None:

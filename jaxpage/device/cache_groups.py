@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from jax.typing import DTypeLike
 
-from jaxpage.device.kv_pages import KVPages, bytes_per_layer
+from jaxpage.device.kv_pages import KVPages, num_bytes, page_shapes
 from jaxpage.layers.context import StateSpec
 from jaxpage.models.base import KVSpec
 
@@ -52,11 +52,11 @@ def cache_groups(
         dtype: the pages' type.
         num_shards: shards of the model on a device, each with arrays of its own; `kvs` has what one of them keeps.
     """
-    kinds = [_kind(kv, layer, longest, block_size) for kv in kvs for layer in range(kv.num_layers)]
+    kinds = _kinds(kvs, longest, block_size)
     layer_bytes = [
-        bytes_per_layer(kv, block_size, dtype, layer) * (1 if place else num_shards)
+        num_bytes((layer,)) * (1 if place else num_shards)
         for place, kv in enumerate(kvs)
-        for layer in range(kv.num_layers)
+        for layer in page_shapes(kv, 1, block_size, dtype)
     ]
     elements = [block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)]
     groups = []
@@ -76,11 +76,16 @@ class _Kind(NamedTuple):
     is_state: bool
 
 
-def _kind(kv: KVSpec, layer: int, longest: int, block_size: int) -> _Kind:
-    if (state := kv.state_of(layer)) is not None:
-        return _Kind(state_window(state, block_size), True)
-    window = kv.sliding_windows[layer]
-    return _Kind(math.inf if window is None or window >= longest else window, False)
+def _kinds(kvs: Sequence[KVSpec], longest: int, block_size: int) -> list[_Kind]:
+    """Returns the kind of each layer."""
+    kinds = []
+    for kv in kvs:
+        for layer, window in enumerate(kv.sliding_windows):
+            if (state := kv.state_of(layer)) is not None:
+                kinds.append(_Kind(state_window(state, block_size), True))
+            else:
+                kinds.append(_Kind(math.inf if window is None or window >= longest else window, False))
+    return kinds
 
 
 def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:

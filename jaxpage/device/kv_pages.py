@@ -47,9 +47,9 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike, layer: int = 0) -> int:
-    """Returns the bytes of one block in one layer, scales included."""
-    return num_bytes((_layer_shapes(kv, layer, 1, block_size, dtype),))
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
+    """Returns the bytes of one block in the first layer, scales included."""
+    return num_bytes(page_shapes(kv, 1, block_size, dtype)[:1])
 
 
 def num_bytes(pages: KVPages) -> int:
@@ -60,7 +60,22 @@ def num_bytes(pages: KVPages) -> int:
 def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
     """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
-    return tuple(_layer_shapes(kv, layer, count, block_size, dtype) for layer, count in enumerate(of_layers))
+    shapes: list[LayerPages | StatePages] = []
+    for layer, count in enumerate(of_layers):
+        if (state := kv.state_of(layer)) is not None:
+            inputs = jax.ShapeDtypeStruct((count, block_size, state.input_width), dtype)
+            states = jax.ShapeDtypeStruct((count, *state.shape), jnp.float32)
+            num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
+            shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
+            continue
+        slots = (count, block_size, kv.num_kv_heads)
+        page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
+        scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
+        if kv.value_width is not None:
+            shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]
+        else:
+            shapes.append(LayerPages(page, page, scale, scale))  # type: ignore[arg-type]
+    return tuple(shapes)
 
 
 def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
@@ -72,19 +87,3 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
     return tuple(
         jax.tree.map(lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None), each)
     )
-
-
-def _layer_shapes(
-    kv: KVSpec, layer: int, num_blocks: int, block_size: int, dtype: DTypeLike
-) -> LayerPages | StatePages:
-    if (state := kv.state_of(layer)) is not None:
-        return StatePages(
-            jax.ShapeDtypeStruct((num_blocks, block_size, state.input_width), dtype),  # type: ignore[arg-type]
-            jax.ShapeDtypeStruct((num_blocks, *state.shape), jnp.float32),  # type: ignore[arg-type]
-            jax.ShapeDtypeStruct((num_blocks,), jnp.int32),  # type: ignore[arg-type]
-        )
-    slots = (num_blocks, block_size, kv.num_kv_heads)
-    page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
-    scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
-    of_keys = LayerPages(page, None, scale, None)  # type: ignore[arg-type]
-    return of_keys if kv.value_width is not None else of_keys._replace(v_pages=page, v_scale=scale)  # type: ignore[arg-type]

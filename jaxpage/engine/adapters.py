@@ -14,23 +14,14 @@ from jaxpage.checkpoints.files import file_in
 from jaxpage.checkpoints.lora_files import CONFIG, TENSORS, Adapter, read_adapter
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
-from jaxpage.models.base import Family, ModelSpec
-from jaxpage.models.lora import LoRASpec, lora_targets
+from jaxpage.models.lora import LoRASpec
 from jaxpage.models.replacing import Path as LayerPath
-from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
 
 # Writes A and B of a layer into a slot, from 1; None: zeros.
 WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], None]
 _Version = tuple[tuple[int, int], ...]  # of each file, when it was changed and how long it is
-
-
-def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:
-    """None: the model takes no adapters."""
-    if not config.enable_lora:
-        return None
-    return LoRASpec(config.max_loras, config.max_lora_rank, lora_targets(family, spec))
 
 
 class Adapters:

@@ -10,11 +10,10 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy, advance, masks_of
+from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
-from jaxpage.engine.events import Events
-from jaxpage.engine.grammar_compiler import GrammarCompiler
 from jaxpage.engine.metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
@@ -28,6 +27,7 @@ from jaxpage.shapes import NOT_FINITE
 from jaxpage.speculation import NoSpeculation, Speculator
 from jaxpage.step.draft import Drafts
 from jaxpage.step.edits import Edit, Finish, Fork
+from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import Request, Sequence, SequenceGroup

@@ -8,9 +8,9 @@ from typing import Any
 
 from jaxpage.device.executables import Executables
 from jaxpage.engine.latencies import Latencies
-from jaxpage.engine.prefix_files import FileCounts
 from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
+from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
 from jaxpage.speculation.counts import SpeculationCounts
 from jaxpage.step.edits import Append

@@ -14,11 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import load_shards
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.engine.build import shards_of_weights
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record

@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxpage.checkpoints import ModelConfig, Parameters, open_parameters
-from jaxpage.engine.build import Built, build_engine
-from jaxpage.engine.prefix_files import PrefixFiles
-from jaxpage.engine.prefix_tier import PrefixTier
+from jaxpage.assembly import NO_HOOKS, Built, Hooks, build_engine
+from jaxpage.checkpoints import ModelConfig, ModelFiles, Parameters, open_parameters
 from jaxpage.errors import UnsupportedError
+from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
 from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig
@@ -21,11 +20,13 @@ from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine
 _OF_BLOCKS = ("dtype", "kv_cache_dtype", "quantization", "block_size", "attention_backend", "speculative_config")
 
 
-def open_engine(config: EngineConfig, **options: Any) -> Built:
+def open_engine(
+    config: EngineConfig, hooks: Hooks = NO_HOOKS, *, files: ModelFiles | None = None, tokenizer: Any | None = None
+) -> Built:
     """`build_engine`, and a log of its events. Raises ConfigError before anything is loaded if the log's file is there already."""
     if config.event_log is not None:
         check_new(config.event_log)
-    built = build_engine(config, **options)
+    built = build_engine(config, hooks, files=files, tokenizer=tokenizer)
     if config.prefix_cache_directory is not None:
         built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
@@ -34,7 +35,7 @@ def open_engine(config: EngineConfig, **options: Any) -> Built:
 
 
 def open_in_memory(
-    model: ModelConfig, parameters: Parameters, tokenizer: Any | None, settings: EngineSettings, **options: Any
+    model: ModelConfig, parameters: Parameters, tokenizer: Any | None, settings: EngineSettings, hooks: Hooks
 ) -> tuple[EngineConfig, Built]:
     """The settings, and `open_engine`, of what `LLM.from_parameters` is given. Raises what that raises."""
     if "model" in settings:
@@ -49,7 +50,7 @@ def open_in_memory(
     if config.event_log is not None:
         raise UnsupportedError("event_log is not supported with from_parameters: a replay could not find the weights")
     files = open_parameters(model, parameters, config.quantization)
-    return config, open_engine(config, files=files, tokenizer=own, **options)
+    return config, open_engine(config, hooks, files=files, tokenizer=own)
 
 
 def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixTier:
@@ -66,4 +67,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     swapped_bytes = spec.memory.host_pool_bytes if spec.memory.swaps_to_file else 0
     files = PrefixFiles(directory, digest, config.prefix_cache_disk_bytes - swapped_bytes)
-    return PrefixTier(built.engine, files)
+    cached = built.engine.scheduler.block_manager.cached
+    assert cached is not None, "there is a prefix cache"
+    built.engine.metrics.prefix_files = files.counts
+    return PrefixTier(cached, built.engine.runner, files)

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxpage.engine.events import Events
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork, Score
+from jaxpage.step.events import Events
 from jaxpage.step.plan import Row, StepPlan, StepResult
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, NoReturn
 
 from tqdm import tqdm
 
+from jaxpage.assembly import Hooks, build_engine
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
 from jaxpage.engine.admission import NamedAdapter
-from jaxpage.engine.build import build_engine
 from jaxpage.engine.engine import Engine, EngineParts
 from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
@@ -72,7 +72,7 @@ def replay(
             check_replayable(log, incident)
         config = logged_config(log, logged, model, keeps_tokenizer=is_constrained)
         follower = Replay(log)
-        built = build_engine(config, progress=progress, parts=follower.parts)
+        built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
             ours = json.loads(encoded(header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxpage.checkpoints import local_model
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.log_header import read_header
 from jaxpage.replay.looking import records_of

@@ -9,16 +9,18 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxpage.assembly import Built
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
-from jaxpage.serving.config import read_api_keys, resolve_both
+from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
+from jaxpage.settings.engine_config import EngineConfig
 
 
 class Application:
@@ -55,7 +57,11 @@ def asgi_app(
     logs.configure(theirs)
     api_keys = read_api_keys(theirs)
     check_lora_modules(ours, theirs, model_names(ours, theirs))
-    built = open_engine(ours, progress=False)
+    return application(open_engine(ours), ours, theirs, api_keys)
+
+
+def application(built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys: tuple[str, ...] = ()) -> Application:
+    """Starts the thread of an engine that was built, and returns the application. ours: its settings; theirs: those of the server."""
     publish_kv_events(built, theirs)
     incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)
     loop = EngineLoop(

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxpage import __version__
-from jaxpage.engine.build import Built
-from jaxpage.engine.sampling_defaults import chat_defaults
+from jaxpage.assembly import Built, chat_defaults
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
 from jaxpage.serving.wire.context import RequestLimits

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.device.embedder import Embedder
 from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.embedding import Embedder
 from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing

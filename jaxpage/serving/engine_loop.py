@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from jaxpage.assembly import Built
 from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.build import Built
 from jaxpage.engine.calls import Calls, check_streamable
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.reporting import Reporter

@@ -10,8 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxpage.engine.build import Built
-from jaxpage.engine.events import Both
+from jaxpage.assembly import Built
 from jaxpage.errors import ConfigError
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import header
@@ -21,6 +20,7 @@ from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.events import Both
 
 
 def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> Incidents | None:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxpage.engine.events import Events
 from jaxpage.memory import CacheObserver, Entry
+from jaxpage.step.events import Events
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 

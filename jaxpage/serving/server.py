@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from jaxpage.engine.build import Built
+from jaxpage.assembly import Built
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app

@@ -20,9 +20,8 @@ from typing import Any
 import jax
 
 from jaxpage import __version__
+from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.device.mesh import leave_processes
-from jaxpage.engine.build import PHASES, Built
-from jaxpage.engine.events import Both
 from jaxpage.errors import ConfigError
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
@@ -40,6 +39,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.step.events import Both
 
 logger = logging.getLogger(__name__)
 
@@ -220,10 +220,7 @@ def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tu
     """The engine, and the channels to the other hosts, whose engines are the same."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
-    sized, together = (
-        functools.partial(each, channels=channels, host_rank=server.host_rank) for each in (smallest_sizes, agree)
-    )
-    built = open_engine(
-        engine, progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together
-    )
-    return built, channels
+    sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)
+    together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
+    hooks = Hooks(progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together)
+    return open_engine(engine, hooks), channels

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from jaxpage.device.embedder import Embedder, Pooling
 from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.embedding import Embedder, Pooling
 from jaxpage.engine.engine import Engine
 from jaxpage.serving.engine_loop import EngineLoop
 

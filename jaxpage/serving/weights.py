@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.assembly import Mode, check_replaceable, weights_on_device
 from jaxpage.checkpoints import with_weights_of
-from jaxpage.engine.replacing import Mode, check_replaceable, weights_on_device
 from jaxpage.errors import CheckpointError, QueueFull
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpage.assembly import Built
 from jaxpage.bench.roofline import start_decoding, start_request
-from jaxpage.engine.build import Built
 from jaxpage.engine.engine import Engine
 from jaxpage.simulation.costs import AnalyticCost, CostModel
 from jaxpage.step.plan import StepPlan

@@ -1,6 +1,6 @@
 """How many drafts a step verifies: as many as give the most tokens per second, by what steps cost and how often drafts are accepted.
 
-*Costs.* Before the first request steps of every shape are timed (`engine/step_costs.py`): rows by tokens in all and, with a device drafter,
+*Costs.* Before the first request steps of every shape are timed (`assembly/step_costs.py`): rows by tokens in all and, with a drafter,
 by draft depth. Every step since then corrects its own shape, and a pace that all shapes have in common.
 *Acceptance.* Moving averages, by place in the draft: of all sequences, and of each sequence, which starts from that of all.
 *Choice.* Possible drafts are sorted by the chance to be accepted. Each shape is filled from the front, and the expected tokens are

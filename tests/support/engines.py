@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly import engine_spec
 from jaxpage.device import kv_pages
 from jaxpage.device.step_inputs import unpack
 from jaxpage.device.steps import logits_step
-from jaxpage.engine import build
 from jaxpage.engine.engine import Engine
 from jaxpage.models.base import KVSpec
 from jaxpage.outputs import CompletionOutput, RequestOutput
@@ -82,7 +82,7 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
         drafting = settings.get("speculative_config") or {}
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
-            patch.setattr(build, "kv_pages", _RoomyPages())
+            patch.setattr(engine_spec, "kv_pages", _RoomyPages())
         with contextlib.nullcontext() if at_start else when_used():
             return LLM(model=str(directory), use_tqdm=False, **settings)
 

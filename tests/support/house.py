@@ -39,7 +39,12 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "device": (1, EAST, {"settings", "step", "layers", "models"}),
 }
 _BELOW = set(ROOMS)
-ROOMS |= {"engine": (2, HALL, _BELOW), "replay": (2, HALL, _BELOW | {"engine"})}
+ROOMS |= {
+    "prefix_store": (2, HALL, {"step", "memory"}),
+    "engine": (2, HALL, _BELOW | {"prefix_store"}),
+    "assembly": (2, HALL, _BELOW | {"engine"}),
+    "replay": (2, HALL, _BELOW | {"engine", "assembly", "prefix_store"}),
+}
 _BELOW = set(ROOMS)
 ROOMS |= {
     "simulation": (3, FRONT, _BELOW | {"bench"}),
@@ -48,7 +53,7 @@ ROOMS |= {
     "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
-DOORS = {"memory", "scheduling"}
+DOORS = {"assembly", "memory", "prefix_store", "scheduling"}
 FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
 
 # Programs that import more than the front doors, because they time or replace a part that has none.
@@ -233,6 +238,8 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
         room, other = room_of(importer), room_of(target)
         if room != other and room in ROOMS and other in ROOMS and other not in ROOMS[room][2]:
             yield f"{room}/ does not import {other}/"
+        if room != other and other in DOORS and target.count(".") > 1:
+            yield f"imports {target}: {other}/ is entered through its __init__"
 
 
 def _never(module: Module) -> Iterator[tuple[int, str]]:

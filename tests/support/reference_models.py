@@ -9,10 +9,9 @@ from typing import Any
 
 from flax import nnx
 
+from jaxpage.assembly import ModelLayout
+from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
 from jaxpage.cli.plan import CACHE_DTYPES
-from jaxpage.engine.capacity import ModelLayout
-from jaxpage.engine.drafting import check_windows
-from jaxpage.engine.recurrent import check_recurrent
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.experts import Experts

@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from uvicorn.server import ServerState
 
 import jaxpage
-from jaxpage.engine.build import Built, build_engine
+from jaxpage.assembly import Built, build_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
@@ -48,7 +48,7 @@ def demo_with_template(directory: Path, template: str) -> str:
 
 
 def demo_engine(**settings: Any) -> Built:
-    return build_engine(EngineConfig(model="demo", **{**SMALL, **settings}), progress=False)
+    return build_engine(EngineConfig(model="demo", **{**SMALL, **settings}))
 
 
 def wait_until(condition: Callable[[], Any], what: str = "it happens", seconds: float = WAIT_SECONDS) -> None:
@@ -151,7 +151,7 @@ def running(
 ) -> Iterator[Running]:
     """A server with an engine of its own, which must end as one should."""
     config = (config or ServerConfig()).model_copy(update={"port": 0})
-    built = build_engine(EngineConfig(model=model, **SMALL), progress=False)
+    built = build_engine(EngineConfig(model=model, **SMALL))
     with bound_socket(config) as listener, _logged_errors() as errors:
         server = Running(built, listener, config, errors, model=model, api_keys=api_keys)
         server.start()

@@ -10,7 +10,7 @@ from typing import Any
 
 import uvicorn
 
-from jaxpage.engine.build import Built
+from jaxpage.assembly import Built
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig

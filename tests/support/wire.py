@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxpage
-from jaxpage.engine.text import load_tokenizer
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.exchange import Exchange

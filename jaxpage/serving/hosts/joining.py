@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jaxpage.assembly import EngineSpec, drafter_directory
 from jaxpage.checkpoints import resolve_model, resolve_tokenizer
 from jaxpage.device.mesh import join_processes
-from jaxpage.engine.drafters import drafter_directory
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.event_log import encoded
 from jaxpage.replay.log_header import versions

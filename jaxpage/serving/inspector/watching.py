@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Both, Events
 from jaxpage.outputs import RequestMetrics
+from jaxpage.step.events import Both, Events
 from jaxpage.step.plan import Row, StepPlan
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.engine.embedding import Pooling, normalized
+from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
 from jaxpage.serving.wire.fields import EmbeddingRequest

@@ -1,4 +1,4 @@
-"""What a model's generation_config.json says of sampling: the defaults of requests that bring no parameters."""
+"""Reads a model's generation_config.json: the defaults of requests that bring no parameters."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ _OUT_OF_RANGE: tuple[tuple[str, Callable[[float], bool], float], ...] = (
 
 
 def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """What a chat takes where the model says nothing. stated: as `read_sampling_defaults` gives it."""
+    """Returns the defaults of a chat where the model has none. stated: as `read_sampling_defaults` gives it."""
     return {} if stated.get("temperature") == 0 else {name: CHAT[name] for name in CHAT if name not in stated}
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Fields of `SamplingParams`. Raises CheckpointError when a value makes no sense; warns of what is not taken over."""
+    """Returns fields of `SamplingParams`, and warns of what is not taken over.
+
+    Raises CheckpointError when a value makes no sense.
+    """
     asked = read_generation_config(directory)
     do_sample = asked.get("do_sample")
     if do_sample not in (None, True, False):

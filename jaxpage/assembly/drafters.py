@@ -1,4 +1,4 @@
-"""Drafters on the device, opened beside the model that they draft for: which files each kind has, and what it needs of an engine."""
+"""Opens drafters that run on the device: which files each kind has, and what it needs of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from flax import nnx
 from jax.typing import DTypeLike
@@ -18,10 +18,10 @@ from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, ope
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.resolve import HUB_FILES
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
-from jaxpage.engine.text import load_tokenizer
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
@@ -35,6 +35,9 @@ from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
 from jaxpage.speculation.methods import METHODS, DrafterKind
 from jaxpage.speculation.recycling import NUM_RECYCLED
 
+if TYPE_CHECKING:
+    from jaxpage.assembly.engine_spec import EngineSpec
+
 logger = logging.getLogger(__name__)
 
 # Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
@@ -42,35 +45,25 @@ DEEPEST_TREE = 6
 MOST_BRANCHES = 8
 
 
-class Target(NamedTuple):
-    """The engine into which a drafter is put."""
-
-    dtype: str
-    vocab_size: int
-    menu: BucketMenu
-    layer_groups: tuple[int, ...]  # the cache group of each layer, the drafter's behind the model's
-    num_blocks: tuple[int, ...]  # P of each cache group
-    acceptance: str  # the rule's name
-    sharding: Sharding
-
-
 class DrafterFiles(Protocol):
     """A drafter that fits its target. Nothing of it but headers has been read, and nothing is on a device."""
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Of its own layers, which stand behind the target's in every block."""
+        """Returns what its own layers keep; they follow the target's in every block."""
         ...
 
     def num_bytes(self, dtype: str) -> int:
-        """Of its own weights."""
+        """Returns the bytes of its own weights."""
         ...
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """Its own parameters, each one `put(array)`."""
+        """Returns its own parameters, each one `put(array)`."""
         ...
 
-    def make(self, target: Target) -> DeviceDrafter: ...
+    def make(self, spec: EngineSpec) -> DeviceDrafter:
+        """Makes it for the engine into which it is put."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -83,7 +76,7 @@ class HeadFiles:
 
     @property
     def num_candidates(self) -> int:
-        """W: of each head, that any draft uses."""
+        """Returns W, the candidates of each head that any draft uses."""
         return 1 + max(rank for path in self.choices for rank in path)
 
     def num_bytes(self, dtype: str) -> int:
@@ -92,13 +85,13 @@ class HeadFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         return load_medusa(self.files, dtype, put, progress=progress)
 
-    def make(self, target: Target) -> HeadDrafter:
-        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=target.dtype))[0], self.num_candidates)
+    def make(self, spec: EngineSpec) -> HeadDrafter:
+        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates)
 
 
 @dataclass(frozen=True)
 class NoFiles:
-    """What drafts is the target itself: its likeliest tokens."""
+    """Stands for drafts from the target itself: its most likely tokens."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
@@ -108,8 +101,8 @@ class NoFiles:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
         return None
 
-    def make(self, target: Target) -> TopIdsDrafter:
-        return TopIdsDrafter(min(NUM_RECYCLED, target.vocab_size))
+    def make(self, spec: EngineSpec) -> TopIdsDrafter:
+        return TopIdsDrafter(min(NUM_RECYCLED, spec.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,7 @@ class ModelDrafterFiles:
         return (self.kv,)
 
     def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
-        """For `models.drafter.join`. sharding: of the target, whose tables it may take."""
+        """Returns the graph for `models.drafter.join`. sharding: of the target, whose tables it may take."""
         module = self.module(dtype)
 
         def divided(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
@@ -139,18 +132,18 @@ class ModelDrafterFiles:
             replace_modules(module, divided)
         return abstract(module)[0]
 
-    def make(self, target: Target) -> ModelDrafter:
-        shape = tree_shape(target.menu)
-        choice: Choice = "coupled" if target.acceptance == "coupled" else "likeliest"
-        if target.acceptance == "rejection" and shape.num_branches == 1:
+    def make(self, spec: EngineSpec) -> ModelDrafter:
+        shape, rule = tree_shape(spec.menu), spec.config.acceptance.name
+        choice: Choice = "coupled" if rule == "coupled" else "likeliest"
+        if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
-        own_groups = target.layer_groups[-self.kv.num_layers :]
-        graph = self.graph(target.dtype, target.sharding)
-        return ModelDrafter(graph, self.aux_layers, own_groups, shape, target.num_blocks, choice)
+        own_groups = spec.layer_groups[-self.kv.num_layers :]
+        graph = self.graph(spec.layout.dtype, spec.sharding)
+        return ModelDrafter(graph, self.aux_layers, own_groups, shape, spec.num_blocks, choice)
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:
-    """How far a drafter drafts for steps of these shapes, and how wide if they take trees."""
+    """Returns how far a drafter drafts for steps of these shapes, and how wide if they take trees."""
     most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
     most_rows = max(bucket.num_rows for bucket in menu.verify)
     if not any(bucket.trees for bucket in menu.verify):
@@ -159,7 +152,7 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
-    """Raises also ConfigError: more is asked of the heads than they predict."""
+    """Opens Medusa's heads. Raises ConfigError, too, where more is asked of the heads than they predict."""
     directory, spec = drafter_directory(config), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
@@ -192,7 +185,7 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
-            "the draft model's positions end at %d, the model's at %d: behind that its drafts are poor",
+            "the draft model's positions end at %d, the model's at %d: beyond that its drafts are poor",
             positions,
             needed,
         )
@@ -212,7 +205,10 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
 
 
 def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
-    """Published models of one family pad the table of one vocabulary to different lengths. Raises CheckpointError if that is not it."""
+    """Checks that two vocabularies differ in padding alone: published models of one family may.
+
+    Raises CheckpointError if they differ in more.
+    """
     sizes = (files.spec.vocab_size, target.spec.vocab_size)
     tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
     differ = f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
@@ -232,7 +228,7 @@ _HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {"heads": MEDUSA_FILES,
 
 
 def drafter_directory(config: SpeculativeConfig) -> Path:
-    """Of a method that has weights of its own. Raises ModelNotFoundError."""
+    """Returns the directory of a method that has weights of its own. Raises ModelNotFoundError."""
     assert config.model is not None, "checked with the settings"
     return resolve_model(config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES))
 
@@ -246,7 +242,7 @@ _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], Drafter
 
 
 def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
-    """None for a method that drafts on the host. Nothing but headers is read.
+    """Returns the drafter, or None for a method that drafts on the host. Nothing but headers is read.
 
     Raises:
         ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.

@@ -1,21 +1,32 @@
-"""Other weights for an engine that was built: from files that fit, onto the device."""
+"""Replaces the weights of an engine that was built, and gives them back as the checkpoint has them."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from jaxpage.checkpoints import ModelFiles, Parameters, check_all_finite, with_parameters
+from jaxpage.assembly.compiling import load_model, shards_of_weights
+from jaxpage.assembly.engine_spec import EngineSpec
+from jaxpage.checkpoints import (
+    ModelFiles,
+    Parameters,
+    check_all_finite,
+    with_parameters,
+)
 from jaxpage.device.mesh import make_mesh
-from jaxpage.engine.build import load_model, whole_weights
-from jaxpage.engine.engine_spec import EngineSpec
 from jaxpage.errors import UnsupportedError
+from jaxpage.models.sharding import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to requests that run
 
 
+def whole_weights(files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]) -> dict[Any, Any]:
+    """Returns the weights as the checkpoint has them."""
+    return joined(shards_of_weights(files, spec), parameters) if spec.sharding.is_divided else parameters
+
+
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
-    """Raises UnsupportedError. name: of what replaces them."""
+    """Raises UnsupportedError where weights cannot be replaced. name: of what replaces them."""
     if model.quantization is not None:
         raise UnsupportedError(f"{name} is not supported for quantised weights ({model.quantization.described})")
     if event_log is not None:
@@ -23,7 +34,10 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
 
 
 def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
-    """For `Engine.replace_weights`. The old weights are on the device, too. finite: raises CheckpointError for NaN and infinite numbers."""
+    """Loads weights for `Engine.replace_weights`, while the old ones are on the device, too.
+
+    finite: raises CheckpointError for NaN and infinite numbers.
+    """
     weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
     if finite:
         check_all_finite(files, whole_weights(files, spec, weights))
@@ -39,7 +53,7 @@ def given_weights(
     check_finite: bool,
     mode: Mode,
 ) -> Any:
-    """As `weights_on_device`, of what `update_parameters` is given. Raises what that raises."""
+    """Loads what `update_parameters` is given, and raises what that raises: see `weights_on_device`."""
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
     return weights_on_device(with_parameters(model, parameters), spec, finite=check_finite)

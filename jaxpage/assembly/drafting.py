@@ -1,22 +1,20 @@
-"""What drafts for a model, by the settings: opened beside it, given room, put into its steps, and asked by its scheduler."""
+"""Opens what drafts for a model, gives it room, and puts it into the steps and before the scheduler."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from jax.typing import DTypeLike
 
+from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
-from jaxpage.device.drafter import DeviceDrafter
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.engine.drafters import DrafterFiles, NoFiles, Target, open_drafter, tree_shape
-from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -24,22 +22,27 @@ from jaxpage.speculation import NoSpeculation, Speculator, make_proposer, method
 from jaxpage.speculation.controller import Controller
 from jaxpage.speculation.drafter_sync import DrafterSync
 from jaxpage.speculation.speculator import ProposingSpeculator
-from jaxpage.step.limits import StepLimits
 from jaxpage.step.strategy import Strategy
+
+if TYPE_CHECKING:
+    from jaxpage.assembly.engine_spec import EngineSpec
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Of an engine that does not draft all is None, and nothing changes. Nothing is on a device before `load`."""
+    """Holds what drafts for an engine; without speculation all is None, and nothing changes.
+
+    Nothing is on a device before `load`.
+    """
 
     config: SpeculativeConfig | None = None
     drafter: DrafterFiles | None = None
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Of layers that stand behind the model's in every block."""
+        """Returns what the drafter's layers keep; they follow the model's in every block."""
         return self.drafter.kvs if self.drafter else ()
 
     @property
@@ -48,26 +51,23 @@ class Drafting:
 
     @property
     def may_be_off(self) -> bool:
-        """Whether a drafter on the device may have no part in a step."""
+        """Returns whether a drafter on the device may have no part in a step."""
         return self.drafter is not None and self.config is not None and self.config.num_speculative_tokens == "auto"
 
     def num_bytes(self, dtype: str) -> int:
-        """Of weights."""
+        """Returns the bytes of the drafter's weights."""
         return self.drafter.num_bytes(dtype) if self.drafter else 0
 
     def num_scratch_blocks(self, menu: BucketMenu, block_size: int) -> int:
-        """That layers of a drafter have beyond the pool's."""
+        """Returns the blocks that each layer of a drafter has beyond the pool's."""
         return tree_shape(menu).num_scratch_blocks(block_size) if self.kvs else 0
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """The drafter's parameters, each one `put(array)`, or None."""
+        """Returns the drafter's parameters, each one `put(array)`, or None."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def make(self, target: Target) -> DeviceDrafter | None:
-        return self.drafter.make(target) if self.drafter else None
-
     def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
-        """Shapes of the layers behind the model's. num_blocks: of the pool of each layer."""
+        """Returns the shapes of the pages of the drafter's layers. num_blocks: of the pool of each layer."""
         counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
         return tuple(
             layer
@@ -75,32 +75,29 @@ class Drafting:
             for layer in kv_pages.page_shapes(kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype)
         )
 
-    def speculator(
-        self,
-        limits: StepLimits,
-        menu: BucketMenu,
-        vocab_size: int,
-        block_size: int,
-        strategies: Mapping[int, Strategy],
-    ) -> Speculator:
+    def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
+        """Returns what proposes drafts to a scheduler. strategies: of the sequences, by their ids."""
         if self.config is None:
             return NoSpeculation()
-        proposer = make_proposer(self.config, methods.DraftedModel(vocab_size, getattr(self.drafter, "choices", ())))
+        limits = spec.limits
+        proposer = make_proposer(
+            self.config, methods.DraftedModel(spec.vocab_size, getattr(self.drafter, "choices", ()))
+        )
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
         has_kv, depths = bool(self.kvs), cast(Sequence[int], ())
         if self.drafter and not learns_top_ids:  # heads draft all at once
-            depths = range(1, 1 + tree_shape(menu).num_levels) if has_kv else (MOST_DRAFTS,)
+            depths = range(1, 1 + tree_shape(spec.menu).num_levels) if has_kv else (MOST_DRAFTS,)
         if self.config.num_speculative_tokens == "auto":
             unit, warm_up = proposer.num_together, proposer.warm_up_steps
             controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
         if depths:
-            sync = DrafterSync(limits, controller, block_size=block_size, has_kv=has_kv)
+            sync = DrafterSync(limits, controller, block_size=spec.memory.block_size, has_kv=has_kv)
         return ProposingSpeculator(
             proposer,
             limits,
             controller,
-            vocab_size=vocab_size,
+            vocab_size=spec.vocab_size,
             strategies=strategies,
             sync=sync,
             learns_top_ids=learns_top_ids,
@@ -108,7 +105,7 @@ class Drafting:
 
 
 def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Drafting:
-    """What drafts for a model, as far as headers tell.
+    """Opens what drafts for a model, as far as headers tell.
 
     Raises:
         ModelNotFoundError, CheckpointError, ConfigError, UnsupportedError: it is not there, or does not fit.
@@ -118,18 +115,3 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
     if config.acceptance == "typical":
         logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
     return Drafting(config, open_drafter(config, target))
-
-
-def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
-    """Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no branches.
-
-    model: its name, for the error. kvs: of the model, and of a drafter.
-    Raises UnsupportedError.
-    """
-    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
-        return
-    what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
-    raise UnsupportedError(
-        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
-        f"windows or states; use {instead}"
-    )

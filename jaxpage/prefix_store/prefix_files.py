@@ -1,4 +1,4 @@
-"""Full KV blocks as files, so that prefixes survive a restart (`prefix_cache_directory`).
+"""Keeps full KV blocks as files, so that prefixes survive a restart (`prefix_cache_directory`).
 
 A file is one block: its keys and values, its tokens, and the digest of the block before it. What cannot be read, was damaged or belongs to
 another block is counted and skipped: it is never an error of a request.
@@ -38,7 +38,10 @@ _WAITING = 256  # blocks that may wait to be written; more are left out
 
 
 class StoredBlock(NamedTuple):
-    """digest: of the block's tokens behind all those before it; before: of the block before it, empty at the beginning of a sequence."""
+    """Names a block of a sequence by its tokens and all tokens before them.
+
+    digest: of all those tokens. before: the digest of the block before it; empty at the beginning.
+    """
 
     digest: bytes
     before: bytes
@@ -47,7 +50,11 @@ class StoredBlock(NamedTuple):
 
 @dataclass
 class FileCounts:
-    """Blocks since the start. skipped: files that were damaged or foreign; dropped: blocks that could not be written, or not in time."""
+    """Counts blocks since the start.
+
+    skipped: files that were damaged or foreign. dropped: blocks that could not be written, or not in
+    time.
+    """
 
     written: int = 0
     restored: int = 0
@@ -56,16 +63,18 @@ class FileCounts:
 
 
 class PrefixFiles:
-    """Written by a thread of its own, the least recently used deleted first. Several processes may share a directory."""
+    """Writes files on a thread of its own, and deletes the least recently used ones first.
+
+    Several processes may share a directory.
+    """
 
     def __init__(self, directory: Path, key: str, max_bytes: int):
-        """
-        Args:
-            directory: of the user's own; made if it is not there.
-            key: of all that a block depends on beside its tokens: weights, types, layout.
-            max_bytes: of the files of all keys.
+        """Opens a directory. Raises ConfigError if it cannot be used.
 
-        Raises ConfigError if the directory cannot be used.
+        Args:
+            directory: The user's own; it is made if it is not there.
+            key: A name for all that a block depends on besides its tokens: weights, types, layout.
+            max_bytes: The most bytes of the files of all keys.
         """
         self._own, self._max_bytes = directory / key, max_bytes
         try:
@@ -91,18 +100,18 @@ class PrefixFiles:
             return self._num_bytes
 
     def has(self, digest: bytes) -> bool:
-        """Whether the block is there, or about to be written."""
+        """Returns whether the block is there, or about to be written."""
         with self._lock:
             return digest in self._pending or str(self._path(digest)) in self._sizes
 
     def read(self, block: StoredBlock) -> Contents | None:
-        """None: it is not there, or not what it should be."""
+        """Returns the contents of a block, or None if it is not there or not what it should be."""
         contents = self._checked(block)
         self.counts.restored += contents is not None
         return contents
 
     def skip_damaged(self, blocks: Iterable[StoredBlock]) -> None:
-        """Those of the blocks whose files are damaged have none any more. Each file is looked at once."""
+        """Deletes the files of those blocks that are damaged. Each file is looked at once."""
         for block in blocks:
             if block.digest not in self._intact:
                 self._checked(block)
@@ -135,7 +144,7 @@ class PrefixFiles:
         return contents
 
     def write(self, block: StoredBlock, contents: Contents) -> None:
-        """Later, by the thread; not at all where it has too much to do."""
+        """Hands a block to the thread, which writes it unless it has too much to do."""
         with self._lock:
             self._pending.add(block.digest)
         try:
@@ -196,7 +205,7 @@ class PrefixFiles:
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Blocks and their bytes, the least recently used first. Files of other names are none of ours, whatever they hold.
+    """Returns blocks and their bytes, the least recently used first. Files of other names are not ours.
 
     Deletes what a process left that ended while it wrote.
     """
@@ -218,6 +227,6 @@ def _delete(path: Path) -> None:
 
 
 def _about(block: StoredBlock, contents: Contents) -> dict[str, str]:
-    """The metadata of a block's file."""
+    """Returns the metadata of a block's file."""
     checksum = hashlib.blake2b(np.ascontiguousarray(contents).data, digest_size=16).hexdigest()
     return {"format": "jaxpage prefix block 1", "before": block.before.hex(), "blake2b": checksum}

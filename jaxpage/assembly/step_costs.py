@@ -1,4 +1,4 @@
-"""How long steps of each shape take, measured before the first request: where the controller of speculation starts from."""
+"""Measures how long steps of each shape take: the controller of speculation starts from that."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ NUM_RUNS = 6  # of which the first may pay for more, and the fastest of the othe
 
 
 def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller) -> None:
-    """Full steps of every shape, from the plan to the draws, and what a device drafter adds to them. No block of the pool may be in use."""
+    """Measures full steps of every shape, from the plan to the draws, and what a drafter adds to them.
+
+    No block of the pool may be in use.
+    """
     deepest, costs = max(controller.depths, default=0), controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
     buckets = [*builder.menu.decode, *builder.menu.verify, *(builder.menu.chunk[-1:] if deepest else ())]
@@ -35,7 +38,7 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
 
 
 def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -> list[float]:
-    """In turns, so that what the machine does besides slows no shape more than the others."""
+    """Returns the shortest time of each plan. They run in turns, so that a busy machine slows all alike."""
 
     def seconds(plan: StepPlan) -> float:
         started = time.monotonic()
@@ -47,7 +50,10 @@ def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -
 
 
 def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
-    """Rows that fill the bucket evenly, as far as a sequence can be so long, in blocks of their own as far as the pool has so many."""
+    """Returns a plan whose rows fill the bucket evenly, as far as a sequence can be so long.
+
+    Rows have blocks of their own, as far as the pool has so many.
+    """
     longest = builder.tables.width * builder.block_size
     size = min(bucket.num_tokens // bucket.num_rows, longest)
     context = min(CONTEXT, longest - size)

@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` have in common: what they know of their model, beside the engine that runs it."""
+"""The base of `LLM` and `AsyncLLM`: what both know about their model."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import jax
 
+from jaxpage.assembly.assembling import Built
+from jaxpage.assembly.model_weights import check_replaceable, whole_weights
 from jaxpage.checkpoints import named_parameters
-from jaxpage.engine.build import Built, whole_weights
 from jaxpage.engine.prompts import chat_prompt, checked_token_ids
-from jaxpage.engine.replacing import check_replaceable
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 
 
 class BuiltModel:
-    """Base of both."""
+    """Knows the settings, the tokenizer and the weights of a model whose engine was built."""
 
     def _use(self, config: EngineConfig, built: Built) -> None:
         self.config = config

@@ -1,4 +1,6 @@
-"""Between the prefix cache and its files: blocks that a request left behind are written, and those that a new one begins with come back.
+"""Moves blocks between the prefix cache and its files.
+
+Blocks that a request has left are written, and those that a new one begins with come back.
 
 A restored block is a cached one like any other: the scheduler finds it, or it was needed for something else meanwhile.
 """
@@ -7,33 +9,46 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.events import Events
-from jaxpage.engine.prefix_files import Contents, PrefixFiles, StoredBlock
 from jaxpage.memory import CachedBlocks, Parent, PrefixIndex
+from jaxpage.prefix_store.prefix_files import Contents, PrefixFiles, StoredBlock
+from jaxpage.step.events import Events
 from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
+
+
+class BlockAccess(Protocol):
+    """Reads and writes the contents of blocks on the device. The runner of an engine does."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Sequence[Contents]:
+        """Returns the contents of each block."""
+        ...
+
+    def write_blocks(self, contents: Sequence[tuple[int, Contents]]) -> None:
+        """Writes contents, as `read_blocks` gives them, into each block."""
+        ...
 
 
 class PrefixTier(Events):
     """Listens to an engine with one cache group."""
 
-    def __init__(self, engine: Engine, files: PrefixFiles):
-        cached = engine.scheduler.block_manager.cached
-        assert cached is not None, "there is a prefix cache"
-        self._engine, self._files = engine, files
-        self._cached: CachedBlocks = cached
-        engine.metrics.prefix_files = files.counts
+    def __init__(self, cached: CachedBlocks, access: BlockAccess, files: PrefixFiles):
+        """Makes the tier of an engine that has computed nothing yet.
+
+        Args:
+            cached: The prefix cache of the engine.
+            access: Reads and writes the blocks of the engine.
+            files: The files, whose key is that of the weights that the engine has now.
+        """
+        self._cached = cached
+        self._access = access
+        self._files = files
+        self._is_current = True  # the key of the files is that of the weights
 
     @property
     def _index(self) -> PrefixIndex:
         return self._cached.index
-
-    @property
-    def _is_current(self) -> bool:
-        """The key of the files is that of the weights that the engine began with."""
-        return not self._engine.weights_version
 
     def arrived(self, group: SequenceGroup) -> None:
         """Brings the blocks back that the prompt begins with, as far as there are blocks with nothing in them."""
@@ -54,7 +69,7 @@ class PrefixTier(Events):
             parent = place
         self._files.skip_damaged(blocks)  # what is left is computed, and can be written anew
         if restored:
-            self._engine.runner.write_blocks(restored)
+            self._access.write_blocks(restored)
 
     def stepped(self, report: StepReport) -> None:
         """Keeps what finished sequences computed. Their blocks are free by now, and not used for anything else yet."""
@@ -67,23 +82,26 @@ class PrefixTier(Events):
                     if sequence.finish_reason in ("stop", "length"):
                         wanted |= self._new(sequence.block_digests, sequence.token_ids)
         if wanted:
-            contents = self._engine.runner.read_blocks(list(wanted))
+            contents = self._access.read_blocks(list(wanted))
             for block, own in zip(wanted.values(), contents, strict=True):
                 self._files.write(block, own)
 
     def _new(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> dict[int, StoredBlock]:
-        """Those of a sequence's blocks that are cached and have no file."""
+        """Returns those of a sequence's blocks that are cached and have no file."""
         found = {}
         for block in _blocks(digests, token_ids, self._index.block_size):
             if not self._files.has(block.digest) and (place := self._index.block_of(block.digest)) is not None:
                 found[place] = block
         return found
 
+    def weights_replaced(self) -> None:
+        self._is_current = False
+
     def closed(self) -> None:
         self._files.close()
 
 
 def _blocks(digests: Sequence[bytes], token_ids: Sequence[int], size: int) -> Iterator[StoredBlock]:
-    """A sequence's full blocks."""
+    """Yields a sequence's full blocks."""
     for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
         yield StoredBlock(digest, before, tuple(token_ids[place * size : (place + 1) * size]))

@@ -1,0 +1,54 @@
+"""Makes an engine from settings: describes, decides, compiles and assembles it.
+
+No step needs anything of this room, and the engine never imports it.
+"""
+
+from jaxpage.assembly.assembling import Built
+from jaxpage.assembly.build import NO_HOOKS, build_engine
+from jaxpage.assembly.built_model import BuiltModel
+from jaxpage.assembly.capacity import notices, refused_settings
+from jaxpage.assembly.compiling import shards_of_weights
+from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.describing import choose_dtype, choose_kv_cache_dtype, lora_spec
+from jaxpage.assembly.drafters import drafter_directory
+from jaxpage.assembly.drafting import Drafting, open_drafting
+from jaxpage.assembly.engine_spec import EngineSpec, engine_spec_of
+from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.layer_kinds import refuse_recurrent
+from jaxpage.assembly.model_weights import (
+    Mode,
+    check_replaceable,
+    given_weights,
+    weights_on_device,
+)
+from jaxpage.assembly.sampling_defaults import chat_defaults
+
+__all__ = [
+    "NO_HOOKS",
+    "PHASES",
+    "Built",
+    "BuiltModel",
+    "Described",
+    "DeviceSpec",
+    "Drafting",
+    "EngineSpec",
+    "Hooks",
+    "Mode",
+    "ModelLayout",
+    "build_engine",
+    "chat_defaults",
+    "check_replaceable",
+    "choose_dtype",
+    "choose_kv_cache_dtype",
+    "device_spec_of",
+    "drafter_directory",
+    "engine_spec_of",
+    "given_weights",
+    "lora_spec",
+    "notices",
+    "open_drafting",
+    "refuse_recurrent",
+    "refused_settings",
+    "shards_of_weights",
+    "weights_on_device",
+]

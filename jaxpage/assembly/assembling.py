@@ -1,0 +1,142 @@
+"""The fourth call of a start: puts the parts of an engine together.
+
+Where speculation needs to know how long steps take, they are measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jaxpage.assembly.compiling import Compiled
+from jaxpage.assembly.describing import Opened
+from jaxpage.assembly.engine_spec import EngineSpec, print_lines
+from jaxpage.assembly.hooks import Hooks
+from jaxpage.assembly.step_costs import measure_costs
+from jaxpage.checkpoints import ModelFiles
+from jaxpage.checkpoints.tokenizer_files import ends_of_text
+from jaxpage.device.embedder import Embedder
+from jaxpage.device.executables import Executables
+from jaxpage.device.host_pages import HostPages
+from jaxpage.device.mesh import DeviceMesh, make_mesh
+from jaxpage.device.sizing import MemoryPlan, gib
+from jaxpage.engine.adapters import Adapters
+from jaxpage.engine.batch_builder import BatchBuilder
+from jaxpage.engine.engine import Engine, EngineParts
+from jaxpage.engine.runner import Runner
+from jaxpage.errors import ConfigError
+from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
+from jaxpage.scheduling import POLICIES, Preemption, Scheduler
+from jaxpage.step.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Built:
+    """Holds an engine and what the front doors need to know about its model."""
+
+    engine: Engine
+    tokenizer: Any | None
+    sampling_defaults: dict[str, Any]  # as of `Opened`
+    spec: EngineSpec
+    model: ModelFiles
+
+    @property
+    def memory(self) -> MemoryPlan:
+        return self.spec.memory
+
+    def new_embedder(self) -> Embedder:
+        """Returns an embedder of the model, which has compiled nothing yet."""
+        runner = self.engine.runner
+        options, weights = runner.executables.options, runner.parameters["target"]
+        kv, mesh = self.model.spec.kv, make_mesh(self.spec.layout.tensor_parallel_size)
+        return Embedder(options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh)
+
+
+def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks) -> Built:
+    """Puts an engine together. Raises ConfigError where the host's blocks cannot be in a file."""
+    files, tokenizer, mesh, lora = opened.files, opened.tokenizer, opened.mesh, spec.described.lora
+    strategies: dict[int, Strategy] = {}
+    parts: EngineParts = {"speculator": spec.described.drafting.speculator(spec, strategies), **hooks.parts}
+    new_pages = functools.partial(mesh.zeros, compiled.pages)
+    host_pages = _host_pages(spec, mesh)
+    runner = Runner(compiled.parameters, new_pages, compiled.executables, host_pages, compiled.adapters)
+    engine = Engine(
+        scheduler=_scheduler(spec),
+        builder=_builder(spec),
+        runner=runner,
+        tokenizer=tokenizer,
+        eos_token_ids=ends_of_text(files, tokenizer),
+        max_model_len=spec.memory.max_model_len,
+        seed=spec.config.seed,
+        adapters=Adapters(lora, runner.write_adapter) if lora else None,
+        strategies=strategies,
+        **parts,
+    )
+    if hooks.before_steps:
+        hooks.before_steps(spec)
+    if (controller := getattr(engine.speculator, "controller", None)) is not None:
+        measure_costs(engine.builder, engine.runner, controller)
+    scratch_bytes = mesh.num_bytes_of_device(compiled.pages) - spec.memory.pool_bytes
+    workspace_bytes = compiled.executables.workspace_bytes() + scratch_bytes
+    spec = replace(spec, memory=replace(spec.memory, workspace_bytes=workspace_bytes))
+    if hooks.prints:
+        print_lines([_of_cache(spec.memory, compiled.executables)])
+    return Built(engine, tokenizer, opened.sampling_defaults, spec, files)
+
+
+def _scheduler(spec: EngineSpec) -> Scheduler:
+    """Returns a scheduler over new, empty block tables of all cache groups."""
+    config = spec.config
+    tables = [
+        BlockTables(
+            BlockPool(blocks.stop, first=blocks.start),
+            config.block_size,
+            host_pool=BlockPool(host_blocks.stop, first=host_blocks.start) if host_blocks else None,
+            sliding_window=group.sliding_window,
+            max_tokens=spec.limits.longest_row,
+        )
+        for group, blocks, host_blocks in zip(spec.groups, spec.blocks, spec.host_blocks, strict=True)
+    ]
+    manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
+    return Scheduler(
+        spec.limits,
+        manager,
+        max_num_seqs=config.max_num_seqs,
+        queue=POLICIES[config.scheduling_policy](),
+        preemption=Preemption(config.preemption_mode, config.new_requests_wait_until),
+        max_loras=config.max_loras if config.enable_lora else 0,
+    )
+
+
+def _builder(spec: EngineSpec) -> BatchBuilder:
+    """Returns the builder that pads plans to the step shapes of this engine."""
+    return BatchBuilder(
+        spec.menu,
+        table_width=spec.tables.width,
+        block_size=spec.memory.block_size,
+        blocks=spec.blocks,
+        vocab_size=spec.vocab_size,
+        host_blocks=spec.host_blocks,
+        max_loras=lora.num_slots if (lora := spec.described.lora) else 0,
+    )
+
+
+def _host_pages(spec: EngineSpec, mesh: DeviceMesh) -> list[HostPages]:
+    """Returns the host's pages of each cache group, for the devices of this process."""
+    directory = spec.config.prefix_cache_directory
+    file_in = Path(directory) if directory and spec.memory.swaps_to_file else None
+    try:
+        return [
+            HostPages(len(blocks), mesh.num_local * group.block_bytes, file_in)
+            for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
+        ]
+    except OSError as error:
+        raise ConfigError(f"prefix_cache_directory {directory!r} cannot take swapped blocks: {error}") from None
+
+
+def _of_cache(memory: MemoryPlan, executables: Executables) -> str:
+    found, total = executables.found
+    found_text = f"all {total}" if found == total else f"{found} of {total}"
+    return f"{found_text} executables were in the compile cache; workspace of the steps: {gib(memory.workspace_bytes)}"

@@ -1,0 +1,214 @@
+"""Divides a device's memory, for an engine that starts and for one that is only planned."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from jaxpage.assembly.described import Described, ModelLayout
+from jaxpage.device import kv_pages
+from jaxpage.device.backends import unaddressable_blocks
+from jaxpage.device.buckets import BucketMenu
+from jaxpage.device.cache_groups import CacheGroup
+from jaxpage.device.sizing import (
+    MemoryPlan,
+    WindowBlocks,
+    available_host_bytes,
+    choose_num_blocks,
+    choose_num_host_blocks,
+    gib,
+)
+from jaxpage.device.step_inputs import processor_shapes
+from jaxpage.device.steps import SCORED_AT_ONCE
+from jaxpage.errors import CapacityError
+from jaxpage.memory.block_tables import window_blocks
+from jaxpage.models.base import ModelSpec
+from jaxpage.settings.base import UnsupportedSettings
+from jaxpage.settings.engine_config import EngineConfig
+
+
+def plan_memory(
+    described: Described,
+    weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    *,
+    longest_row: int,
+    swaps: bool,
+) -> MemoryPlan:
+    """Divides the memory of one device, and decides whether anything can be swapped.
+
+    Args:
+        described: What the engine is planned with.
+        weights_bytes: The bytes of all weights on all devices.
+        groups: The cache groups, those first that see most.
+        menu: The shapes of the steps.
+        longest_row: The most tokens that a sequence can have in a step.
+        swaps: See `engine_spec_of`.
+
+    Raises CapacityError, with the numbers.
+    """
+    config, device = described.config, described.device
+    plan = choose_num_blocks(
+        _without_blocks(described, weights_bytes, groups, menu, longest_row),
+        wanted=config.num_blocks,
+        pool_bytes=config.kv_cache_memory_bytes,
+        max_num_seqs=config.max_num_seqs,
+        narrower_dtype="bfloat16" if described.layout.dtype == "float32" else None,
+        utilization=1.0 if device.is_cpu else config.gpu_memory_utilization,
+    )
+    if plan.blocks_for(plan.max_model_len) >= plan.num_blocks:
+        if config.max_model_len is not None:
+            raise CapacityError(
+                f"One sequence of max_model_len = {plan.max_model_len} tokens does not fit in the KV pool of {plan.num_slots} slots "
+                f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
+            )
+        plan = replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
+    # One sequence recomputes, and with max_num_seqs = 1 there is never more than one.
+    recomputes = config.preemption_mode == "recompute" or (
+        config.preemption_mode == "auto" and config.max_num_seqs == 1
+    )
+    if not swaps or recomputes:
+        return plan
+    plan = choose_num_host_blocks(
+        plan,
+        wanted=config.swap_space_blocks,
+        available=available_host_bytes(),
+        on_disk=_bytes_on_disk(config.prefix_cache_directory, config.prefix_cache_disk_bytes),
+    )
+    if config.preemption_mode == "swap" and not plan.num_host_blocks:
+        raise CapacityError(
+            f"preemption_mode is 'swap', but the host's free memory holds no block of {gib(plan.block_bytes)} next to what else "
+            "is in it. Free memory, or use preemption_mode 'recompute'."
+        )
+    return plan
+
+
+def _without_blocks(
+    described: Described,
+    weights_bytes: int,
+    groups: Sequence[CacheGroup],
+    menu: BucketMenu,
+    longest_row: int,
+) -> MemoryPlan:
+    """Returns what is known before the number of blocks. Arguments are those of `plan_memory`."""
+    config, device, layout, drafting = described.config, described.device, described.layout, described.drafting
+    first, *further = groups
+    longest = config.max_model_len or described.model.max_position_embeddings
+    workspace_bytes = _workspace_estimate(described.model, longest, menu)
+    page_dtype = kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype)
+    if drafting.kvs:
+        scratch = drafting.pages(menu, [0] * drafting.num_layers, config.block_size, page_dtype)
+        workspace_bytes += kv_pages.num_bytes(scratch)
+
+    def at_a_time(window: int) -> int:
+        return window_blocks(window, longest_row, config.block_size)
+
+    return MemoryPlan(
+        device=device.name,
+        available_bytes=device.available_bytes,
+        weights_bytes=-(-weights_bytes // layout.tensor_parallel_size),
+        workspace_bytes=workspace_bytes,
+        block_bytes=sum(group.block_bytes for group in groups),
+        block_size=config.block_size,
+        num_blocks=0,
+        num_devices=layout.tensor_parallel_size,
+        max_model_len=longest,
+        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first.sliding_window),
+        windows=tuple(
+            WindowBlocks(
+                group.sliding_window,
+                group.block_bytes,
+                at_a_time(group.sliding_window),
+                config.max_num_seqs * at_a_time(group.sliding_window),
+                group.is_state,
+            )
+            for group in further
+            if group.sliding_window is not None
+        ),
+        unaddressable=unaddressable_blocks(
+            config.attention_backend, device.platform, max(group.array_elements for group in groups), page_dtype
+        ),
+    )
+
+
+def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
+    """Returns what lets a sequence of `max_model_len` tokens into the pool.
+
+    That is a shorter one, or a larger pool if there is room for it.
+    """
+    shorter = f"Lower max_model_len to {plan.num_slots} or less"
+    num_blocks = 1 + plan.blocks_for(plan.max_model_len)
+    num_bytes = plan.bytes_of(num_blocks)
+    if num_bytes > plan.free_bytes:
+        return f"{shorter}: {num_blocks} blocks would take {gib(num_bytes)}, and {gib(plan.free_bytes)} are free for the pool."
+    by_bytes = config.kv_cache_memory_bytes is not None
+    setting = f"kv_cache_memory_bytes to {num_bytes}" if by_bytes else f"num_blocks to {num_blocks}"
+    return f"{shorter}, or raise {setting} or more."
+
+
+def notices(described: Described, plan: MemoryPlan) -> list[str]:
+    """Returns warnings about settings whose effect is not what their values suggest."""
+    config, device, longest = described.config, described.device, described.model.max_position_embeddings
+    found = [device.notice] if device.notice else []
+    if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
+        found.append(
+            f"gpu_memory_utilization = {config.gpu_memory_utilization:g} means nothing on a CPU: num_blocks or kv_cache_memory_bytes "
+            "size the pool here"
+        )
+    if config.max_model_len is None and plan.max_model_len < longest:
+        found.append(
+            f"max_model_len is {plan.max_model_len}, as many tokens as the KV pool holds; the model could take "
+            f"{longest}: num_blocks or kv_cache_memory_bytes give it more memory"
+        )
+    if config.num_blocks is None and plan.num_blocks + 1 == plan.unaddressable[0]:
+        found.append(
+            f"the KV pool has {plan.num_blocks} blocks, {gib(plan.pool_bytes)} of {gib(plan.free_bytes)} that are free: with more, the "
+            "one-byte keys of a layer have 2^31 elements, which the attention kernels for GPUs cannot address"
+        )
+    counts = plan.blocks_of_groups(plan.num_blocks)[1:]
+    for states, count in zip(plan.windows, counts, strict=True):
+        if states.is_state and count <= states.most_blocks:
+            found.append(
+                f"there are {plan.num_blocks - 1} KV blocks and no more, since a sequence takes up to {states.sequence_blocks} state "
+                f"blocks of {gib(states.block_bytes)} while its prompt is computed: a lower max_num_batched_tokens leaves room for more"
+            )
+    return found
+
+
+def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
+    """Returns the bytes that swapped blocks may take in the directory of the prefix cache."""
+    if prefix_cache_directory is None:
+        return 0
+    directory = Path(prefix_cache_directory)
+    there = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    return min(most, shutil.disk_usage(there).free)
+
+
+def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
+    """Returns the settings that keep this version from running a model in that layout.
+
+    Raises ConfigError for what is no layout at all.
+    """
+    try:
+        config.replace(**asdict(layout))
+    except UnsupportedSettings as error:
+        return tuple(name for name, _ in error.problems)
+    return ()
+
+
+def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
+    """Estimates the workspace before anything is compiled.
+
+    It has logits with what draws or scores make of them, a dozen activations of the widest step, in
+    float32, and the arrays that stand in for inputs of logits processors.
+    """
+    num_draws = {bucket.num_draws for bucket in menu.buckets}
+    tokens = max(bucket.num_tokens for bucket in menu.buckets)
+    logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
+    shapes = [processor_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws]
+    neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
+    return 4 * (logits + 24 * tokens * spec.model_width + neutral)

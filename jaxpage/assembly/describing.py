@@ -1,0 +1,174 @@
+"""The first call of a start: describes the model and the devices. Nothing but headers is read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.drafting import open_drafting
+from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.sampling_defaults import read_sampling_defaults
+from jaxpage.checkpoints import ModelFiles, open_model, resolve_model, resolve_tokenizer
+from jaxpage.checkpoints.problems import listed
+from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.device.backends import choose_backend
+from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
+from jaxpage.device.executables import use_compile_cache
+from jaxpage.device.gpu_memory import open_devices
+from jaxpage.device.mesh import DeviceMesh, make_mesh
+from jaxpage.device.stored_executables import compile_cache_directory
+from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
+from jaxpage.models.base import Family, ModelSpec
+from jaxpage.models.lora import LoRASpec, lora_targets
+from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.settings.engine_config import EngineConfig
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Holds a model's files and the devices that it is for. Nothing is loaded."""
+
+    described: Described
+    files: ModelFiles
+    tokenizer: Any | None
+    sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
+    mesh: DeviceMesh
+
+
+def describe(config: EngineConfig, hooks: Hooks, files: ModelFiles | None, tokenizer: Any | None) -> Opened:
+    """Finds the model and the devices. Arguments and errors are those of `build_engine`."""
+    open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
+    hooks.phase(PHASES[0])
+    _use_compile_cache()
+    files = opened_files(config) if files is None else files
+    tokenizer = _tokenizer(config.tokenizer, files) if tokenizer is None else tokenizer
+    sampling_defaults = read_sampling_defaults(files.directory)
+    lora = lora_spec(config, files.family, files.spec)
+    hooks.phase(PHASES[1])
+    mesh = make_mesh(config.tensor_parallel_size)
+    cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
+    kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
+    drafting = open_drafting(config.speculative_config, files)
+    device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
+    stored = files.plan.stored_dtype()
+    dtype = choose_dtype(config.dtype, device, stored, files.family)
+    described = Described(
+        config,
+        files.spec,
+        device,
+        ModelLayout(dtype, cache_dtype, config.tensor_parallel_size),
+        files.plan.num_bytes(dtype),
+        drafting,
+        lora,
+        kernels,
+        _dtype_reason(config.dtype, device, stored),
+    )
+    return Opened(described, files, tokenizer, sampling_defaults, mesh)
+
+
+def opened_files(config: EngineConfig) -> ModelFiles:
+    """Returns the model's files, after everything that can be refused before they are read."""
+    files = open_model(resolve_model(config.model, config.revision), config.quantization)
+    if config.load_format not in ("auto", files.plan.layout):
+        raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+    if kinds := files.rounded_before:
+        text = "quantization=%r rounds weights a second time that the file has in %s; quantization='gguf' keeps them as they are"
+        logger.warning(text, config.quantization, ", ".join(kinds))
+    return files
+
+
+def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
+    """Returns the dtype of a model. "auto" follows the checkpoint, but on CPU it is float32 unless the
+    checkpoint is in bfloat16 and that is faster there.
+
+    On a GPU without bfloat16 "auto" is float16, with a warning. A family whose numbers float16 does not hold has bfloat16 or float32 in
+    its place.
+
+    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a family.
+    """
+    overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
+    instead = "float32" if overflows else "float16"
+    lacking = f"{device.name} has no bfloat16, which takes a compute capability of 8.0 or more"
+    if asked == "bfloat16" and not device.has_bfloat16:
+        raise UnsupportedError(f"dtype 'bfloat16': {lacking}; use dtype {instead!r}")
+    if asked == "float16" and overflows:
+        held = "bfloat16" if device.has_bfloat16 else "float32"
+        raise UnsupportedError(
+            f"dtype 'float16': it does not hold this model's numbers, which overflow; use dtype {held!r}"
+        )
+    if asked != "auto":
+        return asked
+    if stored == "float16" and overflows and not device.is_cpu:
+        stored = "bfloat16"
+    if stored == "bfloat16" and not device.has_bfloat16:
+        logger.warning("%s: dtype 'auto' is %s", lacking, instead)
+        return instead
+    if device.is_cpu and not (stored == "bfloat16" and cpu_products().prefer_bfloat16):
+        return "float32"
+    return stored
+
+
+def choose_kv_cache_dtype(asked: str, spec: ModelSpec, quantization: Scheme | None) -> str:
+    """Returns the dtype of the KV cache.
+
+    "auto" follows a quantised checkpoint, unless the model has recurrent layers, whose pages are
+    never quantised.
+    """
+    if asked != "auto" or quantization is None or any(spec.kv.states):
+        return asked
+    return quantization.kv_cache_dtype
+
+
+def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
+    """Returns why "auto" is what it is, where that depends on the machine."""
+    if asked != "auto" or not device.is_cpu or stored == "float32":
+        return ""
+    if stored != "bfloat16":
+        return f"the checkpoint is in {stored}"
+    products = cpu_products()
+    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
+    hint = "" if products.prefer_bfloat16 or sys.version_info >= (3, 12) else "; with Python 3.12 a newer JAX is faster"
+    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
+
+
+def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:
+    """Returns the adapters that the settings ask for, or None where the model takes none."""
+    if not config.enable_lora:
+        return None
+    return LoRASpec(config.max_loras, config.max_lora_rank, lora_targets(family, spec))
+
+
+def _use_compile_cache() -> None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
+        use_compile_cache(compile_cache_directory())
+
+
+def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
+    """Returns the tokenizer, or None where the model has none.
+
+    Raises ModelNotFoundError or CheckpointError if one was asked for and is not there, or if it does
+    not fit the model.
+    """
+    directory = resolve_tokenizer(asked) if asked else files.directory
+    tokenizer = load_tokenizer(directory)
+    if tokenizer is None:
+        if asked:
+            raise CheckpointError(f"tokenizer = {asked!r}: there are no tokenizer files in {directory}")
+        return None
+    last = files.spec.vocab_size - 1
+    largest = max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    if largest > last:
+        raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
+    if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
+        # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
+        logger.warning(
+            "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", listed(added), last
+        )
+    return tokenizer

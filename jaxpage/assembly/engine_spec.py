@@ -1,0 +1,316 @@
+"""The second call of a start: decides everything before anything is loaded or compiled.
+
+The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made
+of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxpage.assembly.capacity import notices, plan_memory
+from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout
+from jaxpage.assembly.describing import Opened
+from jaxpage.assembly.hooks import PHASES, Hooks
+from jaxpage.assembly.layer_kinds import check_recurrent, check_windows
+from jaxpage.checkpoints import ModelFiles
+from jaxpage.device import kv_pages
+from jaxpage.device.backends import attention_sets, prefers_mixed_steps
+from jaxpage.device.buckets import BucketMenu, make_menu, swapped_at_once
+from jaxpage.device.cache_groups import CacheGroup, cache_groups, group_of_layers
+from jaxpage.device.executables import check_graphs
+from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.mesh import DeviceMesh
+from jaxpage.device.sizing import MemoryPlan
+from jaxpage.device.step_inputs import TableShape
+from jaxpage.errors import ConfigError
+from jaxpage.layers.sharding import Sharding
+from jaxpage.memory import pool_ids
+from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.shapes import MOST_CANDIDATES
+from jaxpage.step.limits import StepLimits
+from jaxpage.tables import aligned
+
+logger = logging.getLogger(__name__)
+
+BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
+BATCHED_TOKENS_ON_ACCELERATORS = 2048
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Holds what was decided about one engine, and what it was decided from."""
+
+    described: Described
+    sharding: Sharding
+    groups: tuple[CacheGroup, ...]
+    menu: BucketMenu
+    limits: StepLimits
+    memory: MemoryPlan
+    attention: str = ""  # the kernel sets that compute it, by kind of step; "": not known without the device
+    quantization: str = ""  # of the weights, described; "": none
+
+    @property
+    def config(self) -> EngineConfig:
+        """Returns the settings of the engine."""
+        return self.described.config
+
+    @property
+    def layout(self) -> ModelLayout:
+        """Returns the types of the model's numbers and the number of its devices."""
+        return self.described.layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self.described.model.vocab_size
+
+    @property
+    def page_dtype(self) -> jnp.dtype:
+        return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
+
+    @property
+    def layer_groups(self) -> tuple[int, ...]:
+        """Returns the cache group of each layer, those of a drafter after the model's."""
+        return group_of_layers(self.groups)
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Returns P, the blocks on the device, of each cache group."""
+        return self.memory.blocks_of_groups(self.memory.num_blocks)
+
+    @property
+    def blocks(self) -> list[range]:
+        """Returns the ids of each group's pool."""
+        return pool_ids(self.num_blocks)
+
+    @property
+    def host_blocks(self) -> list[range]:
+        """Returns the ids of each group's pool on the host."""
+        return pool_ids(self.memory.blocks_of_groups(self.memory.num_host_blocks + 1))
+
+    @property
+    def tables(self) -> TableShape:
+        return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
+
+    @property
+    def pages_of_shard(self) -> KVPages:
+        """Returns the shapes of the pages of the model's layers, in one of its shards."""
+        kv = self.described.model.kv
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
+        return kv_pages.page_shapes(kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype)
+
+    def pages(self, mesh: DeviceMesh) -> KVPages:
+        """Returns the shapes of the pages of all layers.
+
+        A divided model has those of each layer in each of a device's shards. Each device has all of a
+        drafter's.
+        """
+        pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
+        if not (drafting := self.described.drafting).kvs:
+            return pages
+        num_blocks = [self.num_blocks[group] for group in self.layer_groups[self.described.model.kv.num_layers :]]
+        own = drafting.pages(self.menu, num_blocks, self.memory.block_size, self.page_dtype)
+        drafters: KVPages = mesh.whole(own)
+        return pages + drafters
+
+    @property
+    def page_groups(self) -> tuple[int, ...]:
+        """Returns the cache group of each of `pages`: see `StepOptions.layer_groups`."""
+        num_layers = self.described.model.kv.num_layers
+        of_model = (group for group in self.layer_groups[:num_layers] for _ in range(self.sharding.num_local))
+        return (*of_model, *self.layer_groups[num_layers:])
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yields the name and the text of each row of the table that a start prints."""
+        dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
+        yield from self.memory.rows()
+        reason = self.described.dtype_reason
+        yield "dtype", f"{dtype} ({reason})" if reason else dtype
+        if self.quantization:
+            yield "quantization", self.quantization
+        yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
+        if self.attention:
+            yield (
+                "attention",
+                self.attention + " (interpreted)" * bool(self.described.kernels and self.described.kernels.interpret),
+            )
+        if self.sharding.is_divided:
+            yield "reduction", self._reduction
+        yield "step shapes", str(len(self.menu.buckets))
+
+    @property
+    def _reduction(self) -> str:
+        shards = self.sharding
+        return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
+
+    def record(self) -> dict[str, Any]:
+        """Returns all that decides plans, for the event log."""
+        memory = self.memory
+        return {
+            "dtype": self.layout.dtype,
+            **({"sharding": list(astuple(self.sharding))} if self.sharding.is_divided else {}),
+            "max_model_len": memory.max_model_len,
+            "num_blocks": memory.num_blocks,
+            "swap_space_blocks": memory.num_host_blocks,
+            "cache_groups": [
+                [group.sliding_window, len(blocks)] for group, blocks in zip(self.groups, self.blocks, strict=True)
+            ],
+            "vocab_size": self.vocab_size,
+            "limits": asdict(self.limits),
+            "buckets": [list(asdict(bucket).values()) for bucket in self.menu.buckets],
+        }
+
+
+def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
+    """Decides everything about an engine, and logs warnings.
+
+    Raises UnsupportedError for settings that the device does not take, and as `engine_spec_of`.
+    """
+    hooks.phase(PHASES[2])
+    described, files, first = opened.described, opened.files, opened.mesh.first
+    config, kernels = described.config, described.kernels
+    assert kernels is not None, "the device is at hand"
+    check_graphs(config.graphs, first.platform)
+    if kernels.interpret:
+        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
+    spec = engine_spec_of(described)
+    if hooks.planned and (sizes := hooks.planned(spec)):
+        spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
+    num_heads = files.spec.num_query_heads // spec.sharding.num_shards
+    layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
+    spec = replace(
+        spec,
+        attention=attention_sets(kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype),
+        quantization=files.quantization.described if files.quantization else "",
+    )
+    for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
+        logger.warning(warning)
+    if hooks.prints:
+        print_lines(aligned([*spec.rows()], num_words=2))
+    return spec
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Prints lines on standard error, where the bars are."""
+    for line in lines:
+        print(f"  {line}", file=sys.stderr)
+
+
+def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
+    if not_loaded := getattr(files.spec, "not_loaded", ""):
+        yield f"{not_loaded} are not supported, and not loaded: this is the text model alone"
+    if files.quantization and layout.kv_cache_dtype == "auto" != files.quantization.kv_cache_dtype:
+        yield (
+            f"config.json asks for a KV cache in {files.quantization.kv_cache_dtype}, which a model with recurrent layers cannot have: "
+            f"it stays in {layout.dtype}"
+        )
+
+
+def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
+    """Decides what one device holds and runs.
+
+    swaps: whether the host's memory is planned as well; False for a device that is not at hand.
+
+    Raises:
+        ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided
+            among the devices, or no step has room for the drafts that are asked for.
+        UnsupportedError: Layers with sliding windows or recurrent layers do not take a setting.
+        CapacityError: The weights leave no room, or one sequence of `max_model_len` does not fit;
+            with the numbers.
+    """
+    config, model, layout = described.config, described.model, described.layout
+    longest = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the model's positions end at {longest} (of LongRoPE: the original length)"
+        )
+    mixed = mixes(config, described.device)
+    sharding = choose_sharding(described)
+    weights_bytes = described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
+    if described.lora:
+        weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
+    kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
+    check_windows(config.speculative_config, config.model, kvs)
+    check_recurrent(config.model, kvs[0], layout, kvs[1:])
+    menu = step_menu(config, described.device, mixed=mixed)
+    limits = step_limits(menu, config.max_num_seqs, mixed=mixed)
+    groups = cache_groups(
+        kvs,
+        longest=config.max_model_len or longest,
+        block_size=config.block_size,
+        dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
+        num_shards=sharding.num_local,
+    )
+    memory = plan_memory(described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps)
+    if memory.num_host_blocks or config.prefix_cache_directory:
+        menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
+    return EngineSpec(described, sharding, groups, menu, limits, memory)
+
+
+def choose_sharding(described: Described) -> Sharding:
+    """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
+    asked, num_devices = described.config.tensor_parallel_reduction, described.layout.tensor_parallel_size
+    invariant = asked == "invariant" or (
+        asked == "auto" and described.device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
+    )
+    return make_sharding(described.model, num_devices, invariant=invariant)
+
+
+def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
+    """Returns whether prompt chunks and decodes share a step; by default, as the kernel set prefers.
+
+    A GPU's kernel takes any rows in one launch. In plain XLA a step that mixes them pads every
+    single token to a tile of queries.
+    """
+    if config.enable_mixed_steps is not None:
+        return config.enable_mixed_steps
+    return prefers_mixed_steps(config.attention_backend, device.platform)
+
+
+def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
+    """Returns the shapes of an engine's steps. mixed: see `mixes`.
+
+    Raises ConfigError if none of them has room for drafts that are asked for.
+    """
+    drafts, most = config.speculative_config, config.max_num_batched_tokens
+    if most is None:
+        most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
+    most = max(most, 2)
+    menu = make_menu(
+        config.max_num_seqs,
+        most,
+        mixed=mixed,
+        num_drafts=drafts.draft_lengths if drafts else (),
+        max_verified_tokens=most,
+        trees=drafts is not None and drafts.branches,
+        q_width=MOST_CANDIDATES if config.acceptance.name == "rejection" else 0,
+        num_steps=config.num_scheduler_steps,
+    )
+    if drafts is not None and not menu.verify:
+        raise ConfigError(
+            f"speculative_config: the smallest step with drafts has {1 + min(drafts.draft_lengths)} tokens; "
+            f"max_num_batched_tokens is {most}"
+        )
+    return menu
+
+
+def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
+    """Returns what the scheduler knows of the shapes."""
+    return StepLimits(
+        max_rows=max_num_seqs,
+        max_tokens=menu.chunk[-1].num_tokens,
+        max_chunk_rows=min(menu.max_chunk_rows, max_num_seqs),
+        mixed=mixed,
+        verified=tuple((bucket.num_rows, bucket.max_query_len) for bucket in menu.verify),
+        trees=any(bucket.trees for bucket in menu.verify),
+        decoded=tuple(bucket.num_rows for bucket in menu.decode),
+        streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
+        num_steps=max((bucket.num_steps for bucket in menu.multi_step), default=1),
+    )

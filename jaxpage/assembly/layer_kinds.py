@@ -1,0 +1,54 @@
+"""Refuses, by name, what layers with sliding windows and recurrent layers do not take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from jaxpage.assembly.described import ModelLayout
+from jaxpage.errors import UnsupportedError
+from jaxpage.models.base import KVSpec
+from jaxpage.settings.speculative_config import SpeculativeConfig
+
+
+def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()) -> None:
+    """Raises UnsupportedError for settings that recurrent layers do not take.
+
+    model: its name, for the error. drafters: what their layers keep.
+    """
+    if any(any(each.states) for each in drafters):
+        raise UnsupportedError(
+            "speculative_config: a draft model with recurrent layers is not supported; use one without, or a method "
+            "that drafts without a model"
+        )
+    if not any(kv.states):
+        return
+    if layout.kv_cache_dtype != "auto":
+        raise UnsupportedError(
+            f"kv_cache_dtype {layout.kv_cache_dtype!r} is not supported for {model}, which has recurrent layers: their states "
+            "are kept in float32, and their inputs in the model's dtype; use 'auto'"
+        )
+
+
+def refuse_recurrent(what: str, kv: KVSpec) -> None:
+    """Raises UnsupportedError where a program counts keys and values alone. what: its name."""
+    if any(kv.states):
+        raise UnsupportedError(
+            f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
+        )
+
+
+def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
+    """Raises UnsupportedError for drafts that branch where layers have windows or states.
+
+    Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no
+    branches.
+
+    model: its name, for the error. kvs: of the model, and of a drafter.
+    """
+    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
+        return
+    what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
+    raise UnsupportedError(
+        f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
+        f"windows or states; use {instead}"
+    )

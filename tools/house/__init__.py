@@ -1,0 +1,1 @@
+"""Measures of the code itself: how far a setting walks."""
