@@ -109,7 +109,7 @@ def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[Reque
     assert all(m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time for m in requests)
 
 
-def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput], by_hand: None) -> None:
     before = llm.stats()
     with llm.stream([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)) as chunks:
         next(chunks)
@@ -468,7 +468,7 @@ def test_the_application_runs_in_the_servers_of_others(llm: LLM, monkeypatch: py
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
     monkeypatch.setattr(asgi, "open_engine", lambda *_, **__: built)
     app = asgi.asgi_app(server={"served_model_name": "m"})
-    monkeypatch.setattr(app._loop._calls, "shutdown", lambda: None)  # the engine is there for other tests
+    monkeypatch.setattr(app._driver.turns, "close_engine", lambda: None)  # the engine is there for other tests
     said: list[str] = []
 
     async def run() -> None:
@@ -486,4 +486,4 @@ def test_the_application_runs_in_the_servers_of_others(llm: LLM, monkeypatch: py
         said.append(event)
 
     asyncio.run(run())
-    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._loop.healthy
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._driver.healthy

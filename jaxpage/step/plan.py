@@ -96,11 +96,6 @@ class StepPlan:
         None  # tokens ahead that a device drafter drafts; 0: it only computes the step's tokens; None: it is off
     )
 
-    @property
-    def moves_blocks(self) -> bool:
-        """Whether block tables name blocks that are not filled before the step has run."""
-        return bool(self.swap_out or self.swap_in or self.copies)
-
     @cached_property
     def verifies(self) -> bool:
         """Whether any row has drafts."""
