@@ -37,7 +37,7 @@ from jaxpage.driver import Driver
 from jaxpage.engine.build import Built
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.events import Both
-from jaxpage.errors import CapacityError, ConfigError, EventLogError
+from jaxpage.errors import CapacityError, EngineFailed, ConfigError, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrubbed
@@ -593,7 +593,7 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
         outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
         waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
         waiting.close()
-        assert not engine._groups
+        assert llm.stats()["num_requests_waiting"] == 0 and not engine._groups
     assert [len(output.outputs) for output in outputs] == [n] * 4
     records = records_of(path)
     assert [arrival["sequences"] for arrival in records if arrival["event"] == "arrival"][1] == [4, 5, 6, 7]

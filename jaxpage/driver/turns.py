@@ -166,11 +166,11 @@ class Turns:
             self.taker = None
 
     def _turn(self, waits: bool) -> bool:
-        self._replace_weights()
+        has_replaced = self._replace_weights()
         if not self._has_work:
             self.began = None
             if not waits and self.inbox.empty():
-                return False
+                return has_replaced
             self._obey(self.inbox.get())
         self.began = time.monotonic()
         for _ in range(self.inbox.qsize()):
@@ -364,11 +364,14 @@ class Turns:
             self.end_all(why if tells else None)
         return LATER
 
-    def _replace_weights(self) -> None:
-        """Takes the weights that wait, if nothing runs, and then obeys what waits for them."""
+    def _replace_weights(self) -> bool:
+        """Takes the weights that wait, if nothing runs, and then obeys what waits for them.
+
+        Returns whether weights waited, and wait no more.
+        """
         replacement = self.replacement
         if replacement is None or (self._has_work and not replacement.is_withdrawn):
-            return
+            return False
         self.replacement = None
         self._later.remove(replacement.version)
         try:
@@ -383,6 +386,7 @@ class Turns:
         self._held = []
         for order in held:
             self._obey(order)
+        return True
 
     def close_engine(self) -> None:
         """Frees the device."""
