@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import jax.monitoring
@@ -443,34 +445,36 @@ def test_an_error_keeps_the_callers_line_and_its_cause(llm, monkeypatch):
     assert caught.traceback[0].name == names[0]
 
 
-@pytest.mark.parametrize("then", ["unread stream", "running threads", "dropped"])
-def test_a_program_may_end_without_a_shutdown(directory, then):
+def test_a_program_may_end_without_a_shutdown(directory):
     """It ends at once, and prints nothing."""
     program = f"""
-import gc, threading
+import threading
 from jaxpage import SamplingParams
 from tests.support.engines import make_llm
 params = SamplingParams(max_tokens=200, ignore_eos=True)
 llm = make_llm({str(directory)!r}, num_blocks=33)
-if {then!r} == "unread stream":
-    stream = llm.stream([1, 2, 3], params)
-    next(stream)
-elif {then!r} == "running threads":
-    def run():
-        while True:
-            llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False)
-    threading.Thread(target=run, daemon=True).start()
-    llm.generate([1], params, use_tqdm=False)
-else:
-    (thread,) = [one for one in threading.enumerate() if one.name == "jaxpage-engine"]
-    llm.generate([1], params, use_tqdm=False)
-    del llm
-    gc.collect()
-    thread.join(60)
-    assert not thread.is_alive()
+stream = llm.stream([1, 2, 3], params)
+next(stream)
+threading.Thread(target=lambda: [llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False) for _ in range(999)], daemon=True).start()
+llm.generate([1], params, use_tqdm=False)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
     assert (ended.stdout, ended.stderr) == ("", "")
+
+
+def test_an_engine_ends_with_the_last_reference(directory):
+    """To its LLM, or to what the LLM gave."""
+    dropped = make_llm(directory, num_blocks=33)
+    thread, engine = dropped._driver._thread, weakref.ref(dropped._engine)
+    stream = dropped.stream([1, 2, 3], GREEDY)
+    del dropped
+    gc.collect()
+    assert len(list(stream)) == 12 and thread.is_alive()
+    del stream
+    gc.collect()
+    thread.join(60)
+    gc.collect()
+    assert not thread.is_alive() and engine() is None
 
 
 def test_a_real_ctrl_c(llm):
