@@ -1,37 +1,37 @@
-"""`AsyncLLM`: the Python interface for programs with an event loop. The engine runs on a thread of its own, as the server's does."""
+"""`AsyncLLM`: the Python interface for programs with an event loop, with the verbs of `LLM`."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
-from jaxpage.assembly import Built, BuiltModel, Hooks, Mode, given_weights
+from jaxpage.assembly import Built, Hooks, Mode
+from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling, normalized
-from jaxpage.engine.calls import check_process, prepared
-from jaxpage.engine.prompts import Messages, named_params, normalise
+from jaxpage.device.embedder import Pooling
+from jaxpage.driver import DrivenModel, stacked
+from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.prompts import Messages, named_params
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
+from jaxpage.memory import MemoryReport
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.replay.opening import open_engine, open_in_memory
-from jaxpage.serving.engine_loop import EngineLoop
-from jaxpage.serving.request_handle import RequestHandle
-from jaxpage.serving.vectors import vectors_of
-from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
-class AsyncLLM(BuiltModel):
+class AsyncLLM(DrivenModel):
     """A model with its KV cache and its compiled steps, for coroutines. Their requests share the batch.
 
     The constructor loads and compiles, and blocks meanwhile. Use it as an asynchronous context manager, or call `shutdown()`.
@@ -55,9 +55,9 @@ class AsyncLLM(BuiltModel):
 
     def _use(self, config: EngineConfig, built: Built, max_queued_requests: int = 4096) -> None:
         super()._use(config, built)
-        self._loop = EngineLoop(built, max_queued_requests=max_queued_requests)
-        self._loop.start()
-        self._running: dict[str, RequestHandle] = {}
+        self._driver: AsyncDriver = AsyncDriver(built, max_queued_requests=max_queued_requests)
+        self._driver.start()
+        self._running: dict[str, AwaitedHandle] = {}
         self._numbers = itertools.count()
 
     @classmethod
@@ -101,34 +101,56 @@ class AsyncLLM(BuiltModel):
             TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
             QueueFull, EngineFailed, ShuttingDown.
         """
-        check_process()
-        prompts = normalise(prompt)
-        if len(prompts) != 1:
-            raise ValueError(f"generate takes one prompt, not {len(prompts)}; call it for each")
+        so_far: RequestOutput | None = None
+        async with aclosing(self._deltas("generate", prompt, params, request_id, lora_request)) as deltas:
+            async for delta in deltas:
+                so_far = delta if so_far is None else _joined(so_far, delta)
+                yield so_far
+
+    @named_params
+    async def stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | BeamSearchParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields chunks, each with what is new since the one before; the last has the finish reason.
+
+        Leaving the loop ends the request. The arguments are those of `generate`.
+
+        Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
+        """
+        async with aclosing(self._deltas("stream", prompt, params, request_id, lora_request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _deltas(
+        self, name: str, prompt: Any, params: Any, request_id: str | None, lora_request: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields deltas; the whole, of a request that `generate` cannot stream."""
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
+        self._check_unused(request_id)
+        prepare = self._prepare_one if name == "generate" else self._prepare_stream
+        request = await asyncio.to_thread(prepare, name, prompt, params, lora_request)
+        [handle] = await self._driver.submit([request], stream=_is_streamable(request))
+        try:
+            self._check_unused(request_id)  # once more: another may have come in meanwhile
+            self._running[request_id] = handle
+            finished = False
+            while not finished:
+                delta = replace(await handle.next_delta(), request_id=request_id)
+                finished = delta.finished
+                yield delta
+        finally:
+            if self._running.get(request_id) is handle:
+                del self._running[request_id]
+            handle.cancel()
+
+    def _check_unused(self, request_id: str) -> None:
         if request_id in self._running:
             raise ValueError(f"request_id {request_id!r} is running already")
-        engine, params = self._loop.engine, params or self.default_sampling_params()
-        checked = engine.admission.check_params(params)
-        request = await asyncio.to_thread(prepared, engine, prompts[0], checked)
-        request = request._replace(grammar=await asyncio.to_thread(engine.compiled, params))
-        if lora_request is not None:
-            request = request._replace(lora=await asyncio.to_thread(engine.opened_adapter, lora_request))
-        stream = not (isinstance(params, BeamSearchParams) or params.ranks)
-        [handle] = await self._loop.submit([request], stream=stream)
-        if request_id in self._running:  # since it was looked for
-            handle.cancel()
-            raise ValueError(f"request_id {request_id!r} is running already")
-        self._running[request_id] = handle
-        try:
-            so_far: RequestOutput | None = None
-            while so_far is None or not so_far.finished:
-                delta = await handle.next_delta()
-                so_far = replace(delta if so_far is None else _joined(so_far, delta), request_id=request_id)
-                yield so_far
-        finally:
-            del self._running[request_id]
-            handle.cancel()
 
     @named_params
     async def chat(
@@ -151,49 +173,66 @@ class AsyncLLM(BuiltModel):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]],
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
     ) -> list[float] | list[list[float]]:
-        """As `LLM.score`. Raises what it raises, and QueueFull, EngineFailed and ShuttingDown."""
-        check_process()
+        """Scores continuations; see `LLM.score`.
+
+        Raises what `LLM.score` raises, QueueFull, EngineFailed and ShuttingDown.
+        """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
-        engine = self._loop.engine
-        requests = [engine.prepare(None, (*prompt, *continuation), SCORING) for prompt, continuation in pairs]
-        handles = await self._loop.submit(requests, stream=False)
+        prompts = [prompt + continuation for prompt, continuation in pairs]
+        requests = await asyncio.to_thread(self._prepare, prompts, SCORING)
+        handles = await self._driver.submit(requests, stream=False)
         try:
-            return scores_of([await handle.whole() for handle in handles], pairs, single=single)
+            outputs = [await handle.whole() for handle in handles]
         finally:
-            for handle in handles:
-                handle.cancel()
+            self._driver.end(handles)
+        return scores_of(outputs, pairs, single=single)
 
     async def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
-        """As `LLM.embed`, one prompt after another between two steps of the engine, all with the weights of the first. Raises its errors,
-        EngineFailed and ShuttingDown."""
-        check_process()
-        check_choice("pooling", pooling, get_args(Pooling))
-        engine = self._loop.engine
-        checked = engine.admission.check_params(SamplingParams(max_tokens=1))
-        requests = [await asyncio.to_thread(prepared, engine, prompt, checked) for prompt in normalise(prompts)]
-        if not requests:
-            raise ValueError("embed needs at least one prompt")
-        vectors = np.stack([vector async for vector in vectors_of(requests, self._loop, self._embedder, pooling)])
-        return normalized(vectors) if normalize else vectors
+        """Makes vectors of prompts; see `LLM.embed`. Each is computed between two steps of the engine, all with the weights of the first.
+
+        Raises what `LLM.embed` raises, EngineFailed and ShuttingDown.
+        """
+        requests = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
+        vectors = self._driver.vectors(requests, self._embedder, pooling)
+        return stacked([vector async for vector in vectors], normalize=normalize)
 
     async def parameters(self) -> dict[str, jax.Array]:
-        """As `LLM.parameters`. Raises what it raises, EngineFailed and ShuttingDown."""
-        check_process()
-        weights = await self._loop.snapshot(lambda engine: engine.runner.parameters["target"])
+        """Returns the weights; see `LLM.parameters`. Raises what it raises, EngineFailed and ShuttingDown."""
+        weights = await asyncio.wrap_future(self._driver.weights())
         return await asyncio.to_thread(self._named, weights)
 
     async def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
-        """As `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights. With the mode "abort" those that run
-        raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during another update; EngineFailed, ShuttingDown.
+        """Takes other weights; see `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights.
+
+        With the mode "abort" those that run raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during
+        another update; EngineFailed, ShuttingDown.
         """
-        check_process()
-        load = partial(given_weights, self._model, self.spec, self.config.event_log, parameters)
-        weights = await asyncio.to_thread(load, check_finite=check_finite, mode=mode)
-        return await self._loop.replace_weights(weights, abort=mode == "abort")
+        weights = await asyncio.to_thread(self._prepare_weights, parameters, check_finite=check_finite, mode=mode)
+        return await self._driver.replaced_weights(weights, abort=mode == "abort")
+
+    async def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> AsyncPinnedPrefix:
+        """Computes a prefix and keeps its blocks; see `LLM.pin_prefix`. Use the result with `async with`, or `await` its `release()`.
+
+        Raises what `LLM.pin_prefix` raises, QueueFull, EngineFailed and ShuttingDown.
+        """
+        prepared = await asyncio.to_thread(self._prepare_prefix, prefix, cache_salt)
+        return await self._driver.pinned(prepared)
+
+    async def reset_prefix_cache(self) -> None:
+        """Empties the prefix cache. Running requests are not affected."""
+        await self._driver.snapshot(Engine.reset_prefix_cache)
+
+    async def memory_report(self, *, reset: bool = False) -> MemoryReport:
+        """Returns the use of the KV pool; see `LLM.memory_report`."""
+        return await self._driver.memory_report(reset=reset)
+
+    async def drain(self, timeout: float | None = None) -> bool:
+        """Takes no requests any more, and waits for those that are there; see `LLM.drain`."""
+        return await self._driver.drained(timeout)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Ends a request, or several; who reads one gets a last output with the finish reason "abort". Other ids are ignored.
@@ -203,21 +242,26 @@ class AsyncLLM(BuiltModel):
         ids = [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else list(request_id)
         if not all(isinstance(one, str) for one in ids):
             raise TypeError(f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}")
-        await asyncio.gather(*(self._loop.abort(self._running[one]) for one in {*ids} & self._running.keys()))
+        await asyncio.gather(*(self._driver.abort(self._running[one]) for one in {*ids} & self._running.keys()))
 
     async def stats(self) -> Mapping[str, Any]:
         """The current values of all metrics, by name."""
-        return await self._loop.stats()
+        return await self._driver.stats()
 
     async def shutdown(self) -> None:
         """Ends running requests and frees the device memory. A second call has no effect."""
-        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._driver.stop)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+
+def _is_streamable(request: PreparedRequest) -> bool:
+    params = request.params
+    return not (isinstance(params, BeamSearchParams) or params.ranks)
 
 
 def _joined(before: RequestOutput, delta: RequestOutput) -> RequestOutput:

@@ -41,8 +41,8 @@ class QueueFull(JaxpageError):
     """As many requests wait as may wait. Later there is room again."""
 
 
-class ShuttingDown(JaxpageError):
-    """The server takes no requests any more, or has ended this one because its time to finish was over."""
+class ShuttingDown(JaxpageError, RuntimeError):
+    """The engine was shut down or takes no requests any more, or has ended this one because its time to finish was over."""
 
 
 class NativeError(JaxpageError):

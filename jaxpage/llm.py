@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Self, Unpack
 
 import jax
 import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from jaxpage.assembly import Built, BuiltModel, Hooks, Mode, given_weights
+from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling, normalized
-from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.calls import Calls, PinnedPrefix, RequestStream, check_streamable, prepared
-from jaxpage.engine.interrupts import held_interrupts
-from jaxpage.engine.prompts import Messages, named_params, normalise, one_each
-from jaxpage.engine.reporting import Reporter
+from jaxpage.device.embedder import Pooling
+from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.prompts import Messages, named_params
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
+from jaxpage.errors import JaxpageError, ShuttingDown
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine, open_in_memory
-from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest
@@ -33,16 +32,21 @@ Params = SamplingParams | BeamSearchParams
 LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
-class LLM(BuiltModel):
+class LLM(DrivenModel):
     """A model with its KV cache and its compiled steps.
 
     The constructor loads the weights and compiles every shape. After that nothing is compiled. Several threads may use the same object;
     their requests share the batch. Use it as a context manager, or call `shutdown()`, to free the device memory.
 
+    The engine runs on a thread of its own, for which the calls wait. An exception in a call, such as Ctrl-C, ends the requests of that
+    call and no others. A signal handler may call the LLM in the middle of another call.
+
     Args:
         model: "demo" (packaged), "smollm2" (of `jaxpage fetch`), a local directory, a GGUF file, or a Hugging Face hub id.
         use_tqdm: show progress bars on standard error.
         verbose: print how memory is divided and what was in the compile cache; None: as `use_tqdm`.
+        start: start the engine's thread. Without it a call takes the steps that it waits for itself, and the engine stands still between
+            calls, for tests and measurements that step by hand; the calls must come from one thread at a time.
         settings: the other fields of `EngineConfig`, by name.
 
     Raises:
@@ -57,15 +61,17 @@ class LLM(BuiltModel):
         *,
         use_tqdm: bool = True,
         verbose: bool | None = None,
+        start: bool = True,
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        self._use(config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)))
+        self._use(config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)), start=start)
 
-    def _use(self, config: EngineConfig, built: Built) -> None:
+    def _use(self, config: EngineConfig, built: Built, *, start: bool = True) -> None:
         super()._use(config, built)
-        self._engine = built.engine
-        self._calls = Calls(built.engine)
+        self._driver = Driver(built.engine)
+        if start:
+            self._driver.start()
 
     @classmethod
     def from_config(
@@ -105,8 +111,7 @@ class LLM(BuiltModel):
         """The weights, in the types that they are computed in, by the names that they have in the checkpoint. Some are the arrays that the
         engine uses: a program that donates them copies them first. Raises UnsupportedError for quantised weights.
         """
-        self._calls.check_open()
-        return self._named(self._engine.runner.parameters["target"])
+        return self._named(self._driver.wait(self._driver.weights()))
 
     def update_parameters(self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait") -> int:
         """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
@@ -125,12 +130,12 @@ class LLM(BuiltModel):
             UnsupportedError: the weights are quantised, or events are logged.
             RuntimeError: a prefix is pinned.
         """
-        self._calls.check_open()
-        built = self._model, self.spec, self.config.event_log
-        weights = given_weights(*built, parameters, check_finite=check_finite, mode=mode)
-        with self._calls.alone():
-            self._calls.drain(abort=mode == "abort")
-            return self._engine.replace_weights(weights)
+        weights = self._prepare_weights(parameters, check_finite=check_finite, mode=mode)
+        replacement = self._driver.replace_weights(weights, abort=mode == "abort", queues=True)
+        try:
+            return self._driver.wait(replacement.version)
+        finally:
+            replacement.withdraw()
 
     @named_params
     def generate(
@@ -156,27 +161,26 @@ class LLM(BuiltModel):
             JaxpageError: the process that checks grammars was killed repeatedly, or does not answer.
         """
         requests = self._prepare(prompts, params, lora_request)
-        reporters: dict[str, Reporter] = {}
+        box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
+        handles = [Handle(request, box.put) for request in requests]
+        outputs: dict[Handle, RequestOutput] = {}
         num_tokens = 0
-        with (
-            held_interrupts() as interrupts,
-            tqdm(total=len(requests), desc="Generating", unit="request", disable=None if use_tqdm else True) as bar,
-        ):
+        disable = None if use_tqdm else True
+        with tqdm(total=len(requests), desc="Generating", unit="request", disable=disable) as bar:
             try:
-                self._calls.add(requests, reporters)
-                unfinished = set(reporters)
-                while unfinished and not interrupts.pending:
-                    updates = self._calls.step_until_updated(unfinished, interrupts)
-                    finished = {request_id for request_id in updates if reporters[request_id].finished}
-                    unfinished -= finished
-                    num_tokens += sum(reporters[request_id].num_output_tokens for request_id in finished)
-                    bar.update(len(finished))
-                    bar.set_postfix_str(
-                        f"{num_tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s", refresh=False
-                    )
+                self._driver.wait(self._driver.add(handles))
+                while len(outputs) < len(handles):
+                    for handle, output in self._driver.taken(box):
+                        if isinstance(output, JaxpageError):
+                            raise output
+                        outputs[handle] = output
+                        num_tokens += handle.num_output_tokens
+                        bar.update()
+                        rate = num_tokens / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             finally:
-                self._calls.end(reporters)
-        return [reporter.whole() for reporter in reporters.values()]
+                self._driver.end(handles)
+        return [outputs[handle] for handle in handles]
 
     def stream(
         self, prompt: Any, params: Params | None = None, *, lora_request: LoRARequest | None = None
@@ -188,11 +192,7 @@ class LLM(BuiltModel):
 
         Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
         """
-        requests = self._prepare(prompt, params, lora_request)
-        if len(requests) != 1:
-            raise ValueError(f"stream takes one prompt, not {len(requests)}; use generate for several")
-        check_streamable(requests[0].params)
-        return RequestStream(self._calls, requests[0])
+        return RequestStream(self._driver, self._prepare_stream("stream", prompt, params, lora_request))
 
     def score(
         self,
@@ -231,14 +231,12 @@ class LLM(BuiltModel):
 
         Raises TypeError, ValueError or CapacityError before anything runs.
         """
-        check_choice("pooling", pooling, get_args(Pooling))
-        if not (requests := self._prepare(prompts, SamplingParams(max_tokens=1))):
-            raise ValueError("embed needs at least one prompt")
-        with self._calls.alone():
-            weights = self._engine.runner.parameters["target"]
-            bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
-            vectors = np.stack([self._embedder.embed(weights, request.token_ids, pooling) for request in bar])
-        return normalized(vectors) if normalize else vectors
+        requests = self._prepare_embedding(prompts, pooling)
+        driver = self._driver
+        weights = driver.wait(driver.weights())
+        bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
+        orders = (driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar)
+        return stacked([driver.wait(order) for order in orders], normalize=normalize)
 
     @named_params
     def chat(
@@ -264,18 +262,18 @@ class LLM(BuiltModel):
 
     def stats(self) -> dict[str, Any]:
         """The current values of all metrics, by name (docs/reference/metrics.md)."""
-        return self._calls.stats()
+        return self._driver.read(Engine.stats)
 
     def memory_report(self, *, reset: bool = False) -> MemoryReport:
         """The use of the KV pool since the start, or since the last call with `reset`: means, peak, samples over time.
 
         `print` it for a table. It has at most 512 samples. `reset` starts a new report with the next step.
         """
-        return self._calls.memory_report(reset=reset)
+        return self._driver.read(lambda engine: engine.memory_report(reset=reset))
 
     def reset_prefix_cache(self) -> None:
         """Empties the prefix cache. Running requests are not affected."""
-        self._calls.reset_prefix_cache()
+        self._driver.wait(self._driver.call(Engine.reset_prefix_cache))
 
     def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> PinnedPrefix:
         """Computes a prefix and keeps its blocks, for prompts that begin with it (a system prompt; PagedAttention, section 4.4).
@@ -292,51 +290,30 @@ class LLM(BuiltModel):
             ValueError: the prefix is empty, or leaves no room for a prompt after it.
             CapacityError: waiting or running requests need its blocks.
         """
-        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
-        requests = self._prepare(prefix, params)
-        if len(requests) != 1:
-            raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
-        if (length := len(requests[0].token_ids)) + 2 > self.memory.max_model_len:
-            raise ValueError(
-                f"The prefix has {length} tokens, which leaves no room for a prompt after it: max_model_len is {self.memory.max_model_len}"
-            )
-        return self._calls.pin(requests[0])
+        return PinnedPrefix.of(self._driver, self._prepare_prefix(prefix, cache_salt))
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Takes no requests any more, and waits for those that are there; `shutdown` is what remains to be done.
+
+        Args:
+            timeout: seconds, after which requests that have not finished end with ShuttingDown; None: wait as long as it takes.
+
+        Returns whether all requests finished.
+        """
+        try:
+            self._driver.wait(self._driver.drain(), timeout)
+        except TimeoutError:
+            why = ShuttingDown("The engine is shutting down; the time to finish was over")
+            self._driver.wait(self._driver.end_all(why))
+            return False
+        return True
 
     def shutdown(self) -> None:
         """Aborts running requests and frees the device memory. The object cannot be used after this. A second call has no effect."""
-        self._calls.shutdown()
+        self._driver.stop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-    def _prepare(self, prompts: Any, params: Any, lora_request: Any = None) -> list[PreparedRequest]:
-        """Encodes and checks everything, so that a bad argument is refused before anything runs."""
-        self._calls.check_open()
-        normalised = normalise(prompts)
-        each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
-        adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
-        requests = []
-        checked: dict[int, CheckedParams] = {}  # by the identity of the parameters, which prompts may share
-        for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
-            if not isinstance(one, SamplingParams | BeamSearchParams):
-                raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
-            try:
-                if id(one) not in checked:
-                    checked[id(one)] = self._engine.admission.check_params(one)
-                request = prepared(self._engine, prompt, checked[id(one)])
-                requests.append(request._replace(grammar=self._engine.compiled(one), lora=lora))
-            except Exception as error:
-                if len(normalised) > 1:
-                    error.add_note(f"This is prompt {index} of {len(normalised)}.")
-                raise
-        return requests
-
-    def _adapters(self, asked: Sequence[Any]) -> list[NamedAdapter | None]:
-        """Of each prompt; each is read once. Raises TypeError, and what `Engine.opened_adapter` raises."""
-        if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
-            raise TypeError(f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}")
-        opened = {one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None}
-        return [opened.get(one) for one in asked]

@@ -94,6 +94,15 @@ def compiled_when_used():
         yield
 
 
+@pytest.fixture
+def by_hand(llm):
+    """The calls of `llm` take the engine's steps themselves: what nobody waits for stands still."""
+    from tests.support.engines import steps_by_hand
+
+    with steps_by_hand(llm):
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""

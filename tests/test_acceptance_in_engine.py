@@ -320,12 +320,12 @@ def scored(llm: LLM, outputs: list[Any]) -> None:
 
 def test_a_log_of_drafts_that_were_drawn_is_replayed(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    engine = llm._engine
+    driver = llm._driver
     tokenizer = llm.tokenizer
     with logged(llm, path) as other:
         draft_with(other, Drawing(TREE))
         texts_of(llm, asked(12, n=2, logprobs=1))
-    llm._engine, llm.tokenizer = engine, tokenizer
+    llm._driver, llm.tokenizer = driver, tokenizer
     report = replayed(llm, path)
     assert report.difference is report.ending is None and report.num_steps == len(results_of(path))
     (first, *_) = [record["drafts"] for record in records_of(path) if "drafts" in record]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpage import AsyncLLM, BeamSearchParams, SamplingParams
-from jaxpage.errors import WeightsReplaced
+from jaxpage.errors import ShuttingDown, UnsupportedError, WeightsReplaced
 from tests.support.engines import BLOCKS_OF_16, LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.wire import with_template
@@ -56,7 +56,7 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
                     if not output.finished:
                         handle = llm._running["long"]
                         # As after a step whose news was taken: nothing but the abort will wake the reader.
-                        await llm._loop.snapshot(
+                        await llm._driver.snapshot(
                             lambda engine, it=handle: (engine.abort(it.request_id), setattr(it, "is_updated", False))
                         )
                         await llm.abort("long")
@@ -98,14 +98,14 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
     async def run() -> None:
         settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", "max_queued_requests": 9}
         async with AsyncLLM.from_parameters(LLAMA, weights[0], **settings) as llm:
-            assert llm._loop.num_places == llm._loop.engine.scheduler.max_num_seqs + 9
+            assert llm._driver.num_places == llm._driver.engine.scheduler.max_num_seqs + 9
             assert await llm.score(PROMPTS[0], CONTINUATIONS[0]) == scores[0][0]
             np.testing.assert_array_equal(await llm.embed(PROMPTS, pooling="mean"), vectors)
             with pytest.raises(ValueError, match="pooling must be one of last, mean, not 'max'"):
                 await llm.embed(PROMPTS, pooling="max")  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="embed needs at least one prompt"):
                 await llm.embed([])
-            runner, run_step = llm._loop.engine.runner, llm._loop.engine.runner.run
+            runner, run_step = llm._driver.engine.runner, llm._driver.engine.runner.run
             runner.run = lambda batch: (time.sleep(0.01), run_step(batch))[1]  # type: ignore[method-assign]
             running = llm.generate(PROMPTS[0], PARAMS[1])
             await anext(running)
@@ -136,5 +136,47 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             generated = [each async for each in llm.generate(asked, greedy)]
             assert chatted[-1].prompt_token_ids == asked and chatted[-1].outputs == generated[-1].outputs
             assert llm.detokenize(asked) == "Q"
+
+    asyncio.run(run())
+
+
+def test_the_other_verbs_are_those_of_llm(tmp_path: Any) -> None:
+    model, prefix = random_checkpoint(tmp_path, LLAMA), list(range(1, 38))
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with make_llm(model) as llm:
+        chunks = [chunk.outputs for chunk in llm.stream(PROMPTS[0], greedy)]
+        with llm.pin_prefix(prefix):
+            wanted = llm.generate([*prefix, 5], greedy, use_tqdm=False)[0]
+        whole = llm.memory_report()
+
+    async def run() -> None:
+        async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
+            streamed = [chunk async for chunk in llm.stream(PROMPTS[0], greedy, "s")]
+            tokens = [token for chunk in streamed for token in chunk.outputs[0].token_ids]
+            assert tokens == [token for chunk in chunks for token in chunk[0].token_ids]
+            assert [chunk.finished for chunk in streamed] == [False] * (len(streamed) - 1) + [True]
+            assert streamed[0].request_id == "s"
+            with pytest.raises(UnsupportedError, match="beam_width=2"):
+                await anext(llm.stream(PROMPTS[0], PARAMS[2]))
+            async with await llm.pin_prefix(prefix) as pinned:
+                assert (pinned.num_tokens, pinned.released) == (37, False)
+                await llm.reset_prefix_cache()
+                (*_, last) = [output async for output in llm.generate([*prefix, 5], greedy)]
+                assert last.outputs == wanted.outputs and last.metrics.num_cached_tokens == 37
+                with pytest.raises(RuntimeError, match="prefixes of the old ones are pinned"):
+                    await llm.update_parameters(await llm.parameters())
+            assert pinned.released and (await llm.stats())["num_blocks_pinned"] == 0
+            await pinned.release()
+            with pytest.raises(ValueError, match="pin_prefix takes one prefix, not 2"):
+                await llm.pin_prefix([[1], [2]])
+            report = await llm.memory_report(reset=True)
+            assert type(report) is type(whole) and report.num_steps > (await llm.memory_report()).num_steps
+            running = llm.generate([5], greedy)
+            await anext(running)
+            draining = asyncio.create_task(llm.drain())
+            assert [output async for output in running][-1].outputs[0].finish_reason == "length"
+            assert await draining
+            with pytest.raises(ShuttingDown):
+                await anext(llm.generate([5], greedy))
 
     asyncio.run(run())

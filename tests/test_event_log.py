@@ -34,9 +34,9 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.decoding import BeamStrategy, SamplingStrategy
-from jaxpage.engine.calls import Calls
+from jaxpage.driver import Driver
 from jaxpage.engine.engine import Engine
-from jaxpage.errors import CapacityError, ConfigError, EventLogError
+from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrubbed
@@ -88,16 +88,16 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any
 @contextmanager
 def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
-    engine = llm._engine = new_engine(llm, tokenizer=tokenizer)
+    engine = new_engine(llm, tokenizer=tokenizer)
     engine.events = EventLog(path, header(llm.config, engine, llm.spec))
-    llm._calls, llm.tokenizer = Calls(engine), tokenizer
+    llm._driver, llm.tokenizer = Driver(engine), tokenizer  # not started: a stream that nobody reads stands still
     try:
         yield engine
     finally:
         engine.abort_all()
         engine.events.closed()
         assert not engine.events._tables, "tables of sequences that are gone"
-        llm._calls, llm.tokenizer = Calls(engine), None
+        llm._driver, llm.tokenizer = Driver(engine), None
 
 
 def replayed(llm: LLM, path: Path, runner: Any = None) -> Report:
@@ -500,36 +500,40 @@ def test_a_failed_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert_identical(replayed(llm, path), path)
 
 
-def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseException, moment: str = "in") -> None:
-    """The step takes the pages ("in"), never begins ("before"), or has happened ("after"), and raises."""
+def fail_at(patch: pytest.MonkeyPatch, runner: Any, step: int, error: BaseException) -> None:
+    """The step takes the pages, and raises."""
     real, calls = runner.run, itertools.count(1)
 
     def run(batch: Any) -> Any:
         if next(calls) != step:
             return real(batch)
-        if moment == "in":
-            runner.executables.step(batch.bucket)(runner.parameters, runner._pages, batch.packed)
-        if moment == "after":
-            real(batch)
+        runner.executables.step(batch.bucket)(runner.parameters, runner._pages, batch.packed)
         raise error
 
     patch.setattr(runner, "run", run)
 
 
-@pytest.mark.parametrize("moment", ["before", "in", "after"])
-def test_an_interrupted_step(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+def test_a_step_that_broke_off(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can neither be taken nor be failed: all requests end, and the pages are made anew."""
     path = tmp_path / "a.jsonl"
     with logged(llm, path) as engine:
-        stream = llm.stream(prompts_of(70)[0], GREEDY)  # survives
+        stream = llm.stream(prompts_of(70)[0], GREEDY)
         next(stream)
+        real, calls = engine.scheduler.commit, itertools.count(1)
+
+        def failing(*arguments: Any) -> Any:
+            return real(*arguments) if next(calls) != 5 else 1 / 0
+
         with monkeypatch.context() as patch:
-            fail_at(patch, engine.runner, 5, KeyboardInterrupt(), moment)
-            with pytest.raises(KeyboardInterrupt):
+            patch.setattr(engine.scheduler, "commit", failing)
+            with pytest.raises(EngineFailed) as caught:
                 generate_crowd(llm)
-        list(stream)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        with pytest.raises(EngineFailed):
+            list(stream)
         llm.generate(prompts_of(40, 61), GREEDY, use_tqdm=False)
     events = [record["event"] for record in records_of(path)]
-    assert events.count("rebuild") == (moment == "in") and events.count("plan") == events.count("result") + 1
+    assert events.count("rebuild") == 1 and events.count("plan") == events.count("result") + 1
     assert_identical(replayed(llm, path), path)
 
 
@@ -589,7 +593,7 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
         outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
         waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
         waiting.close()
-        assert not engine._groups
+        assert llm.stats()["num_requests_waiting"] == 0 and not engine._groups
     assert [len(output.outputs) for output in outputs] == [n] * 4
     records = records_of(path)
     assert [arrival["sequences"] for arrival in records if arrival["event"] == "arrival"][1] == [4, 5, 6, 7]
@@ -893,8 +897,6 @@ def test_an_arrival_that_makes_no_sense_is_refused(
 class Chances:
     """A runner without a device. What it draws depends on all that a step is given, block tables included."""
 
-    pages_are_lost = False
-
     def run(self, batch: Any) -> StepResult:
         seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for _, pairs in batch.copies))
         rng = np.random.default_rng(seed)
@@ -907,7 +909,7 @@ class Chances:
         return StepResult(token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:])
 
     def rebuild_pages(self) -> None:
-        self.pages_are_lost = False
+        """There are none."""
 
 
 PARAMS = st.builds(
@@ -934,7 +936,7 @@ ACTIONS = st.lists(
         st.tuples(st.just("add"), st.integers(0, 3), st.integers(1, 150), PARAMS | BEAMS),
         st.tuples(st.just("step"), st.integers(1, 25)),
         st.tuples(st.just("abort"), st.integers(0, 20)),
-        st.tuples(st.sampled_from(["fail", "interrupt", "lose", "reset"])),
+        st.tuples(st.sampled_from(["fail", "interrupt", "reset"])),
     ),
     min_size=5,
     max_size=30,
@@ -969,13 +971,12 @@ def act(engine: Engine, actions: list[Any]) -> None:
                 runner.run = fails(RuntimeError("planted"))
                 engine.step()
                 del runner.run
-            case ("interrupt" | "lose",) if engine.has_unfinished:
+            case ("interrupt",) if engine.has_unfinished:
                 runner.run = fails(KeyboardInterrupt())
                 with pytest.raises(KeyboardInterrupt):
                     engine.step()
                 del runner.run
-                runner.pages_are_lost = action == ("lose",)
-                engine.recover()
+                engine.rebuild_pages()
             case ("reset",):
                 engine.reset_prefix_cache()
         engine.scheduler.check()

@@ -125,8 +125,8 @@ def _advance(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> 
 
 def _inbox(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
     """Between the threads. Both ends hold the same queue."""
-    inbox = server.loop._inbox
-    patch.setattr(server.loop, "_inbox", InFront(inbox, "put", injector.before(inbox.put)))
+    inbox = server.loop.turns.inbox
+    patch.setattr(server.loop.turns, "inbox", InFront(inbox, "put", injector.before(inbox.put)))
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def nothing_is_left(server: Running) -> bool:
         engine.scheduler.check()
         pool = engine.scheduler.block_manager.groups[0].pool
         loop = server.loop
-        kept = (engine._groups, engine._strategies, engine.metrics.requests, loop._live, loop._num_open)
+        kept = (engine._groups, engine._strategies, engine.metrics.requests, loop.turns.live, loop.num_open)
         return pool.num_free == pool.num_usable and not any(kept)
 
     return server.loop.call(look).result()

@@ -108,7 +108,7 @@ def nothing_runs(running):
         stats["num_blocks_free"] == stats["num_blocks_total"]
         and not stats["num_requests_running"]
         and not stats["num_requests_waiting"]
-        and not running.loop._num_open
+        and not running.loop.num_open
     )
 
 
@@ -639,7 +639,7 @@ def test_who_leaves_while_the_queue_is_long_leaves_the_queue(built, monkeypatch)
         others = [running.connect() for _ in range(20)]
         for other in others:
             other.sendall(request_bytes("POST", COMPLETIONS, LONG))
-        wait_until(lambda: running.loop._num_open == 21)
+        wait_until(lambda: running.loop.num_open == 21)
         for other in others:
             other.close()
         wait_until(lambda: running.server.visitors._number == 1)
@@ -907,7 +907,7 @@ def test_a_full_queue_says_when_to_come_again_and_clients_do(built, monkeypatch)
             client.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "max_tokens": 9}))
         gate.entered.acquire()
         gate.permits.release()
-        wait_until(lambda: running.loop._num_open == 5)
+        wait_until(lambda: running.loop.num_open == 5)
         status, headers, body = ask(running, "POST", COMPLETIONS, SHORT)
         assert status == 429 and int(headers["retry-after"]) >= 1 and error_of(body)["code"] == "rate_limit_exceeded"
         official = openai.OpenAI(base_url=f"{running.address}/v1", api_key="none", max_retries=0)
@@ -951,7 +951,7 @@ def put_in_flight(running, gate, whole, streamed):
     whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
     gate.entered.acquire()
     streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
-    wait_until(lambda: running.loop._inbox.qsize())
+    wait_until(lambda: running.loop.turns.inbox.qsize())
     gate.permits.release()
     gate.entered.acquire()
     assert streamed.recv(1, socket.MSG_PEEK)
@@ -1259,7 +1259,7 @@ def test_what_does_not_finish_in_time_is_told_so(built):
             for line in lines:
                 if line.startswith(b"data: "):
                     break
-            wait_until(lambda: running.loop._num_open == 2)
+            wait_until(lambda: running.loop.num_open == 2)
             running.signal()
             events = [line for line in lines if line.startswith(b"data: ")]
             assert b'"error"' in events[-2] and events[-1].startswith(b"data: [DONE]")

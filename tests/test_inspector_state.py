@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import queue
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,8 @@ from starlette.testclient import TestClient
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.engine.engine import Engine
+from jaxpage.errors import ShuttingDown
 from jaxpage.replay.recorder import Recorder
-from jaxpage.serving.engine_loop import ShuttingDown
 from jaxpage.serving.inspector import routes as page
 from jaxpage.serving.inspector import watching
 from jaxpage.serving.inspector.state import Inspector
@@ -217,10 +216,10 @@ def test_a_timeline_is_bounded() -> None:
 
 
 class Source:
-    """An engine loop as the routes see it."""
+    """A driver as the routes see it."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.ready, self.num_snapshots, self.pace = engine, True, 0, Pace()
+        self.engine, self.ready, self.num_snapshots, self.before_step = engine, True, 0, None
 
     async def snapshot(self, function: Any, /) -> Any:
         self.num_snapshots += 1
@@ -336,12 +335,16 @@ def test_slow_motion_is_for_who_is_alone(engine: Engine, asked: Any, can_be_slow
 
 
 def test_of_several_paces_the_slowest_counts() -> None:
-    pace, inbox = Pace(), queue.SimpleQueue[int]()
+    pace, orders = Pace(), list[int]()
+
+    def has_orders() -> bool:
+        return bool(orders)
+
     with pace.held(60.0), contextlib.suppress(RuntimeError):
         with pace.held(0.5):
             assert pace.seconds == 60.0
-        assert pace.lets_step(inbox), "the first step waits for none"
-        inbox.put(1)
-        assert not pace.lets_step(inbox), "whoever asks something is heard meanwhile"
+        assert pace.lets_step(has_orders), "the first step waits for none"
+        orders.append(1)
+        assert not pace.lets_step(has_orders), "whoever asks something is heard meanwhile"
         raise RuntimeError
-    assert pace.seconds == 0.0 and pace.lets_step(inbox)
+    assert pace.seconds == 0.0 and pace.lets_step(has_orders)

@@ -165,7 +165,7 @@ def everything_is_free(server: Running) -> bool:
     def look(engine: Engine) -> bool:
         engine.scheduler.check()
         pool = engine.scheduler.block_manager.groups[0].pool
-        return pool.num_free == pool.num_usable and not server.loop._live and not server.loop._num_open
+        return pool.num_free == pool.num_usable and not server.loop.turns.live and not server.loop.num_open
 
     return server.loop.call(look).result()
 
@@ -235,7 +235,7 @@ async def _leave_waiting(server: Running, raw: bytes) -> None:
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(raw)
     await writer.drain()
-    await asyncio.to_thread(wait_until, lambda: server.loop._num_open, "it has a place in the queue")
+    await asyncio.to_thread(wait_until, lambda: server.loop.num_open, "it has a place in the queue")
     writer.transport.abort()
 
 

@@ -18,14 +18,15 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from jaxpage.assembly import Built, build_engine
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.engine.engine import Engine
 from jaxpage.replay.incidents import IncidentRing
 from jaxpage.replay.log_header import header
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.inspector.routes import page_routes
 from jaxpage.serving.inspector.state import Inspector
+from jaxpage.serving.pacing import Pace
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 from tests.support.browsing import CHROMIUM, launched, open_log, opened
@@ -102,15 +103,21 @@ def as_lines(records: list[Any]) -> str:
 
 
 @pytest.fixture(scope="module")
-def loop(built: Built, crowd: Any) -> Iterator[EngineLoop]:
-    loop = EngineLoop(built)
+def loop(built: Built, crowd: Any) -> Iterator[AsyncDriver]:
+    loop = AsyncDriver(built)
     loop.start()
     yield loop
     assert loop.stop(60)
 
 
+def pace_of(loop: AsyncDriver) -> Pace:
+    """The slow motion that the page has given to the driver."""
+    assert loop.before_step is not None
+    return loop.before_step.__self__  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
-def server(loop: EngineLoop, built: Built) -> Iterator[str]:
+def server(loop: AsyncDriver, built: Built) -> Iterator[str]:
     with served_engine(loop, built) as address:
         yield address
 
@@ -149,14 +156,14 @@ def free_blocks(page: Any) -> int:
     return counts["cached"] + counts["free"]
 
 
-def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: EngineLoop) -> None:
+def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: AsyncDriver) -> None:
     open_live(page, server)
     before = free_blocks(page)
     assert before == POOL["num_blocks"] - 1
     page.fill("#n", "2")
     page.fill("#max_tokens", "90")
     page.fill("#seed", "1")
-    with loop.pace.held(0.02):  # so that the text comes in parts on a busy machine too
+    with pace_of(loop).held(0.02):  # so that the text comes in parts on a busy machine too
         page.click("#send")
         expect(page.locator(".state").first).to_have_text("running")
         expect(page.locator(".column")).to_have_count(2)
@@ -169,7 +176,7 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Engi
 
 
 @pytest.mark.parametrize("shown", ["used", "all"])
-def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, loop: EngineLoop, shown: str) -> None:
+def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, loop: AsyncDriver, shown: str) -> None:
     """Whichever blocks are shown: those in use come and go, and what the page draws of them never ends its stream."""
     open_live(page, server)
     page.locator(f"#shown-{shown}").check(force=True)
@@ -181,7 +188,7 @@ def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, l
     streams: list[str] = []
     page.on("request", lambda request: streams.append(request.url) if "/debug/events" in request.url else None)
     page.fill("#max_tokens", "120")
-    with loop.pace.held(0.01):
+    with pace_of(loop).held(0.01):
         page.click("#send")
         expect(page.locator(".note")).to_contain_text("120 tokens")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
@@ -211,13 +218,13 @@ def test_a_server_that_dies_within_an_answer_leaves_a_page_that_can_send(page: A
         expect(page.locator(".exchange .note").first).to_contain_text("broke off")
 
 
-def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: EngineLoop) -> None:
+def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: AsyncDriver) -> None:
     open_live(page, server)
     num_steps = loop.engine.stats()["engine_steps_total"]
     first = page.locator(".requests button").first
     before = page.locator(".requests .name").all_inner_texts()[:1]
     page.fill("#max_tokens", "230")
-    with loop.pace.held(0.25):  # nearly a minute, if nobody stops it
+    with pace_of(loop).held(0.25):  # nearly a minute, if nobody stops it
         page.click("#send")
         expect(page.locator(".token").nth(3)).to_be_visible()
         expect(page.locator("#send")).to_be_disabled()
@@ -360,13 +367,13 @@ def test_a_refusal_is_told(page: Any, server: str) -> None:
     expect(page.locator(".note.problem")).to_contain_text("max_num_seqs is 8")
 
 
-def counted(loop: EngineLoop) -> Counter[str]:
+def counted(loop: AsyncDriver) -> Counter[str]:
     stats = loop.call(Engine.stats).result(60)
     whole = {name: value for name, value in stats.items() if isinstance(value, int)}
     return Counter({**whole, "preempted": sum(stats["num_preemptions_total"].values())})
 
 
-def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: EngineLoop) -> None:
+def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncDriver) -> None:
     open_live(page, server)
     page.locator("#tour-slow").uncheck()
 
@@ -394,7 +401,7 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: Engine
 
 
 def test_slow_motion_lasts_as_long_as_somebody_looks(
-    page: Any, server: str, loop: EngineLoop, built: Built, monkeypatch: pytest.MonkeyPatch
+    page: Any, server: str, loop: AsyncDriver, built: Built, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, step = [], built.engine.step
     monkeypatch.setattr(built.engine, "step", lambda: begun.append(time.monotonic()) or step())
@@ -414,10 +421,10 @@ def test_slow_motion_lasts_as_long_as_somebody_looks(
     expect(page.locator("#numbers")).to_contain_text("0 in use", timeout=2000)
     page.goto("about:blank")
     for _ in range(100):
-        if loop.pace.seconds == 0:
+        if pace_of(loop).seconds == 0:
             break
         page.wait_for_timeout(50)
-    assert loop.pace.seconds == 0
+    assert pace_of(loop).seconds == 0
 
 
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script><b>bold</b>'
@@ -442,7 +449,7 @@ def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) 
     assert page.locator("main img, main script, .exchange b, #tooltip i").count() == 0
 
 
-def test_the_key_is_asked_for(page: Any, loop: EngineLoop, built: Built) -> None:
+def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, built: Built) -> None:
     page.allowed.append("401")
     with served_engine(loop, built, api_keys=[KEY]) as address:
         page.goto(f"{address}/ui/")

@@ -23,6 +23,7 @@ from tests.support.engines import (
     invariants,
     make_llm,
     run_giving_way,
+    steps_by_hand,
     tokens_of,
 )
 from tests.support.random_checkpoints import random_checkpoint
@@ -295,11 +296,10 @@ def test_cached_or_not(engine, directories, prompts, lone_tokens):
         since = mark(llm)
         assert tokens_of(llm.generate(prompts, salted, use_tqdm=False)) == want
         assert since()[1] == 0
-        running = llm.stream(prompts[3], salted[1])  # holds the blocks that the next two find
-        next(running)
-        both = tokens_of(llm.generate([prompts[3]] * 2, salted[:2], use_tqdm=False))
-        assert both == [lone_tokens["llama", kind][3] for kind in ("greedy", "seeded")]
-        running.close()
+        with steps_by_hand(llm), llm.stream(prompts[3], salted[1]) as running:
+            next(running)  # it holds the blocks that the next two find
+            both = tokens_of(llm.generate([prompts[3]] * 2, salted[:2], use_tqdm=False))
+            assert both == [lone_tokens["llama", kind][3] for kind in ("greedy", "seeded")]
         llm.reset_prefix_cache()
         assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
         invariants(llm)

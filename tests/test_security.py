@@ -395,12 +395,12 @@ def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
         leaving = http.client.HTTPConnection("127.0.0.1", _port(server))
         key = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
         leaving.request("POST", "/v1/completions", json.dumps(body), {**headers, **key})
-        wait_until(lambda: server.loop._num_open == 1, "the first is there")
+        wait_until(lambda: server.loop.num_open == 1, "the first is there")
         staying = threading.Thread(
             target=lambda: answers.append(client.post("/v1/completions", json=body, headers=headers))
         )
         staying.start()
-        wait_until(lambda: server.loop._num_open == 2, "both are there")
+        wait_until(lambda: server.loop.num_open == 2, "both are there")
         leaving.close()
         wait_until(lambda: server.server.visitors._number == 1, "the first has left")
     staying.join(60)

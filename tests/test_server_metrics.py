@@ -109,7 +109,7 @@ def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[Reque
     assert all(m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time for m in requests)
 
 
-def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput], by_hand: None) -> None:
     before = llm.stats()
     with llm.stream([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)) as chunks:
         next(chunks)
@@ -471,7 +471,7 @@ def test_the_application_runs_in_the_servers_of_others(
         asgi.asgi_app(engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"})
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
     app = asgi.application(built, llm.config, ServerConfig(served_model_name="m"))
-    monkeypatch.setattr(app._loop._calls, "shutdown", lambda: None)  # the engine is there for other tests
+    monkeypatch.setattr(app._driver.turns, "close_engine", lambda: None)  # the engine is there for other tests
     said: list[str] = []
 
     async def run() -> None:
@@ -489,4 +489,4 @@ def test_the_application_runs_in_the_servers_of_others(
         said.append(event)
 
     asyncio.run(run())
-    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._loop.healthy
+    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._driver.healthy

@@ -162,7 +162,9 @@ def test_requests_that_run_are_finished_with_the_old_weights(llm: LLM, from_file
     assert texts(llm) == from_files[1]
 
 
-def test_requests_that_run_are_ended_where_that_is_asked_for(llm: LLM, from_files: list[list[Any]]) -> None:
+def test_requests_that_run_are_ended_where_that_is_asked_for(
+    by_hand: None, llm: LLM, from_files: list[list[Any]]
+) -> None:
     version = llm.update_parameters(random_tensors(LLAMA))
     stream = llm.stream(PROMPTS[0], GREEDY)
     token_ids = list(next(stream).outputs[0].token_ids)
@@ -301,7 +303,7 @@ def test_requests_that_run_are_waited_for_or_ended(server: Any, from_files: list
 
         def post(path: str, place: int, body: dict[str, Any]) -> Any:
             answer = pool.submit(lambda: httpx.post(running.address + path, json=body, timeout=60))
-            wait_until(lambda: running.loop._inbox.qsize() == place, "the engine has it")
+            wait_until(lambda: running.loop.turns.inbox.qsize() == place, "the engine has it")
             return answer
 
         first = post("/v1/completions", 1, asked())
@@ -328,13 +330,13 @@ def test_who_leaves_while_waiting_takes_the_update_back(
         update = pool.submit(
             lambda: httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}, timeout=0.5)
         )
-        wait_until(lambda: running.loop._replacement is not None, "it waits")
+        wait_until(lambda: running.loop.turns.replacement is not None, "it waits")
         again = client.post("/v1/update_weights", json={"path": "1"})
         assert (again.status_code, again.json()["error"]["code"]) == (409, "conflict")
         with pytest.raises(httpx.ReadTimeout):
             update.result()
         assert token_ids(first.result()) == from_files[0][0][0]
-    wait_until(lambda: running.loop._replacement is None, "nothing waits")
+    wait_until(lambda: running.loop.turns.replacement is None, "nothing waits")
     assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
     assert running.engine.weights_version == version
 

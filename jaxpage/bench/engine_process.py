@@ -36,7 +36,7 @@ class EngineInTurns:
 
     def start(self, config: EngineConfig) -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        self._llm = LLM(**config.given(), use_tqdm=False)
+        self._llm = LLM(**config.given(), use_tqdm=False, start=False)  # which stands still unless it is asked to go on
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
         self._before = self._llm.stats()

@@ -47,7 +47,7 @@ class EngineParts(TypedDict, total=False):
 
 
 class Engine:
-    """Drives the scheduler and the runner. Not for several threads at once: the front doors see to that."""
+    """Calls the scheduler and the runner in turn. One thread uses it: that of its driver."""
 
     def __init__(
         self,
@@ -97,7 +97,6 @@ class Engine:
         self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
         self._num_pins = 0
         self.weights_version = 0
-        self._blocks_may_be_missing = False  # of a step that was planned and has not run
 
     @property
     def has_unfinished(self) -> bool:
@@ -182,9 +181,7 @@ class Engine:
         return groups
 
     def _plan(self, drafts: Drafts) -> StepPlan | None:
-        self._blocks_may_be_missing = True  # also if the plan is not finished: what it moves is in the tables already
         plan = self.scheduler.plan(drafts)
-        self._blocks_may_be_missing = plan is not None and plan.moves_blocks
         if plan is None:
             return None
         return replace(plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots))
@@ -201,7 +198,6 @@ class Engine:
             logger.exception("step %d failed; running requests end with an error", plan.step_id)
             self.events.failed(plan, error)
             return None
-        self._blocks_may_be_missing = False
         return result
 
     def _report(self, report: StepReport) -> None:
@@ -219,11 +215,6 @@ class Engine:
         for group in groups:
             self.abort(group.request.request_id)
         return groups
-
-    def recover(self) -> None:
-        """After an interrupted step: if it took pages with it or did not fill some, the pool is made anew and what ran starts over."""
-        if self.runner.pages_are_lost or self._blocks_may_be_missing:
-            self.rebuild_pages()
 
     def reset_prefix_cache(self) -> None:
         """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
@@ -289,7 +280,6 @@ class Engine:
         """The only place that makes the pages anew, because the prefix cache and the pins must go with them."""
         if pins := self.scheduler.block_manager.pins:
             logger.warning("%d pinned prefixes are lost with the KV pages; pin them again", len(pins))
-        self._blocks_may_be_missing = False
         self.scheduler.lose_pages()
         self.runner.rebuild_pages()
         self.events.pages_rebuilt()

@@ -39,10 +39,8 @@ class Runner:
         self._pages = new_pages()
         self._host_pages = host_pages
         self._adapters = {sharded.weight.path: sharded for sharded in adapters}
-        self._under_way = False
 
     def run(self, batch: Batch) -> StepResult:
-        self._under_way = True
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         for group, pairs in batch.copies:
@@ -56,7 +54,6 @@ class Runner:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:
             result = replace(result, draft_candidates=np.asarray(output.draft_candidates))
-        self._under_way = False
         return result
 
     def swap_out(self, moves: tuple[Move, ...]) -> None:
@@ -120,19 +117,10 @@ class Runner:
                 module[name] = jax.make_array_from_single_device_arrays(before.shape, before.sharding, parts)
                 before.delete()
 
-    @property
-    def pages_are_lost(self) -> bool:
-        """True after a step that did not come to its end: it took the pages with it, or moved some of its blocks and not others.
-
-        What that step swapped out may be missing on the host as well; what earlier steps swapped out is there.
-        """
-        return self._under_way or any(page.is_deleted() for page in jax.tree.leaves(self._pages))
-
     def rebuild_pages(self) -> None:
         """An empty pool; what sequences had in the old one is gone. The host's pages stay as they are."""
         self._pages = ()
         self._pages = self._new_pages()
-        self._under_way = False
 
     def close(self) -> None:
         """Gives the memory of the device and of the host back."""

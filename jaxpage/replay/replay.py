@@ -222,6 +222,12 @@ class LoggedDrafts(NoSpeculation):
         self.next: dict[int, Draft] = {}  # of the next step, by sequence id
         self.depth: int | None = None  # of the next step, see `StepPlan.draft_depth`
 
+    def step(self, engine: Engine, plan: Record) -> None:
+        """Takes a logged step, with its drafts. Raises what `drafts_of` raises."""
+        self.next = drafts_of(engine, plan)
+        self.depth = plan.get("draft_depth")
+        engine.step()
+
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
         return Drafts(self.next)
 

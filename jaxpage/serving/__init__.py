@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server: its wire format, the engine loop behind it, and the inspector page."""
+"""The OpenAI-compatible server: its wire format, and the inspector page; a driver runs its engine."""

@@ -20,13 +20,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage import __version__
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding import Embedding
 from jaxpage.serving.embedding import Open as OpenVectors
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
@@ -70,22 +70,22 @@ class Server:
 
     def __init__(
         self,
-        loop: EngineLoop,
+        driver: AsyncDriver,
         context: ModelContext,
         config: ServerConfig,
         metrics: ServerMetrics,
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = InFlightRequests()
-        self.preparing = Preparing(loop.engine, loop.num_places)
+        self.preparing = Preparing(driver.engine, driver.num_places)
         if getattr(context.tokenizer, "chat_template", None):
             RENDERERS.warm()
-        self._loop = loop
+        self._driver = driver
         self._context = context
         self.metrics = metrics
         self._capabilities = capabilities
-        self._generating = Generating(loop, self.preparing, metrics)
-        self._embedding = Embedding(loop, self.preparing, context, loop.built.new_embedder())
+        self._generating = Generating(driver, self.preparing, metrics)
+        self._embedding = Embedding(driver, self.preparing, context, driver.built.new_embedder())
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -148,7 +148,7 @@ class Server:
             return json_answer(result.body, headers=ignored_header(result.ignored_fields))
 
         async def answered() -> None:
-            async with self._loop.in_time(arrived):
+            async with self._driver.in_time(arrived):
                 answer = await self.preparing.aside(transformed)
             await answer(scope, receive, send)
 
@@ -196,12 +196,12 @@ class Server:
         return json_answer(self._capabilities)
 
     async def _health(self, request: Request) -> Response:
-        if not self._loop.healthy:
+        if not self._driver.healthy:
             raise ApiError(503, "The engine has stopped, or a step takes too long", code="unhealthy")
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
-        if self.visitors.is_closed or not self._loop.ready:
+        if self.visitors.is_closed or not self._driver.ready:
             raise ApiError(
                 503, "The server does not accept requests now: it is starting or shutting down", code="not_ready"
             )
@@ -210,7 +210,7 @@ class Server:
     async def _exposition(self, request: Request) -> Response:
         stats: Mapping[str, Any] = {}
         with contextlib.suppress(TimeoutError, JaxpageError):  # what the server counts is there in any case
-            stats = await asyncio.wait_for(self._loop.stats(), STATS_SECONDS)
+            stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
         return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
 
     async def _version(self, request: Request) -> Response:
@@ -227,7 +227,7 @@ class Server:
 
 
 def build_app(
-    loop: EngineLoop,
+    driver: AsyncDriver,
     context: ModelContext,
     config: ServerConfig,
     metrics: ServerMetrics,
@@ -243,7 +243,7 @@ def build_app(
         api_keys: one of them is needed for every path but those that are open; none: for no path, and where `config.host` is this
             machine's own, requests under another name, or of another origin's page, are refused.
     """
-    server = Server(loop, context, config, metrics, capabilities or {})
+    server = Server(driver, context, config, metrics, capabilities or {})
     middleware = [
         Middleware(Envelope, metrics=metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
@@ -252,11 +252,11 @@ def build_app(
     ]
     pages = []
     if config.ui:
-        pages = inspector.routes(loop, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local)
-    lora = lora_routes(config, loop.engine, server.preparing, context)
+        pages = inspector.routes(driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local)
+    lora = lora_routes(config, driver.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
-    weights = weights_routes(config, loop, server.visitors)
-    debug = [*incident_routes(loop, incidents), *profiler_routes(config)]
+    weights = weights_routes(config, driver, server.visitors)
+    debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     routes = [*pages, *server.routes, *lora, *weights, *debug]  # with the page, / leads to it
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server

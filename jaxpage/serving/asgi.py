@@ -10,13 +10,13 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.assembly import Built
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig, read_api_keys, resolve_both
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context, model_names, publish_kv_events
@@ -26,8 +26,8 @@ from jaxpage.settings.engine_config import EngineConfig
 class Application:
     """The application, and an engine that ends with the server's lifespan."""
 
-    def __init__(self, app: ASGIApp, loop: EngineLoop) -> None:
-        self._app, self._loop = app, loop
+    def __init__(self, app: ASGIApp, driver: AsyncDriver) -> None:
+        self._app, self._driver = app, driver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":
@@ -35,7 +35,7 @@ class Application:
             return
         while (await receive())["type"] == "lifespan.startup":
             await send({"type": "lifespan.startup.complete"})
-        await asyncio.to_thread(self._loop.stop)
+        await asyncio.to_thread(self._driver.stop)
         await send({"type": "lifespan.shutdown.complete"})
 
 
@@ -64,14 +64,14 @@ def application(built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys
     """Starts the thread of an engine that was built, and returns the application. ours: its settings; theirs: those of the server."""
     publish_kv_events(built, theirs)
     incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)
-    loop = EngineLoop(
+    driver = AsyncDriver(
         built,
         max_queued_requests=theirs.max_queued_requests,
         request_timeout_seconds=theirs.request_timeout_seconds,
     )
-    loop.start()
+    driver.start()
     app = build_app(
-        loop,
+        driver,
         context,
         theirs,
         ServerMetrics(context.model_names[0], built.memory.block_size),
@@ -79,4 +79,4 @@ def application(built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys
         api_keys=api_keys,
         incidents=incidents,
     )
-    return Application(app, loop)
+    return Application(app, driver)

@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.device.embedder import Embedder
 from jaxpage.engine.admission import PreparedRequest
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.vectors import vectors_of
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer
@@ -26,8 +25,8 @@ Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
 class Embedding:
     """The vectors of texts. What their lengths need is compiled aside, so that requests that generate go on meanwhile."""
 
-    def __init__(self, loop: EngineLoop, preparing: Preparing, context: ModelContext, embedder: Embedder):
-        self._loop = loop
+    def __init__(self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: Embedder):
+        self._driver = driver
         self._preparing = preparing
         self._context = context
         self._embedder = embedder
@@ -35,8 +34,8 @@ class Embedding:
     async def answer(
         self, opened: Open, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """opened: reads the request. Raises ApiError, and what the engine's loop raises."""
-        async with self._loop.in_time(arrived):
+        """opened: reads the request. Raises ApiError, and what the driver raises."""
+        async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
             requests = await self._requests(asked)
             vectors = await self._vectors(requests, asked)
@@ -58,7 +57,7 @@ class Embedding:
         longest = max(len(request.token_ids) for request in requests)
         await self._preparing.aside(lambda: self._embedder.compile(longest))
         vectors = []
-        async for vector in vectors_of(requests, self._loop, self._embedder, asked.pooling):
+        async for vector in self._driver.vectors(requests, self._embedder, asked.pooling):
             vectors.append(vector)
             asked.check_width(vectors[0].size)
         return vectors

@@ -10,14 +10,13 @@ from typing import Any
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
+from jaxpage.async_driver import AsyncDriver, AwaitedHandle
 from jaxpage.engine.admission import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
-from jaxpage.serving.request_handle import RequestHandle
 from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
@@ -31,8 +30,8 @@ _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", Shutting
 class Generating:
     """Answers exchanges with what the engine generates."""
 
-    def __init__(self, loop: EngineLoop, preparing: Preparing, metrics: ServerMetrics) -> None:
-        self._loop = loop
+    def __init__(self, driver: AsyncDriver, preparing: Preparing, metrics: ServerMetrics) -> None:
+        self._driver = driver
         self._preparing = preparing
         self._metrics = metrics
 
@@ -51,7 +50,7 @@ class Generating:
         self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            async with self._loop.in_time(arrived):
+            async with self._driver.in_time(arrived):
                 exchange = await self._preparing.run(opened)
                 submitted = await self._submitted(exchange, arrived)
         except DeadlineExceeded as error:
@@ -70,19 +69,19 @@ class Generating:
             for one in submitted:
                 one.cancel()
 
-    async def _submitted(self, exchange: Exchange, arrived: float) -> list[RequestHandle]:
+    async def _submitted(self, exchange: Exchange, arrived: float) -> list[AwaitedHandle]:
         if not exchange.prompts:
             return []
         try:
             requests = await self._preparing.requests(exchange.prompts)
             _check_prompt_logprobs(requests)
-            return await self._loop.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
+            return await self._driver.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # a 500 is logged
 
     async def _stream(
-        self, exchange: Exchange, submitted: list[RequestHandle], headers: dict[str, str], scope: Scope, send: Send
+        self, exchange: Exchange, submitted: list[AwaitedHandle], headers: dict[str, str], scope: Scope, send: Send
     ) -> None:
         """Events or lines. An error behind the headers is one, too, and the stream ends as it always ends."""
         dialect = dialect_of(scope["path"])
@@ -129,7 +128,7 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def updates_of(submitted: list[RequestHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+async def updates_of(submitted: list[AwaitedHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
     waited = {one.next_delta(): index for index, one in enumerate(submitted)}
     while waited:

@@ -11,11 +11,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxpage.assembly import Built
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import ConfigError
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import header
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
 from jaxpage.serving.wire.errors import ApiError
@@ -38,14 +38,14 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
     return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec, built.model))
 
 
-def incident_routes(loop: EngineLoop, incidents: Incidents | None) -> list[Route]:
+def incident_routes(driver: AsyncDriver, incidents: Incidents | None) -> list[Route]:
     """None where nothing is kept."""
     if incidents is None:
         return []
 
     async def answer(request: Request) -> Response:
         check_origin(request.headers)
-        incident = await loop.snapshot(lambda engine: incidents.ring.taken("asked for"))
+        incident = await driver.snapshot(lambda engine: incidents.ring.taken("asked for"))
         try:
             path = await asyncio.to_thread(incidents.write, incident)
         except FileExistsError as error:

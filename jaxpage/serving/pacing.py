@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 _SECONDS_BETWEEN_LOOKS = 0.02  # whether somebody asks the engine something meanwhile
 
 
 class Pace:
-    """Asked on the event loop by viewers, and by the engine's thread before each step."""
+    """Asked for on the event loop by viewers, and looked at by the driver before each step."""
 
     def __init__(self) -> None:
         self._asked: tuple[float, ...] = ()  # by each viewer, in seconds; replaced as a whole: two threads see it
@@ -34,10 +32,14 @@ class Pace:
             rest.remove(seconds)
             self._asked = tuple(rest)
 
-    def lets_step(self, inbox: queue.SimpleQueue[Any]) -> bool:
-        """Waits until the next step is due. False: it is not, but something is in the inbox."""
+    def lets_step(self, has_orders: Callable[[], bool]) -> bool:
+        """Waits until the next step is due. Returns False if it is not, but the driver has orders.
+
+        Args:
+            has_orders: Tells whether the driver has any.
+        """
         while (left := self._stepped + self.seconds - time.monotonic()) > 0:
-            if not inbox.empty():
+            if has_orders():
                 return False
             time.sleep(min(left, _SECONDS_BETWEEN_LOOKS))
         self._stepped = time.monotonic()

@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
+from jaxpage.driver import prepared
 from jaxpage.engine.admission import CheckedParams, PreparedRequest
-from jaxpage.engine.calls import prepared
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Prompt
 from jaxpage.errors import NativeError, QueueFull

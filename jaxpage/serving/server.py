@@ -17,12 +17,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 from jaxpage.assembly import Built
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.incidents import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.descriptors import Complaints, room_for_connections
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.hosts.leader import Leader
 from jaxpage.serving.http.connection import Connection, no_room
 from jaxpage.serving.http.envelope import Envelope
@@ -60,21 +60,21 @@ def run_server(
 
     Returns: the exit status. 0: it was asked to end, and did, at its deadline at the latest; 1: it was hurried, or the engine has died.
     """
-    loop = EngineLoop(
+    driver = AsyncDriver(
         built,
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
     config = config.model_copy(update={"max_connections": room_for_connections(config.max_connections)})
-    app = build_app(loop, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
+    app = build_app(driver, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
     if hosts is not None:
-        hosts.start(loop.fail)
+        hosts.start(driver.fail)
     # For the next one: what its connections leave behind.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        status = asyncio.run(_serve(app, loop, config, listener, announce))
+        status = asyncio.run(_serve(app, driver, config, listener, announce))
     finally:
-        has_ended = loop.stop(PARTING_SECONDS)
+        has_ended = driver.stop(PARTING_SECONDS)
     if not has_ended:
         logger.critical("the engine is still in a step; the process ends without it")
         os._exit(1)
@@ -82,9 +82,9 @@ def run_server(
 
 
 async def _serve(
-    app: Starlette, loop: EngineLoop, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
+    app: Starlette, driver: AsyncDriver, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
 ) -> int:
-    serving = Serving(app, loop, config, listener, announce)
+    serving = Serving(app, driver, config, listener, announce)
 
     def signalled(number: int) -> None:
         serving.signal()
@@ -107,13 +107,13 @@ class Serving:
     def __init__(
         self,
         app: Starlette,
-        loop: EngineLoop,
+        driver: AsyncDriver,
         config: ServerConfig,
         listener: socket.socket,
         announce: Callable[[], None],
     ) -> None:
         self._server: Server = app.state.server
-        self._loop = loop
+        self._driver = driver
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
         # For its connections, or what follows the head of an answer waits up to 40 ms for the client's acknowledgement.
@@ -133,12 +133,12 @@ class Serving:
 
     async def run(self) -> int:
         """Starts the engine's thread; stopping it is left to the caller. Returns the exit status."""
-        self._loop.start()
+        self._driver.start()
         serving = asyncio.ensure_future(self._uvicorn.serve([self._listener]))
-        died = asyncio.ensure_future(_ended(self._loop))
+        died = asyncio.ensure_future(_ended(self._driver))
         signalled = asyncio.ensure_future(self._signalled.wait())
         hurried = asyncio.ensure_future(self._hurried.wait())
-        activity = asyncio.ensure_future(log_activity(self._loop.stats))
+        activity = asyncio.ensure_future(log_activity(self._driver.stats))
         try:
             await _first(serving, died, signalled)
             self._server.visitors.is_closed = True
@@ -160,9 +160,9 @@ class Serving:
     async def _part(self) -> None:
         """Ends what is left with an error, lets it be sent, and ends the engine's thread and the inspector."""
         with contextlib.suppress(TimeoutError, JaxpageError):
-            await asyncio.wait_for(self._loop.drain(0), PARTING_SECONDS)
+            await asyncio.wait_for(self._driver.drained(0, "The server"), PARTING_SECONDS)
         await self._server.visitors.left(PARTING_SECONDS)
-        await asyncio.to_thread(self._loop.stop, PARTING_SECONDS)
+        await asyncio.to_thread(self._driver.stop, PARTING_SECONDS)
 
 
 class _Uvicorn(uvicorn.Server):
@@ -241,9 +241,9 @@ def _end_process() -> None:
     os._exit(1)
 
 
-async def _ended(loop: EngineLoop) -> None:
+async def _ended(driver: AsyncDriver) -> None:
     with contextlib.suppress(Exception):  # it is in the log
-        await asyncio.wrap_future(loop.ended)
+        await asyncio.wrap_future(driver.ended)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:

@@ -11,11 +11,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.assembly import Mode, check_replaceable, weights_on_device
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.checkpoints import with_weights_of
-from jaxpage.errors import CheckpointError, QueueFull
+from jaxpage.errors import CheckpointError, QueueFull, ShuttingDown
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.directories import directory_inside
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import while_connected
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
@@ -33,8 +33,8 @@ MAX_PROBLEMS_CHARACTERS = 100_000
 class Updating:
     """One update at a time. Until it has come to its end the old weights are in use."""
 
-    def __init__(self, loop: EngineLoop, directory: Path):
-        self._loop, self._directory = loop, directory
+    def __init__(self, driver: AsyncDriver, directory: Path):
+        self._driver, self._directory = driver, directory
         self._loading = Workers("weights", 1, 0)
 
     async def update(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -47,28 +47,30 @@ class Updating:
         path = directory_inside(self._directory, text_field(body, "path"), setting="weights_directory", param="path")
         try:
             weights = await self._loading.run(lambda: self._loaded(path, check_finite=check_finite))
-            version = await self._loop.replace_weights(weights, abort=mode == "abort")
+            version = await self._driver.replaced_weights(weights, abort=mode == "abort")
         except CheckpointError as error:
             message = str(error).replace(str(path), body["path"])
             raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(body) from error
         except QueueFull as error:
             raise ApiError(409, "Other weights are on their way already", code="conflict") from error
+        except ShuttingDown:
+            raise
         except RuntimeError as error:
             raise ApiError(409, str(error), code="conflict") from error
         return {"weights_version": version}
 
     def _loaded(self, path: Path, *, check_finite: bool) -> Any:
         """Raises CheckpointError; check_finite: also for numbers that are NaN or infinite."""
-        model, spec = self._loop.built.model, self._loop.built.spec
+        model, spec = self._driver.built.model, self._driver.built.spec
         return weights_on_device(with_weights_of(model, path), spec, finite=check_finite)
 
 
-def weights_routes(config: ServerConfig, loop: EngineLoop, visitors: InFlightRequests) -> list[Route]:
+def weights_routes(config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests) -> list[Route]:
     """None without `weights_directory`. Raises UnsupportedError where this model's cannot be replaced."""
     if config.weights_directory is None:
         return []
-    check_replaceable(loop.built.model, None, "weights_directory")
-    updating = Updating(loop, Path(config.weights_directory))
+    check_replaceable(driver.built.model, None, "weights_directory")
+    updating = Updating(driver, Path(config.weights_directory))
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         with visitors.inside():
@@ -77,7 +79,7 @@ def weights_routes(config: ServerConfig, loop: EngineLoop, visitors: InFlightReq
             raw = await json_body(scope, receive)
 
             async def answered() -> None:
-                async with loop.in_time(arrived):
+                async with driver.in_time(arrived):
                     found = await updating.update(parse_object(raw))
                 await json_answer(found)(scope, receive, send)
 

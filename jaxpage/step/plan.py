@@ -143,11 +143,6 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     draft_depth: int | None = None
 
-    @property
-    def moves_blocks(self) -> bool:
-        """Returns whether block tables name blocks that only this step fills."""
-        return bool(self.swap_out or self.swap_in or self.copies)
-
     @cached_property
     def verifies(self) -> bool:
         """Returns whether any row has drafts."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -137,12 +138,27 @@ def free_blocks(llm: LLM) -> int:
 
 def invariants(llm: LLM) -> None:
     """What must hold of an engine that is idle."""
+    stats = llm.stats()  # between two steps, and after all that callers have ended by now
     llm._engine.scheduler.check()
-    stats = llm.stats()
     assert stats["num_blocks_free"] == stats["num_blocks_total"]
     assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
     assert not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
-    assert not llm._calls._changed
+    assert not llm._driver.turns.live
+
+
+@contextlib.contextmanager
+def steps_by_hand(llm: LLM) -> Iterator[None]:
+    """The engine's thread waits meanwhile. A call takes the steps that it waits for, so that a stream that nobody reads stands still."""
+    driver, waits, may_go_on = llm._driver, threading.Event(), threading.Event()
+    parked = driver.call(lambda engine: (waits.set(), may_go_on.wait()))
+    waits.wait()
+    driver.is_by_hand = True
+    try:
+        yield
+    finally:
+        driver.is_by_hand = False
+        may_go_on.set()
+        driver.wait(parked)
 
 
 def run_giving_way(engine: Engine, step: int) -> None:

@@ -306,7 +306,9 @@ class Fuzzer:
             self._num_directories += 1
             settings["prefix_cache_directory"] = str(self.directory / f"prefixes{self._num_directories}")
         try:
-            with checked_steps(), make_llm("demo", **settings) as llm:
+            # Without threads a case does the same each time, so that it can be shrunk.
+            start = any(name == "threads" for name, *_ in case.calls)
+            with checked_steps(), make_llm("demo", start=start, **settings) as llm:
                 return self._compared(case, llm)
         except (ConfigError, UnsupportedError, CapacityError) as refusal:
             self.refused[str(refusal)] += 1

@@ -46,15 +46,20 @@ ROOMS |= {
     "replay": (2, HALL, _BELOW | {"engine", "assembly", "prefix_store"}),
 }
 _BELOW = set(ROOMS)
+ROOMS |= {"driver": (3, HALL, _BELOW - {"replay"})}
+_BELOW = set(ROOMS)
 ROOMS |= {
-    "simulation": (3, FRONT, _BELOW | {"bench"}),
-    "bench": (3, FRONT, _BELOW),
-    "serving": (3, FRONT, _BELOW),
-    "cli": (3, FRONT, _BELOW | {"bench", "serving", "simulation"}),
+    "simulation": (4, FRONT, _BELOW | {"bench"}),
+    "bench": (4, FRONT, _BELOW),
+    "serving": (4, FRONT, _BELOW),
+    "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
-DOORS = {"assembly", "memory", "prefix_store", "scheduling"}
-FRONT_DOORS = {"__init__", "__main__", "async_llm", "llm", "training"}
+DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
+FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
+# Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops nor HTTP.
+STEPPING = {"driver", "replay", "bench", "simulation"}
+UNKNOWN_TO_DRIVER = {"asyncio", "http", "starlette", "uvicorn"}
 
 # Programs that import more than the front doors, because they time or replace a part that has none.
 LABORATORIES = (
@@ -143,12 +148,12 @@ def place(module_name: str) -> tuple[int, str]:
     """(floor, wing) of a module of jaxpage, of `tools` or of `pallas_kernels`; floor -1 when the house has no such room."""
     top, _, rest = module_name.partition(".")
     if top == "tools":
-        return 4, "tools"
+        return 5, "tools"
     if top == "pallas_kernels":
         return 0, "kernels"
     room = room_of(module_name)
     if room in FRONT_DOORS:
-        return 3, FRONT
+        return 4, FRONT
     if room in ROOMS:
         return ROOMS[room][:2]
     return (0, GROUND) if "." not in rest else (-1, room)
@@ -170,6 +175,7 @@ def violations(root: Path) -> list[str]:
             found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
         found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
     return found
 
@@ -220,6 +226,8 @@ def _import_laws(module: Module, item: Import) -> Iterator[str]:
         yield f"layers read one context variable, that of {TRACE_SCOPE}"
     if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
+    if top in UNKNOWN_TO_DRIVER and room_of(module.name) == "driver":
+        yield f"the driver knows no event loop and no HTTP, but imports {item.target}"
     if top in ("jaxpage", "tools"):
         yield from _floor_laws(module.name, item.target, floor, wing)
 
@@ -272,6 +280,18 @@ def _products(module: Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, "multiplies: layers.product.product does that, and knows the kinds of weights"
 
 
+def _steps(module: Module) -> Iterator[tuple[int, str]]:
+    """One thread takes the steps of an engine, so that nothing else meets it in the middle of one."""
+    if not module.name.startswith("jaxpage.") or room_of(module.name) in STEPPING:
+        return
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+            owner = node.func.value
+            name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
+            if name.endswith("engine"):
+                yield node.lineno, "calls Engine.step: only a driver does"
+
+
 def _sizes(module: Module) -> Iterator[tuple[int, str]]:
     if module.name.startswith("pallas_kernels"):  # a kernel may run long
         return
@@ -298,7 +318,7 @@ def median_sizes(root: Path) -> tuple[float, float]:
 def third_party(root: Path) -> dict[str, str]:
     """Packages that the product imports, neither its own nor Python's, each with one place where."""
     found: dict[str, str] = {}
-    modules = [module for module in read_modules(root) if place(module.name)[0] < 4]
+    modules = [module for module in read_modules(root) if place(module.name)[0] < 5]
     for module in modules:
         for item in imports(module, set()):
             top = item.target.partition(".")[0]

@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import queue
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.engine.interrupts import Interrupts
+from jaxpage.driver import Handle
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from tests.support.engines import give_way
+from tests.support.engines import give_way, steps_by_hand
 from tests.support.executables import when_used
 from tests.support.running import SMALL
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
@@ -117,22 +118,23 @@ class Engines:
         return self.llm("on two devices").generate(PROMPT, params, use_tqdm=False)[0]
 
     def _gives_way(self, llm: LLM, params: Params) -> RequestOutput:
-        engine = llm._engine
+        engine, driver = llm._engine, llm._driver
         elder = SamplingParams(max_tokens=60, ignore_eos=True, priority=-(2**31))
-        reporters: dict[str, Any] = {}
-        llm._calls.add(llm._prepare("Elder", elder), reporters)
-        llm._calls.add(llm._prepare(PROMPT, params), reporters)
+        box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        both = [Handle(llm._prepare(*asked)[0], box.put) for asked in (("Elder", elder), (PROMPT, params))]
         before = sum(engine.scheduler.num_preemptions.values())
-        _, (request_id, reporter) = reporters.items()
-        for step in itertools.count():
-            if reporter.finished:
-                break
-            if step in (2, 4, 9):
-                give_way(engine.scheduler)
-            llm._calls.step_until_updated({request_id}, Interrupts())
-        llm._calls.end(reporters)
+        with steps_by_hand(llm):
+            driver.wait(driver.add(both))
+            for step in itertools.count():
+                if both[1].is_over:
+                    break
+                if step in (2, 4, 9):
+                    give_way(engine.scheduler)
+                driver.step()
+            driver.end(both)
         assert sum(engine.scheduler.num_preemptions.values()) > before
-        return reporter.whole()
+        assert both[1].reporter is not None
+        return both[1].reporter.whole()
 
 
 def _joined(old: CompletionOutput, new: CompletionOutput) -> CompletionOutput:

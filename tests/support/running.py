@@ -21,10 +21,10 @@ from uvicorn.server import ServerState
 
 import jaxpage
 from jaxpage.assembly import Built, build_engine
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.incidents import open_incidents
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.metrics import ServerMetrics
@@ -81,7 +81,7 @@ class Running:
         incidents = open_incidents(built, settings, config)
         self.context = model_context(built, settings, config)
         self.metrics = ServerMetrics(self.context.model_names[0])
-        self.loop = EngineLoop(
+        self.loop = AsyncDriver(
             built,
             max_queued_requests=config.max_queued_requests,
             request_timeout_seconds=config.request_timeout_seconds,
@@ -177,7 +177,7 @@ def serving(
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         server = Running(built, listener, config, errors, api_keys=api_keys, settings=engine)
-        server.loop._calls.shutdown = lambda: None  # type: ignore[method-assign]  # the engine is there for the next server
+        server.loop.turns.close_engine = lambda: None  # type: ignore[method-assign]  # the engine is there for the next server
         server.start()
         try:
             yield server

@@ -11,10 +11,10 @@ from typing import Any
 import uvicorn
 
 from jaxpage.assembly import Built
+from jaxpage.async_driver import AsyncDriver
 from jaxpage.serving.app import build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context
 from jaxpage.settings.engine_config import EngineConfig
@@ -51,7 +51,7 @@ def served(app: Any) -> Iterator[str]:
 
 @contextlib.contextmanager
 def served_engine(
-    loop: EngineLoop, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
+    loop: AsyncDriver, built: Built, *, api_keys: Sequence[str] = (), show_prompts: bool = False
 ) -> Iterator[str]:
     """A server with the page over an engine that is running already."""
     config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model="demo")

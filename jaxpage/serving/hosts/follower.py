@@ -15,7 +15,7 @@ from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, differ
 from jaxpage.replay.event_log import encoded
 from jaxpage.replay.recorder import Record
-from jaxpage.replay.replay import LoggedDrafts, add_arrival, drafts_of
+from jaxpage.replay.replay import LoggedDrafts, add_arrival
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.settings.argument_checks import shown
@@ -88,8 +88,7 @@ class Follower:
             case "abort":
                 engine.abort(record["request_id"])
             case "plan":
-                self._drafts.next, self._drafts.depth = drafts_of(engine, record), record.get("draft_depth")
-                engine.step()
+                self._drafts.step(engine, record)
             case "reset":
                 engine.reset_prefix_cache()
             case "rebuild":

@@ -30,7 +30,7 @@ def error_answer(error: ApiError, path: str) -> Response:
 
 
 def refusal_of(error: Exception) -> ApiError | None:
-    """The client's error for an exception that may be shown to it: an ApiError, or one of the engine's loop."""
+    """The client's error for an exception that may be shown to it: an ApiError, or one of the driver."""
     match error:
         case ApiError():
             return error

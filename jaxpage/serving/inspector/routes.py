@@ -56,9 +56,9 @@ _PRIVATE = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 
 class Source(Protocol):
-    """Who has the engine: the `EngineLoop` of the server."""
+    """The driver of the engine, which is the `AsyncDriver` of the server."""
 
-    pace: Pace
+    before_step: Callable[[Callable[[], bool]], bool] | None
 
     @property
     def ready(self) -> bool:
@@ -68,9 +68,9 @@ class Source(Protocol):
         """Runs a function of the engine between two of its steps."""
 
 
-def routes(loop: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
+def routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
     """All routes of the page. can_be_slow: viewers may ask for slow motion, which all requests have then."""
-    return [*page_routes(), *state_routes(loop, show_prompts=show_prompts, can_be_slow=can_be_slow)]
+    return [*page_routes(), *state_routes(driver, show_prompts=show_prompts, can_be_slow=can_be_slow)]
 
 
 def page_routes() -> list[BaseRoute]:
@@ -95,9 +95,9 @@ def _file(name: str, path: Path) -> Route:
     return Route(name, answer)
 
 
-def state_routes(loop: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
+def state_routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
     """Snapshots of the engine: one, or a stream of them as they change."""
-    feed = _Feed(loop, Inspector(show_prompts=show_prompts), can_be_slow=can_be_slow)
+    feed = _Feed(driver, Inspector(show_prompts=show_prompts), can_be_slow=can_be_slow)
 
     async def state(request: Request) -> Response:
         _, body = await feed.latest()
@@ -144,9 +144,11 @@ def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
 class _Feed:
     """The newest snapshot, made at most ten times a second for all viewers together, and never without one."""
 
-    def __init__(self, loop: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
+    def __init__(self, driver: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
         self.num_viewers = 0
-        self._loop = loop
+        self._driver = driver
+        self._pace = Pace()
+        driver.before_step = self._pace.lets_step
         self._inspector = inspector
         self._can_be_slow = can_be_slow
         self._lock = asyncio.Lock()
@@ -156,11 +158,11 @@ class _Feed:
         self._body = b""
 
     async def latest(self) -> tuple[int, bytes]:
-        """A number that grows when something changes, and the snapshot as JSON. Raises what `EngineLoop.snapshot` raises."""
+        """A number that grows when something changes, and the snapshot as JSON. Raises what `AsyncDriver.snapshot` raises."""
         async with self._lock:
             if time.monotonic() >= self._due:
-                snapshot = await self._loop.snapshot(self._inspector.inspect)
-                snapshot["pace"] = {"seconds_per_step": self._loop.pace.seconds, "can_be_slow": self._can_be_slow}
+                snapshot = await self._driver.snapshot(self._inspector.inspect)
+                snapshot["pace"] = {"seconds_per_step": self._pace.seconds, "can_be_slow": self._can_be_slow}
                 content = {**snapshot, "clock": None}
                 if content != self._content:
                     self._content, self._version = content, self._version + 1
@@ -172,7 +174,7 @@ class _Feed:
         """seconds_per_step: that the engine takes at least, as long as the viewer is there."""
         self.num_viewers += 1
         try:
-            with self._loop.pace.held(seconds_per_step):
+            with self._pace.held(seconds_per_step):
                 async for frame in self._frames():
                     yield frame
         except JaxpageError:
@@ -182,7 +184,7 @@ class _Feed:
 
     async def _frames(self) -> AsyncIterator[bytes]:
         shown, quiet_since = 0, time.monotonic()
-        while self._loop.ready:
+        while self._driver.ready:
             version, body = await self.latest()
             if version != shown:
                 shown, quiet_since = version, time.monotonic()

@@ -1,4 +1,4 @@
-"""The engine's thread: what is asked comes out, to whoever still waits for it; whatever happens, every block and every place comes back."""
+"""The driver's thread: what is asked comes out, to whoever still waits for it; whatever happens, every block and every place comes back."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage import BeamSearchParams, EngineConfig, SamplingParams
+from jaxpage import BeamSearchParams, EngineConfig, SamplingParams, async_driver
 from jaxpage.assembly import build_engine
+from jaxpage.async_driver import AsyncDriver
+from jaxpage.driver import driver, turns
+from jaxpage.engine.reporting import Reporter
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,
@@ -22,8 +25,6 @@ from jaxpage.errors import (
     ShuttingDown,
     UnsupportedError,
 )
-from jaxpage.serving import engine_loop
-from jaxpage.serving.engine_loop import EngineLoop
 from jaxpage.serving.generating import updates_of
 from tests.support.engines import LLAMA
 from tests.support.gates import Gate
@@ -58,14 +59,14 @@ def unfinished_ids(engine):
 @asynccontextmanager
 async def looping(built, **settings):
     """A loop that leaves the engine to the next one."""
-    loop = EngineLoop(built, **settings)
-    loop._calls.shutdown = lambda: None
+    loop = AsyncDriver(built, **settings)
+    loop.turns.close_engine = lambda: None
     loop.start()
     try:
         yield loop
     finally:
         assert await asyncio.to_thread(loop.stop, 60)
-        assert not loop._live and not loop._num_open
+        assert not loop.turns.live and not loop.num_open
 
 
 def order(built, prompt=PROMPT, **params):
@@ -105,7 +106,8 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = time.monotonic()
-        monkeypatch.setattr(engine_loop, "time", self)
+        for module in (async_driver, driver, turns):
+            monkeypatch.setattr(module, "time", self)
 
     def monotonic(self):
         return self.now
@@ -151,8 +153,8 @@ def test_a_beam_search_is_told_whole_and_cannot_be_streamed(built):
 
 def test_who_reads_slowly_gets_all_of_it_at_once_and_nothing_is_kept_for_him(built, monkeypatch):
     made = []
-    delta = engine_loop.Reporter.delta
-    monkeypatch.setattr(engine_loop.Reporter, "delta", lambda self: made.append(1) or delta(self))
+    delta = Reporter.delta
+    monkeypatch.setattr(Reporter, "delta", lambda self: made.append(1) or delta(self))
     one = order(built, max_tokens=60)
     expected = alone(built, one)
 
@@ -180,7 +182,7 @@ def test_orders_are_taken_all_or_none(built):
                 await loop.submit([order(built), never, order(built)], stream=False)
             stats = await loop.stats()
             assert stats["num_requests_waiting"] == stats["num_requests_running"] == 0
-            assert not loop._live and not loop._num_open
+            assert not loop.turns.live and not loop.num_open
 
     asyncio.run(main())
 
@@ -240,7 +242,7 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
             looking = asyncio.ensure_future(loop.snapshot(unfinished_ids))
             await asyncio.sleep(0)
             gate.permits.release()  # the step that is under way; before the next one the victim is gone
-            assert await looking <= {others[0].request_id} and loop._num_open == 1
+            assert await looking <= {others[0].request_id} and loop.num_open == 1
             gate.open()
             assert token_ids(await others[0].whole()) == token_ids(expected)
 
@@ -375,7 +377,7 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(bu
 
 def test_an_output_that_cannot_be_told_ends_its_own_request_only(built, monkeypatch):
     expected = alone(built, order(built))
-    whole = engine_loop.Reporter.whole
+    whole = Reporter.whole
     ids = []
 
     def failing(self):
@@ -387,7 +389,7 @@ def test_an_output_that_cannot_be_told_ends_its_own_request_only(built, monkeypa
         async with looping(built) as loop:
             both = await loop.submit([order(built)] * 2, stream=False)
             ids.append(both[0].request_id)
-            monkeypatch.setattr(engine_loop.Reporter, "whole", failing)
+            monkeypatch.setattr(Reporter, "whole", failing)
             with pytest.raises(EngineFailed):
                 await both[0].whole()
             assert token_ids(await both[1].whole()) == token_ids(expected)
@@ -399,7 +401,7 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
     gate = Gate(monkeypatch, built.engine)
 
     async def main():
-        loop = EngineLoop(built)
+        loop = AsyncDriver(built)
         loop.start()
         [whole] = await loop.submit([order(built)], stream=False)
         await gate.reached()
@@ -412,7 +414,7 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
         ends = await asyncio.gather(submitting, looking, waiting, return_exceptions=True)
         assert [type(end) for end in ends] == [EngineFailed] * 3
         assert not loop.healthy and not loop.ready
-        for attempt in (loop.submit([order(built)], stream=False), loop.stats(), whole.whole(), loop.drain(0)):
+        for attempt in (loop.submit([order(built)], stream=False), loop.stats(), whole.whole(), loop.drained(0)):
             with pytest.raises(EngineFailed):
                 await attempt
         assert isinstance(loop.ended.exception(0).__cause__, SystemExit)
@@ -436,7 +438,7 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
     async def main():
         monkeypatch.setattr(engine.builder, "build", lambda *_: (_ for _ in ()).throw(KeyError("device")))
         monkeypatch.setattr(engine, "_fail", failing)
-        loop = EngineLoop(built)
+        loop = AsyncDriver(built)
         loop.start()
         [one] = await loop.submit([order(built)], stream=False)
         with pytest.raises(EngineFailed):
@@ -470,7 +472,7 @@ def test_health_is_a_heartbeat(built, monkeypatch):
             assert loop.healthy
 
     asyncio.run(main())
-    assert not EngineLoop(built).healthy  # before it is started
+    assert not AsyncDriver(built).healthy  # before it is started
 
 
 def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
@@ -480,14 +482,14 @@ def test_a_drain_lets_finish_what_runs_and_takes_nothing_in(built, monkeypatch):
         async with looping(built) as loop:
             [one] = await loop.submit([order(built)], stream=False)
             await gate.reached()
-            draining = asyncio.create_task(loop.drain(600))
+            draining = asyncio.create_task(loop.drained(600))
             await asyncio.sleep(0)
             with pytest.raises(ShuttingDown):
                 await loop.submit([order(built)], stream=False)
             assert not loop.ready and loop.healthy
             gate.open()
             assert (await one.whole()).outputs[0].finish_reason == "length"
-            assert await draining and await loop.drain(0)
+            assert await draining and await loop.drained(0)
 
     asyncio.run(main())
 
@@ -497,7 +499,7 @@ def test_what_does_not_finish_in_a_drain_ends_with_an_error(built):
         async with looping(built) as loop:
             running = await loop.submit([order(built, max_tokens=240)] * 6, stream=True)
             await running[0].next_delta()
-            assert not await loop.drain(0)
+            assert not await loop.drained(0)
             for one in running:
                 with pytest.raises(ShuttingDown, match="time to finish was over"):
                     await one.next_delta()
@@ -580,9 +582,9 @@ def test_whatever_happens_every_block_and_every_place_comes_back(built, actions)
                     elif kind == "reset":
                         await loop.snapshot(lambda engine: engine.reset_prefix_cache())
                 armed.clear()
-                await loop.drain(0)
+                await loop.drained(0)
                 await loop.snapshot(lambda engine: engine.scheduler.check())
-                assert loop.healthy and not loop._live and not loop._num_open
+                assert loop.healthy and not loop.turns.live and not loop.num_open
                 stats = await loop.stats()
                 assert stats["num_blocks_free"] == stats["num_blocks_total"]
 

@@ -1,0 +1,30 @@
+"""The only caller of `Engine.step`: one loop on one thread, orders to it, and a handle for each request.
+
+`LLM` waits for its answers, `AsyncLLM` and the server await them. The room knows no event loop and
+no HTTP. Its reading order is `driver.py`, `turns.py`, `handle.py`, `orders.py`, and then the rest.
+"""
+
+from jaxpage.driver.driver import Driver
+from jaxpage.driver.front import DrivenModel, stacked
+from jaxpage.driver.handle import Handle, Update, copy_error
+from jaxpage.driver.orders import Answer
+from jaxpage.driver.pinning import Pinning
+from jaxpage.driver.preparing import check_streamable, prepared
+from jaxpage.driver.process import check_process
+from jaxpage.driver.streams import PinnedPrefix, RequestStream
+
+__all__ = [
+    "Answer",
+    "DrivenModel",
+    "Driver",
+    "Handle",
+    "PinnedPrefix",
+    "Pinning",
+    "RequestStream",
+    "Update",
+    "check_process",
+    "check_streamable",
+    "copy_error",
+    "prepared",
+    "stacked",
+]

@@ -1,0 +1,296 @@
+"""The driver of an engine: nothing else calls `Engine.step`.
+
+A driver has one thread, which takes turns with the engine (`turns.py`). Other threads, signal
+handlers and event loops post orders to it and wait for answers:
+
+    caller ── orders ──▶ inbox ──▶ ┌ obey orders ┐
+                                   │ step        │  the driver's thread
+    caller ◀─ updates, answers ─── └ send        ┘
+
+An exception in a caller, such as Ctrl-C, therefore never meets a step.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.device.embedder import Embedder, Pooling
+from jaxpage.driver.handle import Handle, copy_error
+from jaxpage.driver.orders import Answer, Order, Replacement
+from jaxpage.driver.pinning import Pinning
+from jaxpage.driver.process import check_process, new_thread
+from jaxpage.driver.turns import Turns
+from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine.engine import Engine
+from jaxpage.errors import JaxpageError, ShuttingDown
+
+_Result = TypeVar("_Result")
+_Item = TypeVar("_Item")
+
+# A wait looks up so often: a signal that the system gave to another thread does not end it.
+WAKE_SECONDS = 0.5
+
+
+class Driver:
+    """Drives an engine for many callers.
+
+    The driver ends when it is stopped, or when nobody refers to it any more; streams and pins do.
+    Until `start` is called it is driven by hand: whoever waits for something takes the turns.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        max_queued_requests: int | None = None,
+        request_timeout_seconds: float | None = None,
+        stalled_after_seconds: float = 60.0,
+    ) -> None:
+        """Makes a driver that is not started.
+
+        Args:
+            engine: The engine. From now on others may only call what changes nothing, such as
+                `Engine.prepare` and `Engine.compiled`.
+            max_queued_requests: How many requests may be there beyond the engine's `max_num_seqs`.
+                More are refused. None: any number may be there.
+            request_timeout_seconds: The time from the arrival to the end of a request.
+            stalled_after_seconds: A turn that takes longer makes `healthy` false.
+        """
+        check_process()
+        self.engine = engine
+        self.num_places: int | None = None
+        if max_queued_requests is not None:
+            self.num_places = engine.scheduler.max_num_seqs + max_queued_requests
+        self.timeout_seconds = math.inf if request_timeout_seconds is None else request_timeout_seconds
+        self.turns = Turns(engine, num_places=self.num_places, timeout_seconds=self.timeout_seconds)
+        self._stalled_after = stalled_after_seconds
+        self._thread: threading.Thread | None = None
+        self.is_by_hand = True
+        # The thread refers to the turns alone, so that a driver that is dropped ends.
+        weakref.finalize(self, self.turns.leave).atexit = False
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread = new_thread(self.turns)
+        self.is_by_hand = False
+        self._thread.start()
+
+    def step(self) -> bool:
+        """Takes one turn on this thread, of a driver that was not started.
+
+        Returns whether anything was to be done.
+        """
+        return self.turns.turn(waits=False)
+
+    # How it is.
+
+    @property
+    def healthy(self) -> bool:
+        """Returns whether the thread lives, and waits for work or began its turn not long ago."""
+        lives = self._thread is not None and self._thread.is_alive()
+        return lives and not self.turns.is_over and (self.step_age or 0.0) < self._stalled_after
+
+    @property
+    def ready(self) -> bool:
+        """Returns whether requests are taken in."""
+        return self.healthy and self.turns.draining is None
+
+    @property
+    def step_age(self) -> float | None:
+        """Returns the seconds since this turn began; None while nothing is to be done."""
+        began = self.turns.began
+        return None if began is None else time.monotonic() - began
+
+    @property
+    def ended(self) -> Future[None]:
+        """Returns a future that ends with the thread: with EngineFailed and its cause, if it died."""
+        return self.turns.ended
+
+    @property
+    def num_open(self) -> int:
+        """Returns how many requests have a place."""
+        return self.turns.num_open
+
+    def check_open(self) -> None:
+        """Raises in a forked process and after the driver's end."""
+        check_process()
+        if self.turns.refusal is not None:
+            raise copy_error(self.turns.refusal)
+
+    @property
+    def before_step(self) -> Callable[[Callable[[], bool]], bool] | None:
+        """Returns the listener that may hold the next step back; None: there is none.
+
+        It is called before each step with a function that tells whether orders wait, and returns
+        whether to step now.
+        """
+        return self.turns.before_step
+
+    @before_step.setter
+    def before_step(self, listener: Callable[[Callable[[], bool]], bool] | None) -> None:
+        self.turns.before_step = listener
+
+    # What others ask of it. Each method posts an order and returns at once.
+
+    def call(self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False) -> Answer[_Result]:
+        """Calls a function of the engine between two steps. It is quick, or everybody waits."""
+        answer: Answer[_Result] = Answer()
+        self.turns.post(Order(function, answer, waits_for_weights))
+        return answer
+
+    def add(self, handles: Sequence[Handle], name: str = "request") -> Answer[None]:
+        """Gives requests to the engine, all or none.
+
+        A caller that does not wait for their last outputs ends them with `end`.
+
+        Args:
+            handles: The requests.
+            name: The beginning of their ids, before a number.
+
+        Raises:
+            QueueFull, CapacityError: There are not so many places, now or ever.
+            ShuttingDown, EngineFailed: No request is taken in any more.
+        """
+        turns = self.turns
+        turns.take_places(len(handles))
+        try:
+            return self.call(lambda engine: turns.add(handles, name), waits_for_weights=True)
+        except BaseException:
+            turns.end(handles)
+            raise
+
+    def end(self, handles: Sequence[Handle]) -> None:
+        """Ends requests before the next step. A finaliser may call this, on any thread."""
+        self.turns.end(handles)
+
+    def pin(self, prefix: PreparedRequest) -> Pinning:
+        """Computes a prefix and keeps it in place. Raises what `add` raises."""
+        pinning = Pinning(self.turns, prefix)
+        self.turns.take_places(1)
+        self.turns.post(Order(pinning.begin, pinning.pin_id, waits_for_weights=True))
+        return pinning
+
+    def unpin(self, pin_id: int) -> Answer[None]:
+        """Releases a pin. A pin that is gone is no error."""
+        return self.call(lambda engine: engine.unpin(pin_id))
+
+    def is_pinned(self, pin_id: int) -> bool:
+        """Returns whether a pin is in place, without waiting."""
+        return not self.turns.is_over and self.engine.is_pinned(pin_id)
+
+    def replace_weights(
+        self, weights: Any, *, abort: bool = False, tells: bool = False, queues: bool = False
+    ) -> Replacement:
+        """Takes other weights once nothing runs. Requests that come in meanwhile wait for them.
+
+        Args:
+            weights: The weights as they are on the device.
+            abort: End what runs or waits, instead of waiting for it.
+            tells: What is ended ends with WeightsReplaced, and not with a last output.
+            queues: Wait for others that are on their way already, instead of being refused.
+        """
+        turns, replacement = self.turns, Replacement(weights)
+
+        def begin(engine: Engine) -> object:
+            return turns.begin_replacing(replacement, abort=abort, tells=tells)
+
+        turns.post(Order(begin, replacement.version, waits_for_weights=queues))
+        return replacement
+
+    def weights(self) -> Answer[Any]:
+        """Asks for the weights of the model as they are on the device."""
+        return self.call(lambda engine: engine.runner.parameters["target"])
+
+    def embed(
+        self, embedder: Embedder, weights: Any, token_ids: Sequence[int], pooling: Pooling
+    ) -> Answer[npt.NDArray[np.float32]]:
+        """Computes the vector [D] of a prompt with weights of the model."""
+        return self.call(lambda engine: embedder.embed(weights, token_ids, pooling))
+
+    def drain(self, what: str = "The engine") -> Answer[None]:
+        """Takes no request in any more, and answers when none is left.
+
+        Args:
+            what: What is shutting down, for the error of later requests.
+        """
+        turns, answer = self.turns, Answer[None]()
+        turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
+        turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
+        return answer
+
+    def end_all(self, why: JaxpageError) -> Answer[None]:
+        """Ends every request with an error."""
+        turns = self.turns
+        return self.call(lambda engine: turns.end_all(why))
+
+    def fail(self, death: BaseException) -> None:
+        """Ends everything with EngineFailed, also while a step is taken that may never end."""
+        self.turns.fail(death)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Ends everything and frees the device.
+
+        Returns False if a step took longer than `timeout` seconds: it is still being taken.
+        """
+        turns, thread = self.turns, self._thread
+        turns.post(Order(turns.stop))
+        if thread is None:
+            if not turns.is_over:
+                turns.run()
+            return True
+        if thread is not threading.current_thread():
+            thread.join(timeout)
+        return not thread.is_alive()
+
+    # Waiting, on the thread of a caller.
+
+    def wait(self, answer: Answer[_Result], timeout: float | None = None) -> _Result:
+        """Returns the answer to an order, or raises its error.
+
+        Raises TimeoutError after `timeout` seconds.
+        """
+        self.taken(answer.box, timeout)
+        return answer.result()
+
+    def taken(self, box: queue.SimpleQueue[_Item], timeout: float | None = None) -> _Item:
+        """Returns the next item of a box that the driver fills.
+
+        Raises TimeoutError after `timeout` seconds, and RuntimeError where it would wait for itself.
+        """
+        check_process()
+        if self.turns.taker == threading.get_ident():
+            raise RuntimeError(
+                "this LLM was called from a finaliser or a callback in the middle of its own step, "
+                "which cannot go on before the call returns: call it from another thread"
+            )
+        ends = math.inf if timeout is None else time.monotonic() + timeout
+        while True:
+            while self.is_by_hand and box.empty():
+                if not self.turns.obey_orders() and not self.step():
+                    raise RuntimeError("nothing is left to do, but what is waited for has not come")
+            left = min(ends - time.monotonic(), WAKE_SECONDS)
+            try:
+                return box.get(timeout=max(left, 0.0))
+            except queue.Empty:
+                if time.monotonic() >= ends:
+                    raise TimeoutError(f"the engine has not answered for {timeout:g} s") from None
+
+    def read(self, function: Callable[[Engine], _Result]) -> _Result:
+        """Returns what a function finds between two steps.
+
+        On the thread that takes a turn, and after the driver's end, it is what is found at once:
+        the function must change nothing.
+        """
+        if self.turns.is_over or self.turns.taker == threading.get_ident():
+            return function(self.engine)
+        return self.wait(self.call(function))

@@ -1,0 +1,114 @@
+"""What `LLM` and `AsyncLLM` have in common: they prepare requests alike, and one driver serves both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from jaxpage.assembly import BuiltModel, Mode, given_weights
+from jaxpage.checkpoints import Parameters
+from jaxpage.device.embedder import Pooling, normalized
+from jaxpage.driver.driver import Driver
+from jaxpage.driver.preparing import check_streamable, prepared
+from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
+from jaxpage.engine.engine import Engine
+from jaxpage.engine.prompts import normalise, one_each
+from jaxpage.settings.argument_checks import check_choice
+from jaxpage.settings.lora_request import LoRARequest
+from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
+
+Params = SamplingParams | BeamSearchParams
+
+
+class DrivenModel(BuiltModel):
+    """A model whose engine a driver drives.
+
+    The methods here run on the thread of the caller, while the engine works for others.
+    """
+
+    _driver: Driver
+
+    @property
+    def _engine(self) -> Engine:
+        return self._driver.engine
+
+    def _prepare(self, prompts: Any, params: Any, lora_request: Any = None) -> list[PreparedRequest]:
+        """Encodes and checks everything, so that a bad argument is refused before anything runs."""
+        self._driver.check_open()
+        normalised = normalise(prompts)
+        each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
+        adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
+        requests = []
+        checked: dict[int, CheckedParams] = {}  # by the id of parameters that prompts may share
+        for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
+            if not isinstance(one, SamplingParams | BeamSearchParams):
+                raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
+            try:
+                if id(one) not in checked:
+                    checked[id(one)] = self._engine.admission.check_params(one)
+                request = prepared(self._engine, prompt, checked[id(one)])
+                requests.append(request._replace(grammar=self._engine.compiled(one), lora=lora))
+            except Exception as error:
+                if len(normalised) > 1:
+                    error.add_note(f"This is prompt {index} of {len(normalised)}.")
+                raise
+        return requests
+
+    def _prepare_stream(self, name: str, prompt: Any, params: Any, lora_request: Any) -> PreparedRequest:
+        """Prepares one prompt whose chunks are shown. Raises UnsupportedError where none can be."""
+        request = self._prepare_one(name, prompt, params, lora_request)
+        check_streamable(request.params)
+        return request
+
+    def _prepare_one(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> PreparedRequest:
+        """Prepares one prompt, for the method that is called `name`."""
+        requests = self._prepare(prompt, params, lora_request)
+        if len(requests) != 1:
+            raise ValueError(f"{name} takes one prompt, not {len(requests)}; call it for each")
+        return requests[0]
+
+    def _adapters(self, asked: Sequence[Any]) -> list[NamedAdapter | None]:
+        """Returns the adapter of each prompt; each is read once.
+
+        Raises TypeError, and what `Engine.opened_adapter` raises.
+        """
+        if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
+            raise TypeError(f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}")
+        opened = {one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None}
+        return [opened.get(one) for one in asked]
+
+    def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
+        """Prepares a prefix that is computed to be pinned."""
+        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
+        requests = self._prepare(prefix, params)
+        if len(requests) != 1:
+            raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
+        length, longest = len(requests[0].token_ids), self.memory.max_model_len
+        if length + 2 > longest:
+            raise ValueError(
+                f"The prefix has {length} tokens, which leaves no room for a prompt after it: "
+                f"max_model_len is {longest}"
+            )
+        return requests[0]
+
+    def _prepare_embedding(self, prompts: Any, pooling: Pooling) -> list[PreparedRequest]:
+        """Prepares prompts of which vectors are made."""
+        check_choice("pooling", pooling, get_args(Pooling))
+        if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
+            return requests
+        raise ValueError("embed needs at least one prompt")
+
+    def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
+        """Returns other weights as they are on the device. Raises what `given_weights` raises."""
+        self._driver.check_open()
+        about = self._model, self.spec, self.config.event_log
+        return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
+
+
+def stacked(vectors: Sequence[npt.NDArray[np.float32]], *, normalize: bool) -> npt.NDArray[np.float32]:
+    """Returns the vectors [N, D] of N prompts, with a length of 1 if that is asked for."""
+    found = np.stack(vectors)
+    return normalized(found) if normalize else found

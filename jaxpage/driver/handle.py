@@ -1,0 +1,96 @@
+"""A handle stands for a request that a driver has, or had."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine.reporting import Reporter
+from jaxpage.errors import JaxpageError
+from jaxpage.outputs import RequestOutput
+
+_Error = TypeVar("_Error", bound=JaxpageError)
+
+
+def copy_error(error: _Error) -> _Error:
+    """Returns the same error for one more receiver.
+
+    Each receiver raises its own copy: raising one object in several places would lengthen one
+    traceback for all of them. The cause and the notes are kept.
+    """
+    copied = copy.copy(error)
+    copied.__cause__ = error.__cause__
+    copied.__traceback__ = None
+    return copied
+
+
+class Handle:
+    """A request, and where what is new of it goes.
+
+    The output of a request is made on the driver's thread: either whole, when the request has
+    finished, or as deltas. Deltas are either pushed, one for each step that changed the request, or
+    made when the reader asks for one, of all steps since the last; then a slow reader costs nothing
+    but the place of its request.
+
+    Attributes:
+        request_id: The id that the driver gave the request; empty until then.
+        request: The request as it was prepared.
+        deadline: When the driver ends the request, by `time.monotonic`.
+        deliver: Gets lists of updates, on the driver's thread. Updates of handles whose `deliver`
+            is equal come in one list.
+        is_stream: Deltas are made, and not the whole at the end.
+        is_wanted: The reader waits for an output.
+        is_updated: The request has changed since the last delta.
+        is_over: The request has ended, and its place and its blocks are free.
+        reporter: Makes the outputs, once the engine has the request.
+    """
+
+    def __init__(
+        self,
+        request: PreparedRequest,
+        deliver: Callable[[list[Update]], object],
+        *,
+        is_stream: bool = False,
+        is_pushed: bool = True,
+        deadline: float = math.inf,
+    ) -> None:
+        self.request_id = ""
+        self.request = request
+        self.deadline = deadline
+        self.deliver = deliver
+        self.is_stream = is_stream
+        self.is_wanted = self._is_pushed = is_pushed
+        self.is_updated = self.is_over = False
+        self.reporter: Reporter | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Returns how many tokens all sequences of the request have drawn."""
+        return 0 if self.reporter is None else self.reporter.num_output_tokens
+
+    def news(self) -> RequestOutput | None:
+        """Returns the next delta or the whole output, if the reader wants it and it is there."""
+        reporter = self.reporter
+        if reporter is None or not self.is_wanted:
+            return None
+        if not (self.is_updated if self.is_stream else reporter.finished):
+            return None
+        self.is_wanted = self._is_pushed and not reporter.finished
+        self.is_updated = False
+        return reporter.delta() if self.is_stream else reporter.whole()
+
+
+Update = tuple[Handle, RequestOutput | JaxpageError]
+
+
+def send(updates: Iterable[Update]) -> None:
+    """Wakes each receiver once, for all that is new of its requests."""
+    by_receiver: defaultdict[Callable[[list[Update]], object], list[Update]] = defaultdict(list)
+    for update in updates:
+        by_receiver[update[0].deliver].append(update)
+    for deliver, items in by_receiver.items():
+        deliver(items)

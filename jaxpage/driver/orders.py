@@ -1,0 +1,74 @@
+"""Orders to a driver, which obeys them between two steps of its engine, and the answers to them."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Final, NamedTuple, TypeVar
+
+from jaxpage.engine.engine import Engine
+
+_Result = TypeVar("_Result")
+
+# A function returns this where the answer to its order is given later.
+LATER: Final = object()
+
+
+class Answer(Future[_Result]):
+    """The answer to an order.
+
+    An event loop awaits it with `asyncio.wrap_future`. A thread waits for its box instead of for
+    the future: a signal handler of the program may run at any moment of a wait, and must not run
+    while this thread has the lock of a future that the driver's thread is about to fill.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = box = queue.SimpleQueue[None]()
+        self.add_done_callback(lambda answer: box.put(None))
+
+
+class Order(NamedTuple):
+    """A function of the engine, and the answer that gets what it returns or raises.
+
+    Attributes:
+        function: The function, which the driver calls between two steps.
+        answer: Gets the result; None: nobody waits, and an exception ends the driver.
+        waits_for_weights: The order waits while other weights are on their way.
+    """
+
+    function: Callable[[Engine], Any]
+    answer: Answer[Any] | None = None
+    waits_for_weights: bool = False
+
+    def obey(self, engine: Engine) -> None:
+        """Calls the function, unless the answer was cancelled."""
+        if self.answer is None:
+            self.function(engine)
+        elif self.answer.set_running_or_notify_cancel():
+            try:
+                result = self.function(engine)
+            except Exception as error:
+                self.answer.set_exception(error)
+            else:
+                if result is not LATER:
+                    self.answer.set_result(result)
+
+    def refuse(self, error: Exception) -> None:
+        """Answers with an error, since the order is never obeyed."""
+        if self.answer is not None and self.answer.set_running_or_notify_cancel():
+            self.answer.set_exception(error)
+
+
+class Replacement:
+    """Other weights for the model, which wait until nothing runs with the old ones."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+        self.version: Answer[int] = Answer()
+        self.is_withdrawn = False
+
+    def withdraw(self) -> None:
+        """Takes the weights back, unless they are in use already."""
+        self.is_withdrawn = True

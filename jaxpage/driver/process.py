@@ -1,0 +1,72 @@
+"""The process that a driver belongs to: its children after a fork cannot use it, and its end waits for no step."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import threading
+
+from jaxpage.driver.turns import Turns
+
+EXIT_SECONDS = 10.0
+
+_running: dict[threading.Thread, Turns] = {}
+
+
+@functools.cache
+def _first_process() -> int:
+    """Returns the process in which the first driver was made.
+
+    JAX's threads exist there, and not in the processes that are forked from it.
+    """
+    return os.getpid()
+
+
+def check_process() -> None:
+    """Raises RuntimeError in a process that was forked from one in which an LLM was made.
+
+    A step would wait there for XLA's threads for ever.
+    """
+    if os.getpid() != _first_process():
+        raise RuntimeError(
+            f"an LLM was made in process {_first_process()}, from which this one was forked: "
+            "none works here. Start processes by multiprocessing's method 'spawn', or fork before "
+            "the first LLM is made"
+        )
+
+
+def new_thread(turns: Turns) -> threading.Thread:
+    """Returns a thread that takes the turns, and that the interpreter's exit ends between two steps."""
+    _end_at_exit()
+    thread = threading.Thread(target=_run, args=(turns,), name="jaxpage-engine", daemon=True)
+    _running[thread] = turns
+    return thread
+
+
+def _run(turns: Turns) -> None:
+    try:
+        turns.run()
+    finally:
+        _running.pop(threading.current_thread(), None)
+
+
+@functools.cache
+def _end_at_exit() -> None:
+    """Registers `_end_all`, once, after JAX has registered its own exit.
+
+    What is registered last is called first, so no step runs when JAX takes its devices down.
+    """
+    atexit.register(_end_all)
+
+
+def _end_all() -> None:
+    """Ends the threads of all drivers.
+
+    Python would stop a daemon thread inside a step, in the middle of native code.
+    """
+    running = dict(_running)
+    for turns in running.values():
+        turns.leave()
+    for thread in running:
+        thread.join(EXIT_SECONDS)

@@ -1,0 +1,108 @@
+"""What `LLM` gives a caller to hold: a stream of outputs, and a pinned prefix."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from typing import Self
+
+from jaxpage.driver.driver import Driver
+from jaxpage.driver.handle import Handle, Update
+from jaxpage.engine.admission import PreparedRequest
+from jaxpage.errors import JaxpageError
+from jaxpage.outputs import RequestOutput
+
+
+class RequestStream(Iterator[RequestOutput]):
+    """The chunks of one request, one for each step that changed it.
+
+    Closing the stream, or losing the last reference to it, ends the request.
+    """
+
+    def __init__(self, driver: Driver, request: PreparedRequest):
+        """Gives the request to the engine. Raises what `Driver.add` raises or answers."""
+        self._driver = driver
+        self._box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
+        self._updates: Iterator[Update] = iter(())
+        self._handle: Handle | None = Handle(request, self._box.put, is_stream=True)
+        try:
+            driver.wait(driver.add([self._handle]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __next__(self) -> RequestOutput:
+        """Returns the next chunk, and waits for it if need be."""
+        if self._handle is None:
+            raise StopIteration
+        chunk: RequestOutput | None = None
+        try:
+            self._driver.check_open()
+            update = next(self._updates, None)
+            if update is None:
+                self._updates = iter(self._driver.taken(self._box))
+                update = next(self._updates)
+            if isinstance(update[1], JaxpageError):
+                raise update[1]
+            chunk = update[1]
+        finally:
+            if chunk is None or chunk.finished:
+                self.close()
+        return chunk
+
+    def close(self) -> None:
+        """Ends the request if it has not finished. Its blocks are free before the next step."""
+        handle = self._handle
+        self._handle = None
+        if handle is not None:
+            self._driver.end([handle])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self.__dict__.get("_handle") is not None:
+            self.close()
+
+
+class PinnedPrefix:
+    """A prefix whose keys and values stay in place until `release()` or the end of a `with` block.
+
+    Unlike a stream it does not end when the object is dropped: prompts find it by their tokens. It
+    ends with its engine, too.
+    """
+
+    def __init__(self, driver: Driver, pin_id: int, num_tokens: int):
+        self.num_tokens = num_tokens
+        self._driver = driver
+        self._pin_id = pin_id
+
+    @classmethod
+    def of(cls, driver: Driver, prefix: PreparedRequest) -> Self:
+        """Computes a prefix and pins it. Raises what `Driver.pin` raises or answers."""
+        pinning = driver.pin(prefix)
+        try:
+            pin_id = driver.wait(pinning.pin_id)
+        except BaseException:
+            driver.call(pinning.withdraw)
+            raise
+        return cls(driver, pin_id, len(prefix.token_ids))
+
+    @property
+    def released(self) -> bool:
+        """Returns whether the blocks were given free, or lost in a failed step with the pages."""
+        return not self._driver.is_pinned(self._pin_id)
+
+    def release(self) -> None:
+        """Frees the blocks that no running request shares. A second call does nothing."""
+        if not self.released:
+            self._driver.wait(self._driver.unpin(self._pin_id))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
