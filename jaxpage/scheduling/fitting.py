@@ -39,8 +39,8 @@ def refuse_what_never_fits(group: SequenceGroup, manager: BlockManager, max_num_
     name = f"request {request.request_id!r}"
     width = request.num_sequences
     if width > max_num_seqs:
-        most = f"max_num_seqs is {max_num_seqs}"
-        raise CapacityError(f"{name} asks for {width} sequences at once; {most}")
+        limit = f"max_num_seqs is {max_num_seqs}"
+        raise CapacityError(f"{name} asks for {width} sequences at once; {limit}")
     room = manager.room_next_to_pins
     needs = blocks_alone(group, manager)
     for needed, most, tables in zip(needs, room, manager.groups, strict=True):
