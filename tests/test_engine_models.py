@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch", reason="the oracle is transformers on torch
 
 from jaxpage import LLM, SamplingParams  # noqa: E402
 from jaxpage.models.registry import FAMILIES  # noqa: E402
-from tests.support.engines import LogitsWitness, give_way, invariants, make_llm, tokens_of  # noqa: E402
+from tests.support.engines import LogitsWitness, invariants, make_llm, tokens_of  # noqa: E402
 from tests.support.hf_models import MODELS, config_json, save_model  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint  # noqa: E402
 from tests.support.scripted import draft_with, without_drafts  # noqa: E402
@@ -127,7 +127,7 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
             reporters = [engine.add(f"{turn} {n}", engine.prepare(None, *one)) for n, one in enumerate(requests)]
             for number in itertools.count():
                 if number in (3, 6, 9):
-                    give_way(engine.scheduler)
+                    engine.scheduler.give_way()
                 if not engine.has_unfinished:
                     break
                 engine.step()

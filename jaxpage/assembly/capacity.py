@@ -24,7 +24,7 @@ from jaxpage.device.sizing import (
 from jaxpage.device.step_inputs import processor_shapes
 from jaxpage.device.steps import SCORED_AT_ONCE
 from jaxpage.errors import CapacityError
-from jaxpage.memory.block_tables import window_blocks
+from jaxpage.memory import window_blocks
 from jaxpage.models.base import ModelSpec
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig

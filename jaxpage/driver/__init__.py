@@ -2,6 +2,18 @@
 
 `LLM` waits for its answers, `AsyncLLM` and the server await them. The room knows no event loop and
 no HTTP. Its reading order is `driver.py`, `turns.py`, `handle.py`, `orders.py`, and then the rest.
+Other rooms take:
+
+    Driver          takes the steps of an engine for many callers
+    DrivenModel     the part that LLM and AsyncLLM have in common
+    Handle, Update  a request that a driver has, and what is new of it
+    Answer          a future result of an order
+    Pinning         a prefix that is being computed to be pinned
+    RequestStream, PinnedPrefix  what an LLM gives its caller to hold
+    prepared, check_streamable   encode and check a request
+    check_process   refuses a forked process
+    copy_error      copies an error for one more receiver
+    stacked         makes one array of the vectors of several prompts
 """
 
 from jaxpage.driver.driver import Driver

@@ -77,6 +77,7 @@ class Server:
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = InFlightRequests()
+        assert driver.num_places is not None, "a server has a number of places"
         self.preparing = Preparing(driver.engine, driver.num_places)
         if getattr(context.tokenizer, "chat_template", None):
             RENDERERS.warm()

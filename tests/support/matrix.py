@@ -20,7 +20,7 @@ from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.driver import Handle
 from jaxpage.errors import UnsupportedError
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from tests.support.engines import give_way, steps_by_hand
+from tests.support.engines import steps_by_hand
 from tests.support.executables import when_used
 from tests.support.running import SMALL
 from tests.support.scripted import DRAFTING, Scripted, draft_with, mixed_up
@@ -129,7 +129,7 @@ class Engines:
                 if both[1].is_over:
                     break
                 if step in (2, 4, 9):
-                    give_way(engine.scheduler)
+                    engine.scheduler.give_way()
                 driver.step()
             driver.end(both)
         assert sum(engine.scheduler.num_preemptions.values()) > before

@@ -1,7 +1,7 @@
 """Counts how a setting walks from `LLM(...)` to the table of executables.
 
-    python tools/house/setting_walk.py                       # a table of a few settings
-    python tools/house/setting_walk.py max_num_seqs=8 --list # every stay of one walk
+    python tools/setting_walk.py                       # a table of a few settings
+    python tools/setting_walk.py max_num_seqs=8 --list # every stay of one walk
 
 The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of the
 packaged model is started until its executables are about to be compiled. A function of jaxpage takes
@@ -92,8 +92,10 @@ def walk(name: str, value: Any) -> list[tuple[str, str]]:
             if any(map(carries, arguments_of(frame))):
                 under_way[frame] = str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname
                 stays.append(under_way[frame])
-        elif event == "return" and under_way.pop(frame, None) and (before := _caller(frame, under_way)):
-            stays.append(before)
+        elif event == "return" and frame in under_way:
+            del under_way[frame]
+            if before := _caller(frame, under_way):
+                stays.append(before)
 
     with _always_marked(name):
         sys.setprofile(note)

@@ -1,1 +1,0 @@
-"""Measures of the code itself: how far a setting walks."""
