@@ -40,7 +40,8 @@ class RequestStream(Iterator[RequestOutput]):
             self._driver.check_open()
             update = next(self._updates, None)
             if update is None:
-                self._updates = iter(self._driver.taken(self._box))
+                updates = self._driver.taken(self._box)
+                self._updates = iter(updates)
                 update = next(self._updates)
             if isinstance(update[1], JaxpageError):
                 raise update[1]
