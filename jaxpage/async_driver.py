@@ -130,9 +130,18 @@ class AsyncDriver(Driver):
         request_timeout_seconds: float | None = None,
         stalled_after_seconds: float = 60.0,
     ) -> None:
+        """Makes a driver that is not started.
+
+        Args:
+            built: The engine, with what the server knows of its model.
+            max_queued_requests: How many requests may be there beyond the engine's `max_num_seqs`.
+            request_timeout_seconds: See `Driver`.
+            stalled_after_seconds: See `Driver`.
+        """
+        self.num_places = built.engine.scheduler.max_num_seqs + max_queued_requests
         super().__init__(
             built.engine,
-            max_queued_requests=max_queued_requests,
+            num_places=self.num_places,
             request_timeout_seconds=request_timeout_seconds,
             stalled_after_seconds=stalled_after_seconds,
         )

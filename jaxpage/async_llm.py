@@ -71,7 +71,7 @@ class AsyncLLM(DrivenModel):
         max_queued_requests: int = 4096,
         **settings: Unpack[EngineSettings],
     ) -> Self:
-        """As `LLM.from_parameters`. Raises what it raises."""
+        """Makes an `AsyncLLM` of weights that are in memory; see `LLM.from_parameters`. Raises what it raises."""
         made = cls.__new__(cls)
         made._use(
             *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)), max_queued_requests

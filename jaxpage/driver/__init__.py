@@ -19,22 +19,16 @@ Other rooms take:
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.front import DrivenModel, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
-from jaxpage.driver.orders import Answer
-from jaxpage.driver.pinning import Pinning
 from jaxpage.driver.preparing import check_streamable, prepared
-from jaxpage.driver.process import check_process
 from jaxpage.driver.streams import PinnedPrefix, RequestStream
 
 __all__ = [
-    "Answer",
     "DrivenModel",
     "Driver",
     "Handle",
     "PinnedPrefix",
-    "Pinning",
     "RequestStream",
     "Update",
-    "check_process",
     "check_streamable",
     "copy_error",
     "prepared",

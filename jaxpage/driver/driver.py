@@ -52,7 +52,7 @@ class Driver:
         self,
         engine: Engine,
         *,
-        max_queued_requests: int | None = None,
+        num_places: int | None = None,
         request_timeout_seconds: float | None = None,
         stalled_after_seconds: float = 60.0,
     ) -> None:
@@ -61,18 +61,14 @@ class Driver:
         Args:
             engine: The engine. From now on others may only call what changes nothing, such as
                 `Engine.prepare` and `Engine.compiled`.
-            max_queued_requests: How many requests may be there beyond the engine's `max_num_seqs`.
-                More are refused. None: any number may be there.
+            num_places: How many requests may be there at once. More are refused. None: any number.
             request_timeout_seconds: The time from the arrival to the end of a request.
             stalled_after_seconds: A turn that takes longer makes `healthy` false.
         """
         check_process()
         self.engine = engine
-        self.num_places: int | None = None
-        if max_queued_requests is not None:
-            self.num_places = engine.scheduler.max_num_seqs + max_queued_requests
         self.timeout_seconds = math.inf if request_timeout_seconds is None else request_timeout_seconds
-        self.turns = Turns(engine, num_places=self.num_places, timeout_seconds=self.timeout_seconds)
+        self.turns = Turns(engine, num_places=num_places, timeout_seconds=self.timeout_seconds)
         self._stalled_after = stalled_after_seconds
         self._thread: threading.Thread | None = None
         self.is_by_hand = True
