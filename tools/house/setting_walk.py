@@ -92,8 +92,10 @@ def walk(name: str, value: Any) -> list[tuple[str, str]]:
             if any(map(carries, arguments_of(frame))):
                 under_way[frame] = str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname
                 stays.append(under_way[frame])
-        elif event == "return" and under_way.pop(frame, None) and (before := _caller(frame, under_way)):
-            stays.append(before)
+        elif event == "return" and frame in under_way:
+            del under_way[frame]
+            if before := _caller(frame, under_way):
+                stays.append(before)
 
     with _always_marked(name):
         sys.setprofile(note)
