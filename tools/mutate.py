@@ -58,6 +58,7 @@ FIRST_TESTS = {
     "scheduling/queues": "policies",
     "decoding/beam": "beam_search",
     "decoding/constraints": "masks_behind_drafts",
+    "decoding/grammar_compiler": "structured_outputs",
     "decoding/json_schemas": "json_schemas",
     "decoding/sampling": "stopping",
     "decoding/stop": "stopping",
@@ -73,6 +74,8 @@ FIRST_TESTS = {
     "checkpoints/eagle": "eagle",
     "checkpoints/gguf": "gguf",
     "checkpoints/medusa": "medusa",
+    "checkpoints/text_growth": "text_growth",
+    "checkpoints/tokenizer_files": "checkpoints gguf",
     "checkpoints/orbax": "training",
 }
 

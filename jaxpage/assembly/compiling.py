@@ -93,6 +93,7 @@ def load_model(
 
 
 def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
+    """Returns the parameters of a divided model that have parts of each weight of the checkpoint."""
     rule = with_sharding(spec.sharding, files.rule)
     _, shapes = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return sharded_weights([filled.weight for filled in files.plan.parameters], shapes, spec.sharding)

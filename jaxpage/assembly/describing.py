@@ -85,13 +85,14 @@ def opened_files(config: EngineConfig) -> ModelFiles:
 
 
 def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
-    """Returns the dtype of a model. "auto" follows the checkpoint, but on CPU it is float32 unless the
-    checkpoint is in bfloat16 and that is faster there.
+    """Returns the dtype of a model.
 
-    On a GPU without bfloat16 "auto" is float16, with a warning. A family whose numbers float16 does not hold has bfloat16 or float32 in
-    its place.
+    "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and
+    that is faster there. On a GPU without bfloat16 it is float16, with a warning. A family whose
+    numbers float16 does not hold has bfloat16 or float32 in its place.
 
-    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a family.
+    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a
+    family.
     """
     overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
     instead = "float32" if overflows else "float16"
