@@ -543,7 +543,7 @@ def test_the_registry_lists_the_supported_families_and_gpt2_reads_the_common_nam
 
 
 def untouched(index, q, k, v, page, options, /):
-    return q[..., :value_width], page
+    return q[..., : options.value_width], page
 
 
 def test_strict_promotion_holds_in_every_family():

@@ -51,6 +51,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
         /,
     ) -> tuple[jax.Array, LayerPages]:
         group = layer_groups[layer_index]
+        slots_T = inputs.slots_ZT[group]
         arguments = Arguments(
             q_TNH=q_TNH,
             block_table_BM=inputs.block_table_ZBM[group],
@@ -60,7 +61,7 @@ def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_g
             max_query_len=bucket.max_query_len,
             **layer_pages._asdict(),
         )
-        out_TNH, pages = write_and_attend(k_TKH, v_TKH, inputs.slots_ZT[group], arguments, **backend.options)
+        out_TNH, pages = write_and_attend(k_TKH, v_TKH, slots_T, arguments, **backend.options)
         return out_TNH, LayerPages(*pages)  # type: ignore[arg-type]
 
     return attend
