@@ -523,6 +523,19 @@ def test_stopping_ends_everything_and_says_so(built):
     asyncio.run(main())
 
 
+def test_a_waiter_for_the_end_that_is_cancelled_leaves_it_to_the_others(built, caplog):
+    async def main():
+        async with looping(built) as loop:
+            waiter = asyncio.wrap_future(loop.ended)
+            waiter.cancel()
+            await asyncio.sleep(0)
+            assert await asyncio.to_thread(loop.stop, 60)
+            assert loop.ended.result(0) is None
+
+    asyncio.run(main())
+    assert "died" not in caplog.text
+
+
 def test_a_function_that_fails_between_steps_is_its_callers_affair(built):
     async def main():
         async with looping(built) as loop:

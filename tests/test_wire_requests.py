@@ -527,11 +527,14 @@ def test_no_tools_leave_nothing_to_choose_from() -> None:
 def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
     """And fields that were once its own tell their successor."""
     exchange = open_chat(chat(response_format=schema_format({"type": "object"})), context())
-    told = exchange.refusal(
-        ValueError("structured_outputs={'json': {'a': ' is refused: '}} is refused: it is too large")
-    )
-    assert told.param == "response_format" and told.message.startswith("response_format")
-    assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
+    for shown in (
+        "{'json': {'a': ' is refused: '}}",
+        "{'json': {'items': {'const': 90071...",
+        "a dict too large to print",
+    ):
+        told = exchange.refusal(ValueError(f"structured_outputs={shown} is refused: it is too large"))
+        assert told.param == "response_format" and told.message.startswith("response_format")
+        assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
     failed = output(exchange, [Scripted(["{"], "error", "structured_outputs: no token continues")])
     with pytest.raises(ApiError, match="Generation failed: response_format: no token continues"):
         exchange.whole([failed])

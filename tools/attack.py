@@ -254,7 +254,12 @@ def main() -> int:
     print(f"seed {seed}", flush=True)
     with server(SETTINGS) as served:
         document: dict[str, Any] = json.loads(fetch(served.address, "/openapi.json"))
-        wanted = (one for one in attacks(document, seed) if arguments.only is None or arguments.only in one.name)
+        wanted = attacks(document, seed)
+        if arguments.only is not None:
+            chosen = [one for one in wanted if arguments.only in one.name]
+            if not chosen:
+                parser.error(f"no attack's name holds {arguments.only!r}")
+            wanted = iter(chosen)
         siege = Siege(served)
         num_broken = run(siege, wanted, arguments.minutes, goes_on=arguments.all)
         siege.end()

@@ -17,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.needed import need
+
 TOLERANCE = 1e-4  # of log probabilities where code is not optimized, which rounds otherwise in other shapes
 
 
@@ -33,6 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.minutes <= 0:
         parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")
+    need("pytest", "hypothesis", extra="test")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:

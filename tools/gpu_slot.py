@@ -59,6 +59,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.state = arguments.state or ROOT / ".gpu_slot" / ("rehearsal" if arguments.rehearse else "gpu")
     arguments.out = arguments.out or Path(os.environ.get("OUT") or arguments.state)
+    if arguments.budget is not None and arguments.budget <= 0:
+        parser.error(f"--budget must be above 0, got {arguments.budget:g}")
     arguments.budget = arguments.budget or (REHEARSAL_S if arguments.rehearse else BUDGET_S)
     return arguments
 
@@ -155,6 +157,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         return 0
     slot = Slot(check, results, parts, screen)
     only = tuple(text.strip() for text in arguments.only.split(",") if text.strip())
+    if not any(slot.open_parts(only, True)):
+        print(f"no part's name holds {arguments.only!r}; see --list", file=sys.stderr)
+        return 2
     wanted = slot.open_parts(only, arguments.again)
     if absent := missing():
         screen.say(absent)

@@ -3,7 +3,7 @@
     python -m tools.mutate                                        # 60 faults, drawn with a fixed seed
     python -m tools.mutate --sample 20 jaxpage/memory/block_pool.py
 
-The faults are those of Cosmic Ray (`pip install cosmic-ray`): a comparison, an arithmetic or a
+The faults are those of Cosmic Ray (`pip install '.[mutation]'`): a comparison, an arithmetic or a
 boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
 room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
 all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
@@ -33,6 +33,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tools.needed import need
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
@@ -106,6 +110,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.sample < 1:
         parser.error(f"--sample must be at least 1, got {arguments.sample}")
+    need("cosmic_ray", extra="mutation")
     modules = modules_under(arguments.modules or [f"jaxpage/{room}" for room in TESTS])
     for module in modules:
         if room_of(module) is None or not (ROOT / module).is_file():

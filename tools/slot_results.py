@@ -166,6 +166,10 @@ def record(results: Path, document: Path) -> str:
 
     Returns a line that says what was recorded. Raises ValueError for results that are not of a GPU.
     """
+    if not results.is_file():
+        raise ValueError(
+            f"there is no file {results}: run tools/gpu_slot.py on a GPU first, or name its results.jsonl by --results"
+        )
     findings = read(results)
     where = machine(findings)
     if where.get("platform") != "gpu":

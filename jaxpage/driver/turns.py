@@ -53,6 +53,7 @@ class Turns:
         self.inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
         # Ends with the turns; with EngineFailed and its cause, if an exception ended them.
         self.ended: Future[None] = Future()
+        self.ended.set_running_or_notify_cancel()  # a waiter that is cancelled leaves it to the others
         self.began: float | None = None  # when this turn began; None: there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
         self.live: dict[str, Handle] = {}

@@ -98,6 +98,8 @@ def read(path: Path) -> list[Finding]:
             plain = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if not isinstance(plain, dict) or not isinstance(plain.get("tables"), list):
+            raise ValueError(f"{path} holds what is no finding: {line[:80]}")
         found.append(Finding(**{**plain, "tables": [Table(**table) for table in plain["tables"]]}))
     return found
 

@@ -33,7 +33,10 @@ _PARAMETERS_OF_REQUESTS = (  # what the engine says of a request as a whole, by 
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
     (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
 )
-_OF_GRAMMAR = re.compile(r"(structured_outputs)(?:=\{.*?\})?(?= is refused: | cannot be honoured: |: )", re.DOTALL)
+_OF_GRAMMAR = re.compile(
+    r"(structured_outputs)(?:=\{.*?(?:\}|\.\.\.)|=a \w+ too large to print)?(?= is refused: | cannot be honoured: |: )",
+    re.DOTALL,
+)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
