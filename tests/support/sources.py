@@ -89,11 +89,20 @@ def is_import_by_name(node: ast.AST) -> bool:
 
 
 def token_lines(module: Module) -> list[int]:
-    """Returns the line of each token of a module, comments and the ends of lines left out."""
+    """Returns the line of each token of a module, comments and the ends of lines left out.
+
+    An f-string is one token, as it is before Python 3.12.
+    """
     layout = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     left_out = layout | {tokenize.COMMENT}
-    tokens = tokenize.generate_tokens(io.StringIO(module.source).readline)
-    return [token.start[0] for token in tokens if token.type not in left_out]
+    starts, ends = getattr(tokenize, "FSTRING_START", -1), getattr(tokenize, "FSTRING_END", -1)
+    lines, depth = [], 0
+    for token in tokenize.generate_tokens(io.StringIO(module.source).readline):
+        depth -= token.type == ends
+        if depth == 0 and token.type not in left_out and token.type != ends:
+            lines.append(token.start[0])
+        depth += token.type == starts
+    return lines
 
 
 def functions(module: Module) -> Iterator[tuple[Function, int]]:
