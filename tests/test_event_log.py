@@ -37,7 +37,7 @@ from jaxpage.driver import Driver
 from jaxpage.engine.build import Built
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.events import Both
-from jaxpage.errors import CapacityError, EngineFailed, ConfigError, EventLogError
+from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogError
 from jaxpage.outputs import TokenLogprobs
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrubbed
