@@ -1,5 +1,6 @@
-"""The only caller of `Engine.step`: one loop on one thread, orders to it, and a handle for each request.
+"""Drives an engine: one thread takes its steps, and others send it orders and hold handles.
 
+Nothing else calls `Engine.step`, but for benchmarks and replays.
 `LLM` waits for its answers, `AsyncLLM` and the server await them. The room knows no event loop and
 no HTTP. Its reading order is `driver.py`, `turns.py`, `handle.py`, `orders.py`, and then the rest.
 Other rooms take:

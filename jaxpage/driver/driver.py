@@ -1,4 +1,4 @@
-"""The driver of an engine: nothing else calls `Engine.step`.
+"""Takes orders from any thread, and gives answers.
 
 A driver has one thread, which takes turns with the engine (`turns.py`). Other threads, signal
 handlers and event loops post orders to it and wait for answers:
@@ -109,7 +109,7 @@ class Driver:
 
     @property
     def ended(self) -> Future[None]:
-        """Returns a future that ends with the thread: with EngineFailed and its cause, if it died."""
+        """Returns a future that ends with the thread, with EngineFailed if an exception ended it."""
         return self.turns.ended
 
     @property
@@ -261,7 +261,8 @@ class Driver:
     def taken(self, box: queue.SimpleQueue[_Item], timeout: float | None = None) -> _Item:
         """Returns the next item of a box that the driver fills.
 
-        Raises TimeoutError after `timeout` seconds, and RuntimeError where it would wait for itself.
+        Raises TimeoutError after `timeout` seconds, and RuntimeError where the driver would wait
+        for itself.
         """
         check_process()
         if self.turns.taker == threading.get_ident():

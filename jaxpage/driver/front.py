@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` have in common: they prepare requests alike, and one driver serves both."""
+"""Prepares requests for a driver, for `LLM` and `AsyncLLM` alike."""
 
 from __future__ import annotations
 

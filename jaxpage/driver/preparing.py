@@ -1,4 +1,4 @@
-"""What is done with a prompt before a driver gets it, on the thread of the caller."""
+"""Encodes and checks a prompt before a driver gets it, on the thread of the caller."""
 
 from __future__ import annotations
 

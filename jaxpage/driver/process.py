@@ -1,4 +1,4 @@
-"""The process that a driver belongs to: its children after a fork cannot use it, and its end waits for no step."""
+"""Binds drivers to their process: forked processes are refused, and the exit ends the threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_process() -> None:
 
 
 def new_thread(turns: Turns) -> threading.Thread:
-    """Returns a thread that takes the turns, and that the interpreter's exit ends between two steps."""
+    """Returns a thread for the turns. The interpreter's exit ends it between two steps."""
     _end_at_exit()
     thread = threading.Thread(target=_run, args=(turns,), name="jaxpage-engine", daemon=True)
     _running[thread] = turns

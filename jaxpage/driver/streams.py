@@ -1,4 +1,4 @@
-"""What `LLM` gives a caller to hold: a stream of outputs, and a pinned prefix."""
+"""Gives a caller of `LLM` something to hold: a stream of outputs, or a pinned prefix."""
 
 from __future__ import annotations
 

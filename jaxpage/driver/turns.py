@@ -1,4 +1,4 @@
-"""The turns of a driver: it obeys orders, takes a step of the engine, and sends what came of it.
+"""Takes the turns of a driver: it obeys orders, takes a step, and sends what came of it.
 
 Everything here but `post`, `want`, `end`, `leave`, `take_places` and `fail` happens on the thread
 that takes the turns, and nothing else touches the engine.
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """What a driver's thread does.
+    """Everything that a driver's thread does.
 
     The methods for other threads take no lock: a finaliser or a signal handler may call them in the
     middle of another of them, on the same thread.
@@ -100,7 +100,7 @@ class Turns:
             self.inbox.put(Order(lambda engine: self._end_each(unfinished)))
 
     def leave(self) -> None:
-        """Ends the turns and leaves the engine as it is. Only orders that come later are refused."""
+        """Ends the turns, and leaves the engine as it is. Only later orders are refused."""
         self.inbox.put(Order(self._leave))
 
     def take_places(self, number: int) -> None:
