@@ -106,7 +106,7 @@ def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch: py
     table = told.partition("step  rows")[2].partition("```")[0]
     for plan, result in steps:
         for row in plan.rows:
-            assert f"{row.sequence_id}: {row.start}, {row.token_ids}, {row.block_table}" in table
+            assert f"{row.sequence_id}: {row.start}, {row.token_ids}, {row.block_tables[0]}" in table
         for source, target in plan.copies:
             assert f"{source} to {target}" in table
         assert " ".join(map(str, result.token_ids.tolist())) in table

@@ -238,7 +238,7 @@ def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) ->
         num_blocks = scheduler.block_manager.groups[0].pool.num_blocks
         manager = BlockManager([BlockTables(BlockPool(num_blocks), 16, host_pool=BlockPool(num_blocks))])
         simulated = Noted(
-            scheduler.limits, manager, max_num_seqs=scheduler.max_num_seqs, preemption=scheduler.preemption
+            scheduler.limits, manager, max_num_seqs=scheduler.max_num_seqs, preemption=scheduler._requests._preemption
         )
         simulate(trace, simulated)
     assert simulated.plans == real

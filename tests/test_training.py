@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import runpy
@@ -16,6 +17,7 @@ import pytest
 from jaxpage import training
 from jaxpage.errors import UnsupportedError
 from jaxpage.training import TrainableModel
+from pallas_kernels import AttentionOptions
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
@@ -89,8 +91,10 @@ def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pyte
     dense = training.dense_attend
 
     def wrong(num_rows: int) -> Any:
-        def attend(*arrays: Any, sliding_window: int, **options: Any) -> Any:
-            return dense(num_rows)(*arrays, sliding_window=sliding_window + 1, **options)
+        def attend(index: int, q: Any, k: Any, v: Any, pages: Any, options: AttentionOptions, /) -> Any:
+            assert options.sliding_window is not None
+            wider = dataclasses.replace(options, sliding_window=options.sliding_window + 1)
+            return dense(num_rows)(index, q, k, v, pages, wider)
 
         return attend
 
