@@ -17,13 +17,15 @@ def application() -> Any:
     from jaxpage.serving.asgi import asgi_app
 
     config = os.environ.get("JAXPAGE_CONFIG")
-    # Without a key only requests to a name of this machine are answered, as by `jaxpage serve`. For others set JAXPAGE_API_KEY.
+    # Without a key only requests to a name of this machine are answered, as by `jaxpage serve`. For
+    # others set JAXPAGE_API_KEY.
     return asgi_app(config, engine={} if config else {"model": "demo", "num_blocks": 129})
 
 
 @serve.deployment(
     ray_actor_options={"num_cpus": 1},
-    max_ongoing_requests=64,  # of a replica; the engine runs max_num_seqs of them, and the others wait in it
+    # of a replica; the engine runs max_num_seqs of them, and the others wait in it
+    max_ongoing_requests=64,
     autoscaling_config={"min_replicas": 1, "max_replicas": 4, "target_ongoing_requests": 8},
     health_check_period_s=5,
 )

@@ -42,7 +42,9 @@ class JaxpageRollout(BaseRollout):
         self._llm, self._named, self._actor = llm, named, rollout_actor
         self._tokenizer: Any = llm.tokenizer
 
-    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+    def generate(
+        self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any
+    ) -> RolloutOutput:
         """One completion of each prompt. Equal prompts get different ones, also with a seed.
 
         Raises ValueError for prompts longer than `max_prompt_length`, and TypeError for arguments that are unknown.
@@ -54,7 +56,11 @@ class JaxpageRollout(BaseRollout):
         width = asked.max_prompt_length
         if (longest := max(map(len, token_ids))) > width:
             raise ValueError(f"a prompt has {longest} tokens, and max_prompt_length is {width}")
-        seed = None if asked.seed is None else int(np.asarray(jax.random.key_data(asked.seed)).ravel()[-1])
+        seed = (
+            None
+            if asked.seed is None
+            else int(np.asarray(jax.random.key_data(asked.seed)).ravel()[-1])
+        )
         params = [
             SamplingParams(
                 max_tokens=asked.max_tokens_to_generate,
@@ -68,14 +74,21 @@ class JaxpageRollout(BaseRollout):
             )
             for index in range(len(prompts))
         ]
-        outputs = [output.outputs[0] for output in self._llm.generate(token_ids, params, use_tqdm=False)]
+        outputs = [
+            output.outputs[0] for output in self._llm.generate(token_ids, params, use_tqdm=False)
+        ]
         padded_NC = np.full((len(prompts), width), self.pad_id(), np.int32)
         for row, ids in zip(padded_NC, token_ids, strict=True):
             row[width - len(ids) :] = ids
         logprobs = None
         if asked.return_logprobs:
-            entries = [zip(output.logprobs or (), output.token_ids, strict=True) for output in outputs]
-            logprobs = [np.array([entry[id_].logprob for entry, id_ in each if entry], np.float32) for each in entries]
+            entries = [
+                zip(output.logprobs or (), output.token_ids, strict=True) for output in outputs
+            ]
+            logprobs = [
+                np.array([entry[id_].logprob for entry, id_ in each if entry], np.float32)
+                for each in entries
+            ]
         tokens = [np.array(output.token_ids, np.int32) for output in outputs]
         return RolloutOutput([output.text for output in outputs], [], tokens, padded_NC, logprobs)
 

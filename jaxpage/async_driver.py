@@ -43,9 +43,13 @@ class AwaitedHandle(Handle):
     The next delta is made when the last one was taken, of everything since then.
     """
 
-    def __init__(self, driver: Driver, request: PreparedRequest, *, stream: bool, deadline: float) -> None:
+    def __init__(
+        self, driver: Driver, request: PreparedRequest, *, stream: bool, deadline: float
+    ) -> None:
         self._home = asyncio.get_running_loop()
-        super().__init__(request, _Home(self._home), is_stream=stream, is_pushed=False, deadline=deadline)
+        super().__init__(
+            request, _Home(self._home), is_stream=stream, is_pushed=False, deadline=deadline
+        )
         self._turns = driver.turns
         self._waiting: asyncio.Future[RequestOutput] | None = None
         self._error: JaxpageError | None = None
@@ -183,7 +187,9 @@ class AsyncDriver(Driver):
         for request in requests if stream else ():
             check_streamable(request.params)
         deadline = (time.monotonic() if arrived is None else arrived) + self.timeout_seconds
-        submitted = [AwaitedHandle(self, request, stream=stream, deadline=deadline) for request in requests]
+        submitted = [
+            AwaitedHandle(self, request, stream=stream, deadline=deadline) for request in requests
+        ]
         added = self.add(submitted, name)
         try:
             await asyncio.wrap_future(added)

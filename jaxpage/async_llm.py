@@ -74,7 +74,8 @@ class AsyncLLM(DrivenModel):
         """Makes an `AsyncLLM` of weights that are in memory; see `LLM.from_parameters`. Raises what it raises."""
         made = cls.__new__(cls)
         made._use(
-            *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)), max_queued_requests
+            *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)),
+            max_queued_requests,
         )
         return made
 
@@ -102,7 +103,9 @@ class AsyncLLM(DrivenModel):
             QueueFull, EngineFailed, ShuttingDown.
         """
         so_far: RequestOutput | None = None
-        async with aclosing(self._deltas("generate", prompt, params, request_id, lora_request)) as deltas:
+        async with aclosing(
+            self._deltas("generate", prompt, params, request_id, lora_request)
+        ) as deltas:
             async for delta in deltas:
                 so_far = delta if so_far is None else _joined(so_far, delta)
                 yield so_far
@@ -122,7 +125,9 @@ class AsyncLLM(DrivenModel):
 
         Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
         """
-        async with aclosing(self._deltas("stream", prompt, params, request_id, lora_request)) as deltas:
+        async with aclosing(
+            self._deltas("stream", prompt, params, request_id, lora_request)
+        ) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -211,7 +216,9 @@ class AsyncLLM(DrivenModel):
         With the mode "abort" those that run raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during
         another update; EngineFailed, ShuttingDown.
         """
-        weights = await asyncio.to_thread(self._prepare_weights, parameters, check_finite=check_finite, mode=mode)
+        weights = await asyncio.to_thread(
+            self._prepare_weights, parameters, check_finite=check_finite, mode=mode
+        )
         return await self._driver.replaced_weights(weights, abort=mode == "abort")
 
     async def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> AsyncPinnedPrefix:
@@ -239,10 +246,18 @@ class AsyncLLM(DrivenModel):
 
         Raises TypeError for what is neither a string nor an iterable of strings.
         """
-        ids = [request_id] if isinstance(request_id, str) or not isinstance(request_id, Iterable) else list(request_id)
+        ids = (
+            [request_id]
+            if isinstance(request_id, str) or not isinstance(request_id, Iterable)
+            else list(request_id)
+        )
         if not all(isinstance(one, str) for one in ids):
-            raise TypeError(f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}")
-        await asyncio.gather(*(self._driver.abort(self._running[one]) for one in {*ids} & self._running.keys()))
+            raise TypeError(
+                f"request_id must be a string, or an iterable of strings; got {request_id!r:.80}"
+            )
+        await asyncio.gather(
+            *(self._driver.abort(self._running[one]) for one in {*ids} & self._running.keys())
+        )
 
     async def stats(self) -> Mapping[str, Any]:
         """The current values of all metrics, by name."""
@@ -267,7 +282,9 @@ def _is_streamable(request: PreparedRequest) -> bool:
 def _joined(before: RequestOutput, delta: RequestOutput) -> RequestOutput:
     known = {output.index: output for output in before.outputs}
     outputs = [_joined_outputs(known.get(output.index), output) for output in delta.outputs]
-    return replace(delta, outputs=outputs, prompt_logprobs=delta.prompt_logprobs or before.prompt_logprobs)
+    return replace(
+        delta, outputs=outputs, prompt_logprobs=delta.prompt_logprobs or before.prompt_logprobs
+    )
 
 
 def _joined_outputs(before: CompletionOutput | None, delta: CompletionOutput) -> CompletionOutput:

@@ -65,7 +65,9 @@ class LLM(DrivenModel):
         **settings: Unpack[LLMSettings],
     ):
         config = engine_config(model, settings)
-        self._use(config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)), start=start)
+        self._use(
+            config, open_engine(config, Hooks(progress=use_tqdm, verbose=verbose)), start=start
+        )
 
     def _use(self, config: EngineConfig, built: Built, *, start: bool = True) -> None:
         super()._use(config, built)
@@ -75,7 +77,12 @@ class LLM(DrivenModel):
 
     @classmethod
     def from_config(
-        cls, path: AnyPath, *, use_tqdm: bool = True, verbose: bool | None = None, **overrides: Unpack[LLMSettings]
+        cls,
+        path: AnyPath,
+        *,
+        use_tqdm: bool = True,
+        verbose: bool | None = None,
+        **overrides: Unpack[LLMSettings],
     ) -> Self:
         """An LLM with the settings of a YAML file; `overrides` win over the file. Raises ConfigError, which names the line."""
         config = resolve_config(path, overrides).config
@@ -113,7 +120,9 @@ class LLM(DrivenModel):
         """
         return self._named(self._driver.wait(self._driver.weights()))
 
-    def update_parameters(self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait") -> int:
+    def update_parameters(
+        self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
+    ) -> int:
         """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
 
         Args:
@@ -192,7 +201,9 @@ class LLM(DrivenModel):
 
         Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
         """
-        return RequestStream(self._driver, self._prepare_stream("stream", prompt, params, lora_request))
+        return RequestStream(
+            self._driver, self._prepare_stream("stream", prompt, params, lora_request)
+        )
 
     def score(
         self,
@@ -213,11 +224,18 @@ class LLM(DrivenModel):
         Raises TypeError, ValueError and CapacityError as `generate` does. Prompt and continuation have at most `max_model_len` tokens.
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
-        outputs = self.generate([prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm)
+        outputs = self.generate(
+            [prompt + continuation for prompt, continuation in pairs], SCORING, use_tqdm
+        )
         return scores_of(outputs, pairs, single=single)
 
     def embed(
-        self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True, use_tqdm: bool = True
+        self,
+        prompts: Any,
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = True,
+        use_tqdm: bool = True,
     ) -> npt.NDArray[np.float32]:
         """A vector [N, D] of each of N prompts: hidden states after the final norm.
 
@@ -235,7 +253,9 @@ class LLM(DrivenModel):
         driver = self._driver
         weights = driver.wait(driver.weights())
         bar = tqdm(requests, desc="Embedding", unit="prompt", disable=None if use_tqdm else True)
-        orders = (driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar)
+        orders = (
+            driver.embed(self._embedder, weights, request.token_ids, pooling) for request in bar
+        )
         return stacked([driver.wait(order) for order in orders], normalize=normalize)
 
     @named_params
@@ -254,7 +274,9 @@ class LLM(DrivenModel):
         prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True) -> list[RequestOutput]:
+    def beam_search(
+        self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
         """`generate` with beams. Each output has the hypotheses, the best first."""
         if isinstance(params, BeamSearchParams):
             return self.generate(prompts, params, use_tqdm)

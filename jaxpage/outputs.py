@@ -36,7 +36,8 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache when the request was first admitted
+    # of the prompt, found in the prefix cache when the request was first admitted
+    num_cached_tokens: int = 0
     num_drafts: int = 0  # of a sequence in a step, one or more tokens each
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0  # of them, those in the text: right, and before whatever ended it
@@ -50,10 +51,12 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob] | None] | None = None  # None stands for the first token of an echoed prompt alone
+    # None stands for the first token of an echoed prompt alone
+    logprobs: list[dict[int, Logprob] | None] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it
-    score: float | None = None  # of a beam search: cumulative_logprob / output length ** length_penalty
+    # of a beam search: cumulative_logprob / output length ** length_penalty
+    score: float | None = None
 
     def __getitem__(self, name: str) -> Any:
         """`output["text"]`, for scripts written for engines whose outputs are dicts."""
@@ -94,7 +97,9 @@ class RequestOutput:
         completion = self.outputs[index]
         text = self.prompt if prompt is None else prompt
         if text is None and completion.text:
-            raise ValueError("the prompt was given as token ids; echoed needs its text: echoed(prompt=...)")
+            raise ValueError(
+                "the prompt was given as token ids; echoed needs its text: echoed(prompt=...)"
+            )
         logprobs = None
         if self.prompt_logprobs is not None and completion.logprobs is not None:
             logprobs = self.prompt_logprobs + completion.logprobs

@@ -23,4 +23,5 @@ NOTHING_ALLOWED = -2  # all tokens are masked by what the request allows, forbid
 
 # Of speculation:
 MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
-MOST_CANDIDATES = 32  # tokens of a distribution that drafts are drawn from, where its probabilities are looked at
+# tokens of a distribution that drafts are drawn from, where its probabilities are looked at
+MOST_CANDIDATES = 32

@@ -12,5 +12,10 @@ def aligned(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
     lines = []
     for row in rows:
         cells = zip(row, widths, left, strict=True)
-        lines.append("  ".join(cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in cells))
+        lines.append(
+            "  ".join(
+                cell.ljust(width) if to_left else cell.rjust(width)
+                for cell, width, to_left in cells
+            )
+        )
     return [line.rstrip() for line in lines]

@@ -24,7 +24,8 @@ from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Rec
 from jaxpage.layers.experts import Experts
 from jaxpage.models.base import abstract, make_model
 
-Parameters = dict[Any, Any]  # a nested dict of arrays, some of them several of the checkpoint's in one
+# a nested dict of arrays, some of them several of the checkpoint's in one
+Parameters = dict[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +51,14 @@ class TrainableModel:
         """
         files = open_parameters(config, parameters)
         if files.quantization is not None:
-            raise UnsupportedError(f"quantised weights ({files.quantization.described}) cannot be trained")
+            raise UnsupportedError(
+                f"quantised weights ({files.quantization.described}) cannot be trained"
+            )
         model = make_model(files.family, files.spec, dtype, None)
         if any(isinstance(module, Experts) for _, module in nnx.iter_modules(model)):
-            raise UnsupportedError("mixtures of experts cannot be trained: their loop has no derivative")
+            raise UnsupportedError(
+                "mixtures of experts cannot be trained: their loop has no derivative"
+            )
         graph, _ = abstract(model)
         return cls(files, graph, dtype), load_weights(files.plan, dtype, jnp.asarray)
 
@@ -61,20 +66,30 @@ class TrainableModel:
         """The parameters under the names of Hugging Face, as `LLM.update_parameters` takes them."""
         return named_parameters(self._files.plan, parameters)
 
-    def logits(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C V"]:
+    def logits(
+        self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]
+    ) -> Float[Array, "R C V"]:
         """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it.
 
         Raises TypeError for what are no rows of integers; ValueError for ids that the model has not; traced ids are not checked.
         """
         given = token_ids_RC
         token_ids_RC = jnp.asarray(token_ids_RC)
-        if token_ids_RC.ndim != 2 or not token_ids_RC.size or not jnp.issubdtype(token_ids_RC.dtype, jnp.integer):
+        if (
+            token_ids_RC.ndim != 2
+            or not token_ids_RC.size
+            or not jnp.issubdtype(token_ids_RC.dtype, jnp.integer)
+        ):
             form = f"shape {token_ids_RC.shape} and dtype {token_ids_RC.dtype}"
-            raise TypeError(f"token_ids must be integers in rows [R, C], at least one of each; got {form}")
+            raise TypeError(
+                f"token_ids must be integers in rows [R, C], at least one of each; got {form}"
+            )
         if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
             ids, vocab_size = np.asarray(given), self._files.spec.vocab_size
             if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
-                raise ValueError(f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}")
+                raise ValueError(
+                    f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}"
+                )
         num_rows, length = token_ids_RC.shape
         model = nnx.merge(self._graph, parameters)
         positions_T = jnp.tile(jnp.arange(length), num_rows)
@@ -84,10 +99,14 @@ class TrainableModel:
         logits_RCV: jax.Array = model.logits(hidden_TD).reshape(num_rows, length, -1)
         return logits_RCV
 
-    def log_probabilities(self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]) -> Float[Array, "R C-1"]:
+    def log_probabilities(
+        self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]
+    ) -> Float[Array, "R C-1"]:
         """Of each token given those before it, from the second on: natural logarithms at temperature 1. Raises as `logits`."""
         logprobs_RCV = jax.nn.log_softmax(self.logits(parameters, token_ids_RC)[:, :-1])
-        return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[..., 0]
+        return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[
+            ..., 0
+        ]
 
 
 def dense_attend(num_rows: int) -> Attend:
@@ -107,8 +126,13 @@ def dense_attend(num_rows: int) -> Attend:
         length = len(q_TNH) // num_rows
         q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)
         kept = k_TKH, k_TKH if v_TKH is None else v_TKH
-        k, v = (part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width) for part in kept)
-        scores = options.scale * jnp.einsum("rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST)
+        k, v = (
+            part.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, head_width)
+            for part in kept
+        )
+        scores = options.scale * jnp.einsum(
+            "rqkgh,rckh->rkgqc", q, k, precision=jax.lax.Precision.HIGHEST
+        )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         back = jnp.arange(length)[:, None] - jnp.arange(length)
@@ -116,7 +140,9 @@ def dense_attend(num_rows: int) -> Attend:
         scores = jnp.where(seen, scores, -jnp.inf)
         if sinks is not None:
             of_heads = sinks.astype(jnp.float32).reshape(1, num_kv_heads, -1, 1, 1)
-            scores = jnp.concatenate([scores, jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))], axis=-1)
+            scores = jnp.concatenate(
+                [scores, jnp.broadcast_to(of_heads, (*scores.shape[:-1], 1))], axis=-1
+            )
         weights = jax.nn.softmax(scores, axis=-1)[..., :length]
         v = v[..., : options.value_width]
         out = jnp.einsum("rkgqc,rckh->rqkgh", weights, v, precision=jax.lax.Precision.HIGHEST)
@@ -128,7 +154,9 @@ def dense_attend(num_rows: int) -> Attend:
 def dense_recur(num_rows: int) -> Recur:
     """The recurrence of rows of equally many tokens, without pages."""
 
-    def recur(layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: Any, /) -> tuple[jax.Array, Any]:
+    def recur(
+        layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: Any, /
+    ) -> tuple[jax.Array, Any]:
         lookback = recurrence.state.lookback
         x_RCE = x_TE.reshape(num_rows, -1, x_TE.shape[1])
         padded = jnp.pad(x_RCE, ((0, 0), (lookback, 0), (0, 0)))

@@ -17,7 +17,8 @@ from typing import Any
 
 from jaxpage.errors import JaxpageError
 
-_GRACE_SECONDS = 30.0  # beyond its own deadlines the process is taken for dead: its start imports and reads
+# beyond its own deadlines the process is taken for dead: its start imports and reads
+_GRACE_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -74,7 +75,8 @@ class WorkerProcess:
         """
         self.say(json.dumps(question))
         assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:  # a program may have more files open than `select` can name
+        # a program may have more files open than `select` can name
+        with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds + _GRACE_SECONDS):
                 raise JaxpageError(f"{self._task} does not answer")
@@ -93,7 +95,8 @@ def die_with_parent() -> None:
 def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
     """Kills the process and its children. A program that was forked off the one that made it has no say in it."""
     if process.returncode is None and os.getpid() == creator_pid:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter of the dead
+        # macOS says the latter of the dead
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)  # a session of its own is a group
 
 

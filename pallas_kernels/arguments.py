@@ -35,25 +35,42 @@ class Arguments:
             if (array := getattr(self, name)) is not None:
                 object.__setattr__(self, name, jnp.asarray(array))
         self._check_arrays()
-        object.__setattr__(self, "options", self.options.checked(self.q_TNH, self.k_pages, self.v_pages))
+        object.__setattr__(
+            self, "options", self.options.checked(self.q_TNH, self.k_pages, self.v_pages)
+        )
         for name in _TABLES:
             object.__setattr__(self, name, getattr(self, name).astype(jnp.int32))
-        longest = min(at_least_one("max_query_len", self.max_query_len), max(1, self.q_TNH.shape[0]))
+        longest = min(
+            at_least_one("max_query_len", self.max_query_len), max(1, self.q_TNH.shape[0])
+        )
         object.__setattr__(self, "max_query_len", longest)
 
     @property
     def out_width(self) -> int:
         """Returns the width of a head of the output."""
-        return self.k_pages.shape[3] if self.options.value_width is None else self.options.value_width
+        return (
+            self.k_pages.shape[3] if self.options.value_width is None else self.options.value_width
+        )
 
     def _check_arrays(self) -> None:
-        for name, rank in (("q_TNH", 3), ("k_pages", 4), ("v_pages", 4), ("block_table_BM", 2), ("context_len_B", 1)):
+        for name, rank in (
+            ("q_TNH", 3),
+            ("k_pages", 4),
+            ("v_pages", 4),
+            ("block_table_BM", 2),
+            ("context_len_B", 1),
+        ):
             array = getattr(self, name)
             if array is not None and array.ndim != rank:
                 raise ValueError(f"{name} must have {rank} axes, but its shape is {array.shape}")
-        for name, shape in (("k_pages", self.k_pages.shape), ("block_table_BM", self.block_table_BM.shape[1:])):
+        for name, shape in (
+            ("k_pages", self.k_pages.shape),
+            ("block_table_BM", self.block_table_BM.shape[1:]),
+        ):
             if 0 in shape:
-                raise ValueError(f"{name} must not be empty, but its shape is {getattr(self, name).shape}")
+                raise ValueError(
+                    f"{name} must not be empty, but its shape is {getattr(self, name).shape}"
+                )
         for name in _TABLES:
             if not jnp.issubdtype(getattr(self, name).dtype, jnp.integer):
                 raise TypeError(f"{name} must hold integers, but holds {getattr(self, name).dtype}")
@@ -70,11 +87,17 @@ class Arguments:
                 f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}"
             )
         if self.query_start.shape != (num_rows + 1,):
-            raise ValueError(f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}")
+            raise ValueError(
+                f"query_start must have {num_rows + 1} entries (rows + 1), not {self.query_start.shape}"
+            )
         if self.q_TNH.shape[2] != self.k_pages.shape[3]:
-            raise ValueError(f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}")
+            raise ValueError(
+                f"head width differs: queries {self.q_TNH.shape[2]}, pages {self.k_pages.shape[3]}"
+            )
         if self.q_TNH.shape[1] % num_kv_heads or not self.q_TNH.shape[1]:
-            raise ValueError(f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads")
+            raise ValueError(
+                f"{self.q_TNH.shape[1]} query heads do not divide among {num_kv_heads} key/value heads"
+            )
 
 
 register_record(Arguments, (*_ARRAYS, "options"))

@@ -62,10 +62,14 @@ class AttentionOptions:
         """Returns the options without their arrays, which can be hashed."""
         return dataclasses.replace(self, sinks=None, tree_mask_TQ=None)
 
-    def checked(self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None) -> AttentionOptions:
+    def checked(
+        self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None
+    ) -> AttentionOptions:
         """Returns the options as a call with these arrays takes them; raises ValueError for what does not fit."""
         arrays = {name: getattr(self, name) for name in _ARRAYS}
-        arrays = {name: None if array is None else jnp.asarray(array) for name, array in arrays.items()}
+        arrays = {
+            name: None if array is None else jnp.asarray(array) for name, array in arrays.items()
+        }
         sinks, tree = arrays["sinks"], arrays["tree_mask_TQ"]
         num_tokens, num_heads, _ = q_TNH.shape
         if sinks is not None:
@@ -100,7 +104,9 @@ def register_record(kind: type, arrays: tuple[str, ...]) -> None:
     static = tuple(field.name for field in dataclasses.fields(kind) if field.name not in arrays)
 
     def flatten(record: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return tuple(getattr(record, name) for name in arrays), tuple(getattr(record, name) for name in static)
+        return tuple(getattr(record, name) for name in arrays), tuple(
+            getattr(record, name) for name in static
+        )
 
     def unflatten(kept: tuple[Any, ...], children: tuple[Any, ...]) -> Any:
         record: Any = object.__new__(kind)
@@ -116,7 +122,9 @@ register_record(AttentionOptions, _ARRAYS)
 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number that is known when the call is traced, not {value!r}")
+        raise TypeError(
+            f"{name} must be a number that is known when the call is traced, not {value!r}"
+        )
     if not math.isfinite(value):
         raise ValueError(f"{name} must be finite, not {value}")
     return float(value)
@@ -125,7 +133,9 @@ def _number(name: str, value: object) -> float:
 def at_least_one(name: str, value: object) -> int:
     """Returns an argument that counts something; raises TypeError or ValueError, naming it, for what cannot."""
     if not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer that is known when the call is traced, not {value!r}")
+        raise TypeError(
+            f"{name} must be an integer that is known when the call is traced, not {value!r}"
+        )
     if value < 1:
         raise ValueError(f"{name} must be at least 1, not {value}")
     return int(value)

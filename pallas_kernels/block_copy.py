@@ -98,7 +98,9 @@ def scatter_blocks(
 
 def _chosen(operation: str, backend: str, interpret: bool, *arguments: Any) -> Any:
     pick = operator.attrgetter(operation)
-    return first_that_takes(operation, pick, *arguments, call=Call(interpret=interpret), backend=backend)
+    return first_that_takes(
+        operation, pick, *arguments, call=Call(interpret=interpret), backend=backend
+    )
 
 
 def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
@@ -108,10 +110,18 @@ def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_ut
     if not leaves:
         raise ValueError("pages must have at least one array")
     shapes = [leaf.shape for leaf in leaves]
-    if min(map(len, shapes)) < axes or any(shape[:axes] != shapes[0][:axes] for shape in shapes) or not leaves[0].size:
-        raise ValueError(f"pages must be alike in their first {axes} axes and not empty, but their shapes are {shapes}")
+    if (
+        min(map(len, shapes)) < axes
+        or any(shape[:axes] != shapes[0][:axes] for shape in shapes)
+        or not leaves[0].size
+    ):
+        raise ValueError(
+            f"pages must be alike in their first {axes} axes and not empty, but their shapes are {shapes}"
+        )
     for leaf in leaves:
-        if not (jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)):
+        if not (
+            jnp.issubdtype(leaf.dtype, jnp.integer) or jnp.issubdtype(leaf.dtype, jnp.floating)
+        ):
             raise TypeError(f"pages must hold integers or floats, but an array holds {leaf.dtype}")
     return leaves, tree
 
@@ -128,5 +138,7 @@ def _ids(name: str, ids: jax.Array) -> jax.Array:
 def _pairs(source: jax.Array, destination: jax.Array) -> tuple[jax.Array, jax.Array]:
     source, destination = _ids("source", source), _ids("destination", destination)
     if source.shape != destination.shape:
-        raise ValueError(f"source and destination must be alike, but are {source.shape} and {destination.shape}")
+        raise ValueError(
+            f"source and destination must be alike, but are {source.shape} and {destination.shape}"
+        )
     return source, destination

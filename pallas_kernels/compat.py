@@ -13,7 +13,8 @@ from jax.experimental.compilation_cache import compilation_cache
 
 config: Any = jax.config  # whose values have no types
 MOSAIC_INTERPRETABLE = jax.__version_info__ >= (0, 11, 0)
-# Part of the key of JAX's trace cache: a function that was traced for one GPU is traced anew for another.
+# Part of the key of JAX's trace cache: a function that was traced for one GPU is traced anew for
+# another.
 _described: Any = jax.make_user_context(None)
 
 
@@ -45,15 +46,25 @@ def without_compile_cache() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def described_gpu(kind: str = "NVIDIA H200", num_cores: int = 132, capability: str = "9.0") -> Iterator[None]:
+def described_gpu(
+    kind: str = "NVIDIA H200", num_cores: int = 132, capability: str = "9.0"
+) -> Iterator[None]:
     """Makes kernels lower for a GPU that is not there. JAX itself takes a Hopper for granted before 0.11."""
     device = sharding.AbstractDevice(kind, num_cores, "gpu")
     mesh = sharding.AbstractMesh((1,), ("x",), (sharding.AxisType.Auto,), abstract_device=device)
-    seen = sharding.use_abstract_mesh(mesh) if jax.__version_info__ >= (0, 11, 0) else contextlib.nullcontext()
+    seen = (
+        sharding.use_abstract_mesh(mesh)
+        if jax.__version_info__ >= (0, 11, 0)
+        else contextlib.nullcontext()
+    )
     with _described(DescribedGPU(kind, capability)), seen:
         yield
 
 
 def x64_reason() -> str | None:
     """Why no kernel is called where JAX makes integers of 64 bits unless told otherwise: in a kernel they meet indices of 32."""
-    return "jax_enable_x64, under which a kernel's integers have 64 bits" if config.jax_enable_x64 else None
+    return (
+        "jax_enable_x64, under which a kernel's integers have 64 bits"
+        if config.jax_enable_x64
+        else None
+    )

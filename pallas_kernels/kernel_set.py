@@ -94,7 +94,8 @@ class KernelSet:
             if missing := given - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             if {"tree_mask_TQ", "sliding_window"} <= given:
-                return "a tree mask with a sliding window"  # which no set computes, nor the definition
+                # which no set computes, nor the definition
+                return "a tree mask with a sliding window"
         return reason
 
 

@@ -42,16 +42,25 @@ def write_kv(
     """
     written = checked(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
     call = Call(interpret=interpret, page_dtype=written[2].dtype.name)
-    return first_that_takes("write_kv", lambda each: each.write, *written, call=call, backend=backend)
+    return first_that_takes(
+        "write_kv", lambda each: each.write, *written, call=call, backend=backend
+    )
 
 
 def checked(
-    k_TKH: Any, v_TKH: Any, k_pages: Any, v_pages: Any, slots_T: Any, k_scale: Any | None, v_scale: Any | None
+    k_TKH: Any,
+    v_TKH: Any,
+    k_pages: Any,
+    v_pages: Any,
+    slots_T: Any,
+    k_scale: Any | None,
+    v_scale: Any | None,
 ) -> tuple[Any, ...]:
     """The arguments as `KernelSet.write` gets them. Raises ValueError or TypeError, naming the one that does not fit."""
     k_TKH, k_pages, slots_T = map(jnp.asarray, (k_TKH, k_pages, slots_T))
     v_TKH, v_pages, k_scale, v_scale = (
-        None if array is None else jnp.asarray(array) for array in (v_TKH, v_pages, k_scale, v_scale)
+        None if array is None else jnp.asarray(array)
+        for array in (v_TKH, v_pages, k_scale, v_scale)
     )
     _check(k_TKH, v_TKH, k_pages, v_pages, slots_T)
     check_scales(k_pages, v_pages, k_scale, v_scale)
@@ -59,21 +68,33 @@ def checked(
 
 
 def _check(
-    k_TKH: jax.Array, v_TKH: jax.Array | None, k_pages: jax.Array, v_pages: jax.Array | None, slots_T: jax.Array
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    slots_T: jax.Array,
 ) -> None:
     if k_pages.ndim != 4 or not k_pages.size:
-        raise ValueError(f"k_pages must have 4 axes and not be empty, but its shape is {k_pages.shape}")
+        raise ValueError(
+            f"k_pages must have 4 axes and not be empty, but its shape is {k_pages.shape}"
+        )
     if (v_TKH is None) != (v_pages is None):
         raise ValueError("v_TKH and v_pages must be given both, or neither")
     if v_pages is not None and v_pages.shape != k_pages.shape:
-        raise ValueError(f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}")
+        raise ValueError(
+            f"k_pages and v_pages must be alike, but are {k_pages.shape} and {v_pages.shape}"
+        )
     if slots_T.ndim != 1 or not jnp.issubdtype(slots_T.dtype, jnp.integer):
-        raise TypeError(f"slots_T must hold integers along one axis, but is {slots_T.dtype} {slots_T.shape}")
+        raise TypeError(
+            f"slots_T must hold integers along one axis, but is {slots_T.dtype} {slots_T.shape}"
+        )
     want = (slots_T.shape[0], *k_pages.shape[2:])
     for name, new in (("k_TKH", k_TKH), ("v_TKH", v_TKH)):
         if new is None:
             continue
         if new.shape != want:
-            raise ValueError(f"{name} must have one vector per slot and head of the pages, {want}, but is {new.shape}")
+            raise ValueError(
+                f"{name} must have one vector per slot and head of the pages, {want}, but is {new.shape}"
+            )
         if not jnp.issubdtype(new.dtype, jnp.floating):
             raise TypeError(f"{name} must hold floats, but holds {new.dtype}")

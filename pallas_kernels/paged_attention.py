@@ -69,16 +69,30 @@ def paged_attention(
         v_scale=v_scale,
         max_query_len=sys.maxsize if max_query_len is None else max_query_len,
     )
-    call = Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments, tiles=tiles)
+    call = Call(
+        interpret=interpret,
+        page_dtype=arguments.k_pages.dtype.name,
+        attention=arguments,
+        tiles=tiles,
+    )
     return first_that_takes(
-        "paged_attention", lambda each: functools.partial(_attend, each), arguments, call=call, backend=backend
+        "paged_attention",
+        lambda each: functools.partial(_attend, each),
+        arguments,
+        call=call,
+        backend=backend,
     )
 
 
 def _show_options(call: Any) -> None:
     """Gives a function that takes `**options` the signature that `help` and editors should show."""
-    own, of_options = inspect.signature(call), inspect.signature(AttentionOptions).parameters.values()
-    named = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    own, of_options = (
+        inspect.signature(call),
+        inspect.signature(AttentionOptions).parameters.values(),
+    )
+    named = [
+        each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
     call.__signature__ = own.replace(parameters=[*named, *of_options])
 
 
@@ -126,13 +140,20 @@ def _attend(each: KernelSet, arguments: Arguments, **options: Any) -> jax.Array:
 
 
 def _write_and_attend(
-    each: KernelSet, k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments, **options: Any
+    each: KernelSet,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array | None,
+    slots_T: jax.Array,
+    arguments: Arguments,
+    **options: Any,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
     if each.write_and_attend is not None:
         return each.write_and_attend(k_TKH, v_TKH, slots_T, arguments, **options)
     old = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     pages = each.write(k_TKH, v_TKH, *old, **options)
-    written: dict[str, Any] = dict(zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False))
+    written: dict[str, Any] = dict(
+        zip(("k_pages", "v_pages", "k_scale", "v_scale"), pages, strict=False)
+    )
     return _attend(each, dataclasses.replace(arguments, **written), **options), pages
 
 

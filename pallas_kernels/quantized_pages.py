@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 _LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("uint8"): 448.0}
-SMALLEST_SCALE = 2.0**-100  # far from the subnormal numbers, which XLA flushes to zero; a vector of zeros has it
+# far from the subnormal numbers, which XLA flushes to zero; a vector of zeros has it
+SMALLEST_SCALE = 2.0**-100
 
 
 def is_quantized(dtype: DTypeLike) -> bool:
@@ -36,8 +37,11 @@ def quantize(
 ) -> tuple[Num[Array, "*vectors H"], Float[Array, "*vectors"]]:
     """Vectors as pages of `dtype` keep them, and their scales."""
     x = x.astype(jnp.float32)
-    # A product and no quotient, since XLA may make a product of a division by a constant, and the bits should not depend on it.
-    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), SMALLEST_SCALE)
+    # A product and no quotient, since XLA may make a product of a division by a constant, and the
+    # bits should not depend on it.
+    scale = jnp.maximum(
+        jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), SMALLEST_SCALE
+    )
     scaled = x / scale[..., None]
     if jnp.dtype(dtype) == jnp.int8:
         return jnp.round(scaled).astype(jnp.int8), scale
@@ -45,7 +49,9 @@ def quantize(
     return jax.lax.bitcast_convert_type(kept, dtype), scale
 
 
-def dequantize(kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] | None) -> Float[Array, "*vectors H"]:
+def dequantize(
+    kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] | None
+) -> Float[Array, "*vectors H"]:
     """The vectors in float32. Pages without scales hold them as they are."""
     if scale is None:
         return kept.astype(jnp.float32)
@@ -55,15 +61,22 @@ def dequantize(kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] |
 
 
 def check_scales(
-    k_pages: jax.Array, v_pages: jax.Array | None, k_scale: jax.Array | None, v_scale: jax.Array | None
+    k_pages: jax.Array,
+    v_pages: jax.Array | None,
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
 ) -> None:
     """Raises TypeError or ValueError, naming the argument, where scales and pages do not fit together."""
     if v_pages is not None and k_pages.dtype != v_pages.dtype:
-        raise TypeError(f"k_pages and v_pages must have one type, but hold {k_pages.dtype} and {v_pages.dtype}")
+        raise TypeError(
+            f"k_pages and v_pages must have one type, but hold {k_pages.dtype} and {v_pages.dtype}"
+        )
     dtype = k_pages.dtype
     quantized = is_quantized(dtype)
     if not quantized and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"k_pages and v_pages must hold floats, or {_names()} with scales, but hold {dtype}")
+        raise TypeError(
+            f"k_pages and v_pages must hold floats, or {_names()} with scales, but hold {dtype}"
+        )
     for name, pages, scale in (("k", k_pages, k_scale), ("v", v_pages, v_scale)):
         if pages is None:
             if scale is not None:
@@ -71,10 +84,14 @@ def check_scales(
             continue
         if scale is None:
             if quantized:
-                raise ValueError(f"{name}_pages hold {dtype}, which means nothing without {name}_scale")
+                raise ValueError(
+                    f"{name}_pages hold {dtype}, which means nothing without {name}_scale"
+                )
             continue
         if not quantized:
-            raise ValueError(f"{name}_scale goes with pages of {_names()}, but {name}_pages hold {dtype}")
+            raise ValueError(
+                f"{name}_scale goes with pages of {_names()}, but {name}_pages hold {dtype}"
+            )
         if scale.shape != pages.shape[:3]:
             raise ValueError(
                 f"{name}_scale must have one entry per slot and head, {pages.shape[:3]}, but its shape is {scale.shape}"

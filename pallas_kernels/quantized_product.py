@@ -67,7 +67,9 @@ def grouped_product(
         weight,
         count_E,
         result or x_PI.dtype,
-        call=Call(weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret),
+        call=Call(
+            weight=weight if isinstance(weight, QuantizedWeight) else None, interpret=interpret
+        ),
         backend=backend,
     )
     return y_PO

@@ -44,11 +44,21 @@ class QuantizedWeight(NamedTuple):
 def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
     """The whole weight in float32."""
     if weight.code in ("int4", "fp4"):
-        nibbles = jnp.stack([weight.values & 15, weight.values >> 4], axis=-1).reshape(weight.values.shape[0], -1)
-        codes = jnp.asarray(FP4, jnp.float32)[nibbles] if weight.code == "fp4" else nibbles.astype(jnp.float32)
+        nibbles = jnp.stack([weight.values & 15, weight.values >> 4], axis=-1).reshape(
+            weight.values.shape[0], -1
+        )
+        codes = (
+            jnp.asarray(FP4, jnp.float32)[nibbles]
+            if weight.code == "fp4"
+            else nibbles.astype(jnp.float32)
+        )
     else:
         is_bits = weight.code == "fp8" and weight.values.dtype == jnp.uint8
-        values = jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn) if is_bits else weight.values
+        values = (
+            jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn)
+            if is_bits
+            else weight.values
+        )
         codes = values.astype(jnp.float32)
     scale = _by_input(weight.scale_OJ, weight)
     if weight.minimum_OJ is not None:

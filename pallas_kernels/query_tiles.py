@@ -76,7 +76,9 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
     else:
         tile_end_B = jnp.cumsum((query_len_B + tile - 1) // tile)
         tile_start_B = tile_end_B - (query_len_B + tile - 1) // tile
-        row_R = jnp.searchsorted(tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all")
+        row_R = jnp.searchsorted(
+            tile_end_B, jnp.arange(num_tiles), side="right", method="compare_all"
+        )
         row_R = jnp.minimum(row_R, num_rows - 1)
     offset_R = (jnp.arange(num_tiles) - tile_start_B[row_R]) * tile
     origin_R = (arguments.context_len_B - query_len_B)[row_R]
@@ -105,5 +107,7 @@ def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
 def mask_words(mask_TQ: jax.Array) -> jax.Array:
     """Returns a mask over the query tokens of a row as int32 [T, ceil(Q / 32)]: bit j % 32 of word j // 32 is token j's."""
     padded = jnp.pad(mask_TQ, ((0, 0), (0, -mask_TQ.shape[1] % 32)))
-    bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(32, dtype=jnp.uint32)
+    bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(
+        32, dtype=jnp.uint32
+    )
     return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=2, dtype=jnp.uint32), jnp.int32)

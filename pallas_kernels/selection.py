@@ -44,7 +44,8 @@ def mass(sums: tuple[Int[Array, ""], ...]) -> Float[Array, ""]:
     fourth += third >> DIGIT
     lowest = (second & mask) << DIGIT | ones & mask
     middle = (fourth & 31) << DIGIT | third & mask
-    # The products are exact, so that it does not matter whether a compiler rounds between product and sum.
+    # The products are exact, so that it does not matter whether a compiler rounds between product
+    # and sum.
     upper = (fourth >> 5).astype(jnp.float32) * 2.0**16 + middle.astype(jnp.float32)
     return upper * 2.0**HALF + lowest.astype(jnp.float32)
 
@@ -60,7 +61,9 @@ def mass_of(likelihood_V: Float[Array, "V"]) -> Float[Array, ""]:
 
 def check_vocabulary(size: int) -> None:
     if size > MAX_VOCABULARY:
-        raise ValueError(f"a vocabulary of {size} tokens: top-p adds up at most {MAX_VOCABULARY} likelihoods exactly")
+        raise ValueError(
+            f"a vocabulary of {size} tokens: top-p adds up at most {MAX_VOCABULARY} likelihoods exactly"
+        )
 
 
 def value_of(key: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -19,7 +19,8 @@ import jax
 
 from pallas_kernels.arguments import Arguments
 
-TUNED = Path(__file__).parent / "tuned"  # a file per kind of GPU, written by tools/bench_kernels.py --tune
+# a file per kind of GPU, written by tools/bench_kernels.py --tune
+TUNED = Path(__file__).parent / "tuned"
 _FASTEST = "fastest set"  # its entry in such a file, next to those of the sets' tiles
 
 
@@ -45,7 +46,11 @@ class Tiles:
         for name, value in asdict(self).items():
             if type(value) is not int:
                 raise TypeError(f"{name} must be an int, not {value!r}")
-        for name, low, high in (("query_rows", 16, 256), ("context", 16, 256), ("num_warps", 1, 16)):
+        for name, low, high in (
+            ("query_rows", 16, 256),
+            ("context", 16, 256),
+            ("num_warps", 1, 16),
+        ):
             value = getattr(self, name)
             if not low <= value <= high or value & (value - 1):
                 raise ValueError(f"{name} must be a power of two from {low} to {high}, not {value}")
@@ -53,7 +58,9 @@ class Tiles:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} must be from {low} to {high}, not {getattr(self, name)}")
         if self.split_context < self.context or self.split_context % self.context:
-            raise ValueError(f"split_context must be a multiple of context, {self.context}, not {self.split_context}")
+            raise ValueError(
+                f"split_context must be a multiple of context, {self.context}, not {self.split_context}"
+            )
 
     def query_tokens(self, group: int) -> int:
         """Returns Q: query tokens of a tile, where `group` query heads share a key/value head."""
@@ -96,14 +103,22 @@ def shape_of(arguments: Arguments) -> Shape:
 def tuned(backend: str, shape: Shape) -> Tiles | None:
     """Returns the tiles that were measured to be best on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
-    found = _table(device.device_kind).get(backend, {}).get(str(shape)) if device.platform == "gpu" else None
+    found = (
+        _table(device.device_kind).get(backend, {}).get(str(shape))
+        if device.platform == "gpu"
+        else None
+    )
     return None if found is None else Tiles(**found)
 
 
 def measured_set(shape: Shape) -> str | None:
     """Returns the name of the kernel set that was measured to be fastest on this process's kind of GPU, if anybody measured."""
     device = jax.devices()[0]
-    return _table(device.device_kind).get(_FASTEST, {}).get(str(shape)) if device.platform == "gpu" else None
+    return (
+        _table(device.device_kind).get(_FASTEST, {}).get(str(shape))
+        if device.platform == "gpu"
+        else None
+    )
 
 
 def write_tuned(
@@ -117,7 +132,8 @@ def write_tuned(
     directory.mkdir(exist_ok=True)
     path = _path(device_kind, directory)
     plain: dict[str, dict[str, Any]] = {
-        backend: {key: asdict(tiles) for key, tiles in each.items()} for backend, each in table.items()
+        backend: {key: asdict(tiles) for key, tiles in each.items()}
+        for backend, each in table.items()
     }
     if sets := read_fastest(device_kind, directory) | (fastest or {}):
         plain[_FASTEST] = sets
@@ -130,7 +146,10 @@ def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str,
     """Returns what `write_tuned` wrote; an empty dict where nothing was written."""
     table = _table(device_kind, directory)
     sets = {backend: each for backend, each in table.items() if backend != _FASTEST}
-    return {backend: {key: Tiles(**tiles) for key, tiles in each.items()} for backend, each in sets.items()}
+    return {
+        backend: {key: Tiles(**tiles) for key, tiles in each.items()}
+        for backend, each in sets.items()
+    }
 
 
 def read_fastest(device_kind: str, directory: Path = TUNED) -> dict[str, str]:

@@ -44,7 +44,9 @@ import hypothesis  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-hypothesis.settings.register_profile("deterministic", derandomize=True, deadline=None, database=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "deterministic", derandomize=True, deadline=None, database=None, print_blob=True
+)
 hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None, print_blob=True)
 # For tools/mutate.py, which asks only whether a test fails: to shrink what it finds takes minutes.
@@ -59,9 +61,12 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "deterministic"))
 
-# The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the time. Users pay nothing.
-# Not in pallas_kernels: its functions check their arguments themselves, and take numpy arrays as well.
-jaxtyping.install_import_hook(["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype")
+# The shapes in signatures are checked while jax traces, with --check-shapes: a fifteenth of the
+# time. Users pay nothing. Not in pallas_kernels: its functions check their arguments themselves,
+# and take numpy arrays as well.
+jaxtyping.install_import_hook(
+    ["jaxpage.layers", "jaxpage.models", "jaxpage.device"], "beartype.beartype"
+)
 
 from jaxpage.device import cpu_products  # noqa: E402, behind the hook
 from tests.support import durations  # noqa: E402
@@ -81,7 +86,9 @@ def _compilation(request):
         yield
     name = request.node.path.name
     _FOUND[name] = stopwatch.record(counts)
-    usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption("--write-durations")
+    usual = "not sweep" in request.config.getoption("markexpr") and not request.config.getoption(
+        "--write-durations"
+    )
     usual = usual and not request.config.getoption("--optimized") and durations.is_of_this_python()
     if usual and (problem := durations.over_budget(name, len(counts.asked), _DURATIONS)):
         pytest.fail(problem, pytrace=False)
@@ -108,16 +115,21 @@ def _settled():
     """What is there before a module stays there. The collector would look through a million objects of jax and torch again and again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)  # tracing makes many objects; a twelfth of its time went into looking for cycles
+    # tracing makes many objects; a twelfth of its time went into looking for cycles
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_configure(config):
     """Before XLA reads its flags: all that is compiled here, by oracles and child processes too."""
-    if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get("XLA_FLAGS", ""):
+    if not config.getoption("--optimized") and UNOPTIMIZED_FLAGS not in os.environ.get(
+        "XLA_FLAGS", ""
+    ):
         os.environ["XLA_FLAGS"] = f"{UNOPTIMIZED_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
     jaxtyping.config.update("jaxtyping_disable", not config.getoption("--check-shapes"))
     # The dtype of a model must not depend on how fast the machine is, here or in a child.
-    cpu_products.remember(cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]}))
+    cpu_products.remember(
+        cpu_products.CPUProducts("", {"float32": [1e-3, 1e-3], "bfloat16": [2e-3, 2e-3]})
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -126,7 +138,10 @@ def pytest_collection_modifyitems(config, items):
     With `-x` the quickest come first, because the first failure ends the run.
     """
     quickest_first = config.getoption("maxfail") == 1
-    items.sort(key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"], reverse=not quickest_first)
+    items.sort(
+        key=lambda item: _DURATIONS.get(item.path.name, {"seconds": 0.0})["seconds"],
+        reverse=not quickest_first,
+    )
 
 
 def pytest_sessionfinish(session):
@@ -143,16 +158,22 @@ def pytest_testnodedown(node, error):
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--optimized", action="store_true", help="everything is compiled as for users: see the mark of this name"
+        "--optimized",
+        action="store_true",
+        help="everything is compiled as for users: see the mark of this name",
     )
     parser.addoption(
         "--check-shapes",
         action="store_true",
         help="the shapes in signatures are checked while jax traces",
     )
-    parser.addoption("--write-reference", action="store_true", help="write the pages of docs/reference/ anew")
     parser.addoption(
-        "--write-durations", action="store_true", help="write tests/durations.json anew, for the files that run"
+        "--write-reference", action="store_true", help="write the pages of docs/reference/ anew"
+    )
+    parser.addoption(
+        "--write-durations",
+        action="store_true",
+        help="write tests/durations.json anew, for the files that run",
     )
     parser.addoption(
         "--write-support-matrix",

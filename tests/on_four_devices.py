@@ -48,25 +48,53 @@ KEY_HEADS = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-grouped": {"head_dim": 16},
     "qwen3-grouped": {"head_dim": 16, "num_hidden_layers": 1},
-    "gemma3-types": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3-types": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "opt-norm-first": {"hidden_size": 64, "num_hidden_layers": 1},
     "mixtral-window": {"head_dim": 16, "num_hidden_layers": 1},
     "gpt-oss-windows": {"num_hidden_layers": 1, "num_local_experts": 4},
-    "falcon-grouped": {"hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 4, "num_hidden_layers": 1},
+    "falcon-grouped": {
+        "hidden_size": 64,
+        "num_attention_heads": 8,
+        "num_kv_heads": 4,
+        "num_hidden_layers": 1,
+    },
     "deepseek-v3-groups": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
-    "qwen3-5-mixed": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], **KEY_HEADS},
+    "qwen3-5-mixed": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        **KEY_HEADS,
+    },
 }
 # Where each device has the part of the first, which must be seen.
 PLANTED = {
-    **{"gpt-oss-windows": "sinks", "falcon-grouped": "query_key_value", "falcon-multi-query": "query_key_value"},
-    **{"deepseek-v3-groups": "expand", "qwen3-5-mixed": "convolution", "qwen3-next-mixed": "beta_step"},
+    **{
+        "gpt-oss-windows": "sinks",
+        "falcon-grouped": "query_key_value",
+        "falcon-multi-query": "query_key_value",
+    },
+    **{
+        "deepseek-v3-groups": "expand",
+        "qwen3-5-mixed": "convolution",
+        "qwen3-next-mixed": "beta_step",
+    },
 }
 # Sizes that four devices can share, of others.
 SWEPT = {
     "falcon-one-norm": FAMILIES["falcon-grouped"],
-    **{name: {"n_routed_experts": 4} for name in ("deepseek-v2-greedy", "deepseek-v3-halves", "glm4-moe-lite-mixed")},
+    **{
+        name: {"n_routed_experts": 4}
+        for name in ("deepseek-v2-greedy", "deepseek-v3-halves", "glm4-moe-lite-mixed")
+    },
     "qwen3-5-moe": {"num_experts": 4, **KEY_HEADS},
-    "qwen3-next-mixed": {"num_hidden_layers": 2, "full_attention_interval": 2, "num_experts": 4, **KEY_HEADS},
+    "qwen3-next-mixed": {
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "num_experts": 4,
+        **KEY_HEADS,
+    },
 }
 INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short")
 DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
@@ -76,9 +104,13 @@ def test_there_are_four_devices():
     assert len(jax.devices()) == 4
 
 
-def generated(directory: Path | str, prompts: list[list[int]], temperature: float = 0.0, **settings: Any) -> Any:
+def generated(
+    directory: Path | str, prompts: list[list[int]], temperature: float = 0.0, **settings: Any
+) -> Any:
     """Tokens, and log probabilities of what was likeliest."""
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    params = SamplingParams(
+        temperature=temperature, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
+    )
     with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         invariants(llm)
@@ -98,12 +130,16 @@ def assert_as_transformers(model: Any, prompts: list[list[int]], found: Any) -> 
 
 
 @pytest.mark.parametrize("name", few(DIVISIBLE, FAMILIES))
-def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(name, tmp_path, monkeypatch):
+def test_one_two_and_four_devices_give_the_same_bits_and_those_of_transformers(
+    name, tmp_path, monkeypatch
+):
     """With a mistake planted in some: each device has of one weight the part of the first."""
     model = save_model(name, tmp_path, **{**SWEPT, **FAMILIES}.get(name, {}))
     model.generation_config.eos_token_id = None
     prompts = prompts_of(model.config.vocab_size)
-    found = {layout: generated(tmp_path, prompts, **settings) for layout, settings in LAYOUTS.items()}
+    found = {
+        layout: generated(tmp_path, prompts, **settings) for layout, settings in LAYOUTS.items()
+    }
     assert_as_transformers(model, prompts, found["one"])
     assert found["one"] == found["two"] == found["four"]
     if name in PLANTED:
@@ -146,7 +182,10 @@ def test_what_is_fast_gives_the_same_tokens(directory, want):
 
 
 def test_bfloat16_too(directory):
-    one, four = (generated(directory, prompts_of(257), 0.9, **layout, dtype="bfloat16") for layout in (INVARIANT, ON_4))
+    one, four = (
+        generated(directory, prompts_of(257), 0.9, **layout, dtype="bfloat16")
+        for layout in (INVARIANT, ON_4)
+    )
     assert one == four
 
 
@@ -173,11 +212,15 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     """Alone as together, `score`, `parameters`, `update_parameters`, `embed`, a log and its replay."""
     prompts, log = prompts_of(257), tmp_path / "log"
     stored = load_file(directory / "model.safetensors")
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    params = SamplingParams(
+        temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
+    )
     with when_used(), LLM(str(directory), **{**SETTINGS, **ON_4}) as llm:
         alone = [tokens_of(llm.generate(prompt, params, use_tqdm=False))[0] for prompt in prompts]
         assert alone == want
-        reported = [[entry[id_] for entry, id_ in zip(entries, ids, strict=True)] for ids, entries in want]
+        reported = [
+            [entry[id_] for entry, id_ in zip(entries, ids, strict=True)] for ids, entries in want
+        ]
         assert llm.score(prompts, [ids for ids, _ in want]) == reported
         held = {name: np.asarray(array) for name, array in llm.parameters().items()}
         assert held.keys() == stored.keys()
@@ -187,7 +230,9 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
         shapes = [shard.data.shape for shard in kernel["down"]["kernel"].addressable_shards]
         assert shapes == [(64, 40)] * 4, "a device has its part of the weights"
         page = llm._engine.runner._pages[0].k_pages
-        assert [shard.data.shape[2] for shard in page.addressable_shards] == [1] * 4, "and of the pages"
+        assert [shard.data.shape[2] for shard in page.addressable_shards] == [1] * 4, (
+            "and of the pages"
+        )
         vectors = llm.embed(prompts, use_tqdm=False)
         llm.update_parameters({name: array * np.float32(0.9) for name, array in held.items()})
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) != want
@@ -200,10 +245,16 @@ def test_one_engine_in_every_other_way(directory, want, tmp_path):
     report = replay(log, progress=False)
     assert report.difference is None and report.num_tokens == NUM_TOKENS * len(prompts)
     header = json.loads(log.read_text().splitlines()[0])
-    assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [2, 4, 4, True]
+    assert header["config"]["tensor_parallel_size"] == 4 and header["engine"]["sharding"] == [
+        2,
+        4,
+        4,
+        True,
+    ]
 
 
-# Weights of few bits. That each shard has its part of them is seen in tests/test_quantization.py, for every format.
+# Weights of few bits. That each shard has its part of them is seen in tests/test_quantization.py,
+# for every format.
 
 FEW_BITS = {**LLAMA, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}
 
@@ -212,7 +263,10 @@ FEW_BITS = {**LLAMA, "hidden_size": 128, "intermediate_size": 128, "num_hidden_l
 def kept(tmp_path_factory):
     """A GGUF file: a table in eight bits, products of parts of two types, groups with minima and without."""
     kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
-    path, config = tmp_path_factory.mktemp("gguf") / "model.gguf", {**FEW_BITS, "rms_norm_eps": 1e-6}
+    path, config = (
+        tmp_path_factory.mktemp("gguf") / "model.gguf",
+        {**FEW_BITS, "rms_norm_eps": 1e-6},
+    )
     return write_gguf(path, config, random_tensors(FEW_BITS), "Q4_1", kinds=kinds)
 
 
@@ -221,9 +275,13 @@ def want_of_kept(kept):
     return generated(kept, prompts_of(257), **INVARIANT, quantization="gguf")
 
 
-def test_weights_of_few_bits_give_the_same_bits_and_nearly_those_of_the_dequantised(kept, want_of_kept):
+def test_weights_of_few_bits_give_the_same_bits_and_nearly_those_of_the_dequantised(
+    kept, want_of_kept
+):
     for layout in ("two", "four"):
-        assert generated(kept, prompts_of(257), **LAYOUTS[layout], quantization="gguf") == want_of_kept
+        assert (
+            generated(kept, prompts_of(257), **LAYOUTS[layout], quantization="gguf") == want_of_kept
+        )
     assert_near(generated(kept, prompts_of(257)), want_of_kept, 1e-4)
 
 
@@ -231,7 +289,8 @@ def test_weights_and_inputs_of_eight_bits_do_too(tmp_path):
     """Each shard rounds its own inputs."""
     random_checkpoint(tmp_path, FEW_BITS)
     one, four = (
-        generated(tmp_path, prompts_of(257), **LAYOUTS[layout], quantization="int8") for layout in ("one", "four")
+        generated(tmp_path, prompts_of(257), **LAYOUTS[layout], quantization="int8")
+        for layout in ("one", "four")
     )
     assert one == four
     assert_near(generated(tmp_path, prompts_of(257)), one, 0.2)
@@ -260,14 +319,18 @@ def adapters(tmp_path_factory):
 
     directory, sizes = tmp_path_factory.mktemp("lora"), {"head_dim": 16, "num_hidden_layers": 1}
     save_model("llama-grouped", directory / "model", **sizes)
-    return with_adapters(make_model("llama-grouped", **sizes), directory, ["third", "narrow"]), directory
+    return with_adapters(
+        make_model("llama-grouped", **sizes), directory, ["third", "narrow"]
+    ), directory
 
 
 def generated_with(directory: Path, names: list[str | None], **settings: Any) -> Any:
     """As `generated`, each prompt with an adapter or none. There are two adapters and one slot."""
     lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 8}
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
-    asked = [name and LoRARequest(name, 1 + names.index(name), str(directory / name)) for name in names]
+    asked = [
+        name and LoRARequest(name, 1 + names.index(name), str(directory / name)) for name in names
+    ]
     with when_used(), LLM(str(directory / "model"), **{**SETTINGS, **lora, **settings}) as llm:
         outputs = llm.generate(prompts_of(131), params, use_tqdm=False, lora_request=asked)
         invariants(llm)
@@ -277,22 +340,31 @@ def generated_with(directory: Path, names: list[str | None], **settings: Any) ->
 def test_adapters_give_the_same_bits_and_those_of_peft(adapters, monkeypatch):
     model, directory = adapters
     names = ["third", None, "narrow"]
-    found = {layout: generated_with(directory, names, **settings) for layout, settings in LAYOUTS.items()}
+    found = {
+        layout: generated_with(directory, names, **settings) for layout, settings in LAYOUTS.items()
+    }
     for name, prompt, one in zip(names, prompts_of(131), found["one"], strict=True):
         with model.disable_adapter() if name is None else nullcontext():
             model.set_adapter(name or "third")
             assert_as_transformers(model, [prompt], [one])
     assert found["one"] == found["two"] == found["four"]
-    real = sharding_of_models.ShardedWeight.part  # a planted mistake: each device has the part of the first
+    # a planted mistake: each device has the part of the first
+    real = sharding_of_models.ShardedWeight.part
     monkeypatch.setattr(
-        sharding_of_models.ShardedWeight, "part", lambda self, whole, place, _: real(self, whole, place, 0)
+        sharding_of_models.ShardedWeight,
+        "part",
+        lambda self, whole, place, _: real(self, whole, place, 0),
     )
     planted = generated_with(directory, names, **ON_4)
-    assert planted[1] == found["one"][1] and planted[0] != found["one"][0] and planted[2] != found["one"][2]
+    assert (
+        planted[1] == found["one"][1]
+        and planted[0] != found["one"][0]
+        and planted[2] != found["one"][2]
+    )
 
 
-# Drafters with weights, of which each device has all: the text is that without drafts, to the last bit. EAGLE's heads take the model's
-# divided tables, and draft what they draft in float64.
+# Drafters with weights, of which each device has all: the text is that without drafts, to the last
+# bit. EAGLE's heads take the model's divided tables, and draft what they draft in float64.
 
 
 @pytest.mark.parametrize(
@@ -304,13 +376,20 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
     write_original(tmp_path / "medusa", random_heads(3, 1, 257, 64))
     drafter = directory if method == "draft_model" else tmp_path / method
     asked = {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
-    params = SamplingParams(temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3)
+    params = SamplingParams(
+        temperature=0.9, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
+    )
     with (
         when_used(),
-        LLM(str(directory), **{**SETTINGS, **ON_4, "speculative_config": asked, "preemption_mode": "swap"}) as llm,
+        LLM(
+            str(directory),
+            **{**SETTINGS, **ON_4, "speculative_config": asked, "preemption_mode": "swap"},
+        ) as llm,
     ):
         engine, prompts = llm._engine, enumerate(prompts_of(257))
-        reporters = [engine.add(str(name), engine.prepare(None, prompt, params)) for name, prompt in prompts]
+        reporters = [
+            engine.add(str(name), engine.prepare(None, prompt, params)) for name, prompt in prompts
+        ]
         run_giving_way(engine, 4)
         invariants(llm)
         assert tokens_of([reporter.whole() for reporter in reporters]) == want
@@ -319,8 +398,12 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
             reference, drafts = of_a_head(heads()[method], directory), record(llm)
             llm.generate(prompts_of(257), GREEDY, use_tqdm=False)
             assert_as_the_reference(llm, drafts, reference)
-    assert stats["num_preemptions_total"]["swap"] > 0, "its keys and values are swapped with the model's"
-    num_drafts, num_accepted = (stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted"))
+    assert stats["num_preemptions_total"]["swap"] > 0, (
+        "its keys and values are swapped with the model's"
+    )
+    num_drafts, num_accepted = (
+        stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted")
+    )
     assert num_drafts > 0 and (method != "draft_model" or num_accepted > num_drafts // 2)
 
 
@@ -345,7 +428,11 @@ def test_a_cell_is_what_the_package_says(engines, name):
     ("name", "feature"),
     [
         *(("n", "preemption"), ("beam_width", "preemption"), ("structured_outputs", "preemption")),
-        *(("logprobs", "prefix cache"), ("temperature", "speculation"), ("prompt_logprobs", "chunked")),
+        *(
+            ("logprobs", "prefix cache"),
+            ("temperature", "speculation"),
+            ("prompt_logprobs", "chunked"),
+        ),
     ],
 )
 def test_what_changes_no_text_changes_none_on_two_devices(two_devices, name, feature):

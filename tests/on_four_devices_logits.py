@@ -30,7 +30,13 @@ from tools.kernel_lab.inspection import hlo
 
 # Chunks of 16 tokens cut the long prompts, and the pool does not hold both sequences to their end.
 SETTINGS: dict[str, Any] = {
-    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
+    **{
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 18,
+        "max_model_len": 60,
+    },
     **{"dtype": "float32", "preemption_mode": "recompute", "use_tqdm": False},
 }
 INVARIANT = {"tensor_parallel_reduction": "invariant"}
@@ -43,15 +49,20 @@ def prompts_of(vocab_size: int) -> list[list[int]]:
     return [rng.integers(0, vocab_size, length).tolist() for length in (3, 41, 17)]
 
 
-def from_parts(logits_RV: np.ndarray, packed: np.ndarray, num_devices: int, *, by_row: bool) -> np.ndarray:
+def from_parts(
+    logits_RV: np.ndarray, packed: np.ndarray, num_devices: int, *, by_row: bool
+) -> np.ndarray:
     mesh, sharding = make_mesh(num_devices), Sharding(4, num_devices, num_devices)
     padding = -VOCAB % num_devices
-    padded = np.pad(logits_RV, ((0, 0), (0, padding)), constant_values=1000.0)  # whatever is there is no token
+    # whatever is there is no token
+    padded = np.pad(logits_RV, ((0, 0), (0, padding)), constant_values=1000.0)
     part = jax.ShapeDtypeStruct((NUM_ROWS, padded.shape[1] // num_devices), np.float32)
     divided = mesh.divided(part, 1)
 
     def draw(own_RU: jax.Array, packed: jax.Array) -> jax.Array:
-        return draw_from_parts(Logits(own_RU, VOCAB, sharding), unpack(packed, BUCKET, TABLES), by_row=by_row)
+        return draw_from_parts(
+            Logits(own_RU, VOCAB, sharding), unpack(packed, BUCKET, TABLES), by_row=by_row
+        )
 
     placed = jax.device_put(padded, divided.sharding)
     return np.asarray(jax.jit(mesh.on_each(draw, (divided, None), None))(placed, mesh.put(packed)))
@@ -64,7 +75,11 @@ def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
     rng = np.random.default_rng(num_devices)
     logits_RV = np.round(rng.standard_normal((NUM_ROWS, VOCAB)) * 2).astype(np.float32)
     temperature_R = np.where(np.arange(NUM_ROWS) % 3 == 0, 0.0, 0.7).astype(np.float32)
-    fields = {"seed_R2": [0, 7], "drawn_position_R": np.arange(NUM_ROWS), "temperature_R": temperature_R}
+    fields = {
+        "seed_R2": [0, 7],
+        "drawn_position_R": np.arange(NUM_ROWS),
+        "temperature_R": temperature_R,
+    }
     greedy = SamplingParams(temperature=0.0)
     random = SamplingParams(temperature=float(np.float32(0.7)))
     want = [
@@ -79,15 +94,21 @@ def test_parts_give_what_whole_rows_do(num_devices, by_row, monkeypatch):
     assert all_greedy[3:].tolist() == logits_RV[3:].argmax(axis=1).tolist()
     if by_row:  # a planted mistake: all devices have the noise of the first
         real = jax.lax.dynamic_slice_in_dim
-        monkeypatch.setattr(jax.lax, "dynamic_slice_in_dim", lambda array, start, size: real(array, 0, size))
+        monkeypatch.setattr(
+            jax.lax, "dynamic_slice_in_dim", lambda array, start, size: real(array, 0, size)
+        )
         assert draw(inputs_for(**fields)).tolist() != want
 
 
 ASKED = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
     "random": SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True),
-    "cut off": SamplingParams(temperature=0.9, seed=3, top_k=5, top_p=0.8, max_tokens=8, ignore_eos=True),
-    "penalised": SamplingParams(temperature=0.0, repetition_penalty=1.5, max_tokens=8, ignore_eos=True),
+    "cut off": SamplingParams(
+        temperature=0.9, seed=3, top_k=5, top_p=0.8, max_tokens=8, ignore_eos=True
+    ),
+    "penalised": SamplingParams(
+        temperature=0.0, repetition_penalty=1.5, max_tokens=8, ignore_eos=True
+    ),
     "scored": SamplingParams(temperature=0.9, seed=3, max_tokens=8, ignore_eos=True, logprobs=1),
 }
 
@@ -101,11 +122,16 @@ def texts(directory: Any, together: list[str], **settings: Any) -> dict[str, Any
     """Of each alone, and of some together."""
     prompt = prompts_of(LLAMA["vocab_size"])[2]
     with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
-        found = {name: llm.generate(prompt, params, use_tqdm=False) for name, params in ASKED.items()}
+        found = {
+            name: llm.generate(prompt, params, use_tqdm=False) for name, params in ASKED.items()
+        }
         asked = [ASKED[name] for name in together]
         found["together"] = llm.generate([prompt] * len(asked), asked, use_tqdm=False)
         invariants(llm)
-    return {name: [list(output.outputs[0].token_ids) for output in outputs] for name, outputs in found.items()}
+    return {
+        name: [list(output.outputs[0].token_ids) for output in outputs]
+        for name, outputs in found.items()
+    }
 
 
 def test_texts_are_those_of_one_device(directory, monkeypatch):
@@ -114,7 +140,11 @@ def test_texts_are_those_of_one_device(directory, monkeypatch):
     one = texts(directory, together, **INVARIANT)
     assert one["together"] == [one[name][0] for name in together]
     assert one["random"] == one["scored"] and len({str(one[name]) for name in together}) == 4
-    assert texts(directory, together, tensor_parallel_size=2) == texts(directory, together, **ON_4) == one
+    assert (
+        texts(directory, together, tensor_parallel_size=2)
+        == texts(directory, together, **ON_4)
+        == one
+    )
     monkeypatch.setattr(steps, "need_whole_rows", lambda inputs, vocab_size: inputs.flags[0] < 0)
     planted = texts(directory, ["greedy", "random"], **ON_4)
     assert (planted["greedy"], planted["random"]) == (one["greedy"], one["random"])
@@ -123,14 +153,18 @@ def test_texts_are_those_of_one_device(directory, monkeypatch):
 
 def test_drafts_are_verified_on_parts(directory, monkeypatch):
     """Those of token recycling, which looks at whole rows. Where they are taken unseen the text is another one."""
-    params = [SamplingParams(temperature=t, seed=3, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)]
+    params = [
+        SamplingParams(temperature=t, seed=3, max_tokens=30, ignore_eos=True) for t in (0.0, 0.9)
+    ]
     prompt = prompts_of(LLAMA["vocab_size"])[2]
 
     def generated(**settings: Any) -> tuple[list[list[int]], int]:
         with when_used(), LLM(str(directory), **{**SETTINGS, **settings}) as llm:
             outputs = llm.generate([prompt] * 2, params, use_tqdm=False)
             stats = llm.stats()
-        return [output.outputs[0].token_ids for output in outputs], stats["spec_decode_num_accepted_tokens_total"]
+        return [output.outputs[0].token_ids for output in outputs], stats[
+            "spec_decode_num_accepted_tokens_total"
+        ]
 
     drafting = {"speculative_config": {"method": "token_recycling", "num_speculative_tokens": 3}}
     one, _ = generated(**INVARIANT)
@@ -150,7 +184,13 @@ def most_gathered(found: Mapping[str, hlo.Computation], name: str) -> int:
         elif item.opcode == "conditional":
             branches = re.search(r"(?:branch_computations=\{|true_computation=)([^}]*)", item.rest)
             assert branches is not None, item.rest
-            most = max(most, min(most_gathered(found, branch) for branch in re.findall(r"%([\w.\-]+)", branches[1])))
+            most = max(
+                most,
+                min(
+                    most_gathered(found, branch)
+                    for branch in re.findall(r"%([\w.\-]+)", branches[1])
+                ),
+            )
         else:
             called = re.findall(r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)", item.rest)
             most = max([most, *(most_gathered(found, each) for each in called)])
@@ -168,12 +208,16 @@ def test_no_greedy_step_gathers_a_row_of_logits(directory, num_devices, monkeypa
             text = llm._engine.runner.executables.step(bucket).executable.as_text()
         entry = re.search(r"^ENTRY %?([\w.\-]+) ", text, re.M)
         assert entry is not None
-        return most_gathered(hlo.computations(text), entry[1]), bucket.num_rows * 4 * LLAMA["vocab_size"]
+        return most_gathered(hlo.computations(text), entry[1]), bucket.num_rows * 4 * LLAMA[
+            "vocab_size"
+        ]
 
     most, row_bytes = gathered()
     # Of the sums of all layers: 4 shards of 64 columns.
     assert 0 < most < row_bytes
     scope = steps._scope
-    monkeypatch.setattr(steps, "_scope", lambda options, slots, *, divided=False: scope(options, slots))
+    monkeypatch.setattr(
+        steps, "_scope", lambda options, slots, *, divided=False: scope(options, slots)
+    )
     most, row_bytes = gathered()
     assert most >= row_bytes

@@ -34,7 +34,13 @@ TOKENS = np.array([17, 40, 41, 66, 90, 133, 200, 251])  # all that requests belo
 PROMPT, NUM_TOKENS, NUM_REQUESTS = [3, 1, 4, 1, 5], 3, 240
 MOST = 5
 TREE, CHAIN = (-1, -1, 0, 0, 1), (-1, 0, 1)
-SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 96, "max_model_len": 128, "block_size": 4, "num_blocks": 129}
+SETTINGS = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 96,
+    "max_model_len": 128,
+    "block_size": 4,
+    "num_blocks": 129,
+}
 SPECULATIVE = {"method": "suffix", "num_speculative_tokens": MOST, "tree": True}
 SAMPLERS: dict[str, dict[str, Any]] = {
     "hot": {"temperature": 1.0},
@@ -45,7 +51,9 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 class Drawing(Proposer):
     """Draws drafts from a distribution of the token before each, without replacement; says so, or `says` of which distribution."""
 
-    def __init__(self, parents: tuple[int, ...], tokens: np.ndarray = TOKENS, *, drawn: bool = True) -> None:
+    def __init__(
+        self, parents: tuple[int, ...], tokens: np.ndarray = TOKENS, *, drawn: bool = True
+    ) -> None:
         scores = np.random.default_rng(7).normal(0, 1.0, (257, len(tokens)))
         self.q = (np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)).astype(np.float32)
         self.says = self.q
@@ -62,7 +70,9 @@ class Drawing(Proposer):
             before = known[-1] if parent < 0 else drafts[parent]
             siblings = [drafts[other] for other in range(place) if self.parents[other] == parent]
             q = np.where(np.isin(self.tokens, siblings), 0.0, self.q[before].astype(np.float64))
-            token_id = rng.choice(self.tokens, p=q / q.sum()) if self.draws else self.tokens[q.argmax()]
+            token_id = (
+                rng.choice(self.tokens, p=q / q.sum()) if self.draws else self.tokens[q.argmax()]
+            )
             drafts.append(int(token_id))
         draft = Draft(tuple(drafts), self.parents[: len(drafts)])
         if not self.draws:
@@ -79,7 +89,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(directory: Path) -> Iterator[LLM]:
-    with make_llm(directory, speculative_config={**SPECULATIVE, "acceptance": "rejection"}, **SETTINGS) as llm:
+    with make_llm(
+        directory, speculative_config={**SPECULATIVE, "acceptance": "rejection"}, **SETTINGS
+    ) as llm:
         llm.untouched = copy.deepcopy(llm._engine.scheduler)
         yield llm
         invariants(llm)
@@ -93,22 +105,30 @@ def log_probabilities(llm: LLM) -> list[np.ndarray]:
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0)
     outputs = llm.generate([[*PROMPT, *text] for text in texts], params, use_tqdm=False)
     found = [
-        [output.prompt_logprobs[len(PROMPT) + place][token_id].logprob for place, token_id in enumerate(text)]
+        [
+            output.prompt_logprobs[len(PROMPT) + place][token_id].logprob
+            for place, token_id in enumerate(text)
+        ]
         for text, output in zip(texts, outputs, strict=True)
     ]
     joint = np.array(found).reshape(*[len(TOKENS)] * NUM_TOKENS, NUM_TOKENS)
     return [
-        joint[(slice(None),) * (place + 1) + (0,) * (NUM_TOKENS - 1 - place) + (place,)] for place in range(NUM_TOKENS)
+        joint[(slice(None),) * (place + 1) + (0,) * (NUM_TOKENS - 1 - place) + (place,)]
+        for place in range(NUM_TOKENS)
     ]
 
 
-def expected(log_probabilities: list[np.ndarray], presence_penalty: float = 0.0, **sampler: Any) -> np.ndarray:
+def expected(
+    log_probabilities: list[np.ndarray], presence_penalty: float = 0.0, **sampler: Any
+) -> np.ndarray:
     """Of each text of three tokens."""
     joint = np.ones((len(TOKENS),) * NUM_TOKENS)
     for place, table in enumerate(log_probabilities):
         for text in itertools.product(range(len(TOKENS)), repeat=place):
             logits = table[text] - presence_penalty * np.isin(np.arange(len(TOKENS)), text)
-            joint[text] *= probabilities(logits, **sampler).reshape(-1, *[1] * (NUM_TOKENS - 1 - place))
+            joint[text] *= probabilities(logits, **sampler).reshape(
+                -1, *[1] * (NUM_TOKENS - 1 - place)
+            )
     return joint
 
 
@@ -121,7 +141,9 @@ def counted(outputs: list[Any]) -> np.ndarray:
 
 
 def asked(count: int, first_seed: int = 0, **given: Any) -> list[SamplingParams]:
-    params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=TOKENS.tolist(), **given)
+    params = SamplingParams(
+        max_tokens=NUM_TOKENS, ignore_eos=True, allowed_token_ids=TOKENS.tolist(), **given
+    )
     return [dataclasses.replace(params, seed=first_seed + seed) for seed in range(count)]
 
 
@@ -131,10 +153,19 @@ def texts_of(llm: LLM, params: list[SamplingParams]) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("kind", "sampler"),
-    [("chain", "hot"), ("tree", "hot"), ("tree", "cold, top-k, penalty"), ("tree, chosen", "cold, top-k, penalty")],
+    [
+        ("chain", "hot"),
+        ("tree", "hot"),
+        ("tree", "cold, top-k, penalty"),
+        ("tree, chosen", "cold, top-k, penalty"),
+    ],
 )
-def test_texts_follow_the_distribution(kind: str, sampler: str, llm: LLM, log_probabilities: list[np.ndarray]) -> None:
-    draft_with(llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen"))
+def test_texts_follow_the_distribution(
+    kind: str, sampler: str, llm: LLM, log_probabilities: list[np.ndarray]
+) -> None:
+    draft_with(
+        llm._engine, Drawing(CHAIN if kind == "chain" else TREE, drawn=kind != "tree, chosen")
+    )
     before = llm.stats()["spec_decode_num_accepted_tokens_total"]
     counts = counted(texts_of(llm, asked(NUM_REQUESTS, n=4, **SAMPLERS[sampler])))
     assert counts.sum() == NUM_REQUESTS * 4
@@ -146,7 +177,9 @@ def test_texts_follow_the_distribution(kind: str, sampler: str, llm: LLM, log_pr
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mostly of the opinion that one of the eight tokens comes next."""
     tensors = random_tensors(LLAMA, seed=5)
-    tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[:, None].astype(np.float32)
+    tensors["lm_head.weight"] *= np.where(np.isin(np.arange(257), TOKENS), 2.0, 0.0)[
+        :, None
+    ].astype(np.float32)
     directory = random_checkpoint(tmp_path_factory.mktemp("draft"), LLAMA, seed=5)
     write_tensors(directory, tensors)
     return directory
@@ -164,14 +197,19 @@ def test_drafts_that_a_model_draws_change_no_distribution(
 
 @pytest.mark.sweep  # a proposer that does so: below
 def test_a_model_that_draws_from_something_else_shows(
-    directory: Path, draft_model: Path, log_probabilities: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+    directory: Path,
+    draft_model: Path,
+    log_probabilities: list[np.ndarray],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Than it says."""
     real = drafting.draw_draft
 
     def lie(*given: Any, **options: Any) -> Any:
         token_ids, drawn_from = real(*given, **options)
-        return token_ids, drawn_from._replace(q_RW=drawn_from.q_RW.at[:, :8].set(drawn_from.q_RW[:, 7::-1]))
+        return token_ids, drawn_from._replace(
+            q_RW=drawn_from.q_RW.at[:, :8].set(drawn_from.q_RW[:, 7::-1])
+        )
 
     monkeypatch.setattr(drafting, "draw_draft", lie)
     monkeypatch.setattr(Candidates, "check", lambda *_: None)
@@ -201,12 +239,17 @@ def test_a_proposer_that_lies_shows(llm: LLM, log_probabilities: list[np.ndarray
     liar = Drawing(CHAIN)
     liar.says = np.roll(liar.q, 1, axis=1)
     draft_with(llm._engine, liar)
-    assert z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)) > 10
+    assert (
+        z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)) > 10
+    )
     silent = Drawing(CHAIN)
     real = silent.propose
     silent.propose = lambda *given: real(*given)._replace(q=None)  # type: ignore[method-assign,union-attr]
     draft_with(llm._engine, silent)
-    assert abs(z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities))) < 4
+    assert (
+        abs(z_score(counted(texts_of(llm, asked(NUM_REQUESTS, n=4))), expected(log_probabilities)))
+        < 4
+    )
 
 
 def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np.ndarray]) -> None:
@@ -227,14 +270,18 @@ def test_preemption_changes_no_distribution(llm: LLM, log_probabilities: list[np
     assert abs(z_score(counts, expected(log_probabilities))) < 4
     after = llm.stats()
     assert after["prefix_cache_hits_total"] - before["prefix_cache_hits_total"] > 60
-    num_preemptions, num_before = (sum(each["num_preemptions_total"].values()) for each in (after, before))
+    num_preemptions, num_before = (
+        sum(each["num_preemptions_total"].values()) for each in (after, before)
+    )
     assert num_preemptions - num_before > 60
 
 
 def test_greedy_texts_are_those_without_drafts(llm: LLM) -> None:
     rng = np.random.default_rng(3)
     prompts = [rng.integers(1, 100, int(length)).tolist() for length in rng.integers(1, 40, 12)]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, repetition_penalty=1.2)
+    params = SamplingParams(
+        temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, repetition_penalty=1.2
+    )
     without_drafts(llm)
     plain = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
     for proposer in (Drawing(TREE), Guesses(), Knowing(prompts, plain)):
@@ -246,13 +293,17 @@ class Knowing(Proposer):
     """Drafts what follows, beside something wrong."""
 
     def __init__(self, prompts: list[list[int]], outputs: list[Any]) -> None:
-        self.texts = {tuple(p): [*p, *one[0].token_ids] for p, one in zip(prompts, outputs, strict=True)}
+        self.texts = {
+            tuple(p): [*p, *one[0].token_ids] for p, one in zip(prompts, outputs, strict=True)
+        }
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         known = len(sequence.token_ids)
         right = self.texts[request.prompt_token_ids][known : known + 2]
         wrong = [(token_id + 1) % 257 for token_id in right]
-        return Draft((*wrong[:1], *right[:1], *wrong[1:], *right[1:]), (-1, -1, 1, 1)[: 2 * len(right)])
+        return Draft(
+            (*wrong[:1], *right[:1], *wrong[1:], *right[1:]), (-1, -1, 1, 1)[: 2 * len(right)]
+        )
 
 
 def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:
@@ -260,10 +311,15 @@ def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:
     prompts = [
         [9, 8, 7, seed] for seed in range(4)
     ]  # that begin together: no step in between has a prompt and no drafts
-    params = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(4)]
+    params = [
+        SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(4)
+    ]
     draft_with(llm._engine, Drawing(TREE))
     together = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
-    alone = [llm.generate(prompt, one, use_tqdm=False)[0].outputs for prompt, one in zip(prompts, params, strict=True)]
+    alone = [
+        llm.generate(prompt, one, use_tqdm=False)[0].outputs
+        for prompt, one in zip(prompts, params, strict=True)
+    ]
     assert together == alone
     without_drafts(llm)
     assert together != [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
@@ -271,19 +327,38 @@ def test_a_text_is_a_function_of_its_seed_and_its_drafts(llm: LLM) -> None:
 
 def test_every_parameter_holds(llm: LLM) -> None:
     """Of sampled requests with drafts, drawn from everything and of nonsense: what is asked for, and log probabilities of what came out."""
-    letters = np.sort([llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abct01 "])
+    letters = np.sort(
+        [llm.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abct01 "]
+    )
     base = {"temperature": 1.3, "max_tokens": 30, "ignore_eos": True, "logprobs": 2}
     favoured = {int(token_id): 6.0 for token_id in letters}
     requests = {
-        "grammar": {**base, "structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"}, "ignore_eos": False},
+        "grammar": {
+            **base,
+            "structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"},
+            "ignore_eos": False,
+        },
         "stop": {**base, "stop": ["ab", "10"], "logit_bias": favoured},
         "bad words": {**base, "bad_words": ["a", "ab", "10"], "logit_bias": favoured},
-        "min tokens": {**base, "ignore_eos": False, "min_tokens": 9, "logit_bias": {0: 5.0, **favoured}},
-        "allowed": {**base, "allowed_token_ids": letters.tolist(), "min_p": 0.01, "frequency_penalty": 0.5, "n": 3},
+        "min tokens": {
+            **base,
+            "ignore_eos": False,
+            "min_tokens": 9,
+            "logit_bias": {0: 5.0, **favoured},
+        },
+        "allowed": {
+            **base,
+            "allowed_token_ids": letters.tolist(),
+            "min_p": 0.01,
+            "frequency_penalty": 0.5,
+            "n": 3,
+        },
     }
     for proposer in (Drawing(TREE, letters), Drawing(CHAIN, letters), Guesses()):
         draft_with(llm._engine, proposer)
-        params = [SamplingParams(seed=seed, **each) for each in requests.values() for seed in range(4)]
+        params = [
+            SamplingParams(seed=seed, **each) for each in requests.values() for seed in range(4)
+        ]
         prompts = [[5, 6, 7 + index] for index in range(len(params))]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         for (name, _), output in zip(itertools.product(requests, range(4)), outputs, strict=True):
@@ -300,7 +375,11 @@ def test_every_parameter_holds(llm: LLM) -> None:
                         ids = llm.tokenizer.encode(word, add_special_tokens=False)
                         assert all(one.token_ids[at : at + len(ids)] != ids for at in range(30))
                 elif name == "min tokens":
-                    assert one.token_ids.index(0) >= 9 if 0 in one.token_ids else len(one.token_ids) == 30
+                    assert (
+                        one.token_ids.index(0) >= 9
+                        if 0 in one.token_ids
+                        else len(one.token_ids) == 30
+                    )
                 else:
                     assert set(one.token_ids) <= set(letters.tolist()) and len(one.token_ids) == 30
         scored(llm, outputs)
@@ -311,9 +390,15 @@ def scored(llm: LLM, outputs: list[Any]) -> None:
     whole = [(output, one) for output in outputs for one in output.outputs]
     prompts = [[*output.prompt_token_ids, *one.token_ids] for output, one in whole]
     params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=2)
-    for (output, one), again in zip(whole, llm.generate(prompts, params, use_tqdm=False), strict=True):
-        for given, wanted in zip(one.logprobs, again.prompt_logprobs[len(output.prompt_token_ids) :], strict=True):
-            assert {t: entry.rank for t, entry in given.items()} == {t: entry.rank for t, entry in wanted.items()}
+    for (output, one), again in zip(
+        whole, llm.generate(prompts, params, use_tqdm=False), strict=True
+    ):
+        for given, wanted in zip(
+            one.logprobs, again.prompt_logprobs[len(output.prompt_token_ids) :], strict=True
+        ):
+            assert {t: entry.rank for t, entry in given.items()} == {
+                t: entry.rank for t, entry in wanted.items()
+            }
             for token_id, entry in given.items():
                 assert abs(entry.logprob - wanted[token_id].logprob) < 1e-4
 
@@ -340,11 +425,16 @@ def test_typical_acceptance_is_announced_and_changes_sampled_texts_alone(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         lossy = make_llm(
-            directory, speculative_config={**SPECULATIVE, "acceptance": "typical"}, **{**SETTINGS, "max_num_seqs": 4}
+            directory,
+            speculative_config={**SPECULATIVE, "acceptance": "typical"},
+            **{**SETTINGS, "max_num_seqs": 4},
         )
     assert "acceptance 'typical' is lossy" in caplog.text
     with lossy:
-        for check in (test_greedy_texts_are_those_without_drafts, test_a_text_is_a_function_of_its_seed_and_its_drafts):
+        for check in (
+            test_greedy_texts_are_those_without_drafts,
+            test_a_text_is_a_function_of_its_seed_and_its_drafts,
+        ):
             check(lossy)
         test_every_parameter_holds(lossy)
         invariants(lossy)

@@ -55,7 +55,9 @@ class Shape(NamedTuple):
     parents: tuple[int, ...]
     drawn: bool = True  # from q; otherwise the likeliest of q
     replaced: bool = (
-        False  # drafts behind the same token are drawn independently: those that differ are as if without replacement
+        # drafts behind the same token are drawn independently: those that differ are as if without
+        # replacement
+        False
     )
     stream: int | None = Stream.DRAFT
     says: str = "q"  # what the step is told
@@ -80,7 +82,9 @@ def depths_and_ranks(parents: tuple[int, ...]) -> tuple[list[int], list[int]]:
     return depths, ranks
 
 
-def drafted(shape: Shape, known_B: jax.Array, position_B: jax.Array, seed_B: jax.Array) -> jax.Array:
+def drafted(
+    shape: Shape, known_B: jax.Array, position_B: jax.Array, seed_B: jax.Array
+) -> jax.Array:
     """Token ids [B, Q] of each row: a known token and its drafts."""
     _, ranks = depths_and_ranks(shape.parents)
     depths, _ = depths_and_ranks(shape.parents)
@@ -89,7 +93,11 @@ def drafted(shape: Shape, known_B: jax.Array, position_B: jax.Array, seed_B: jax
         before_B = columns[1 + parent]
 
         def draw(
-            before: jax.Array, position: jax.Array, seed: jax.Array, place: int = place, parent: int = parent
+            before: jax.Array,
+            position: jax.Array,
+            seed: jax.Array,
+            place: int = place,
+            parent: int = parent,
         ) -> jax.Array:
             scores_W = jnp.log(jnp.asarray(Q))[before]
             if shape.drawn:
@@ -120,21 +128,30 @@ def candidates(shape: Shape, token_ids_BQ: jax.Array) -> tuple[jax.Array, jax.Ar
 
 
 def step_inputs(
-    token_ids_BQ: jax.Array, parents: tuple[int, ...], position_B: jax.Array, seed_B: jax.Array, **fields: Any
+    token_ids_BQ: jax.Array,
+    parents: tuple[int, ...],
+    position_B: jax.Array,
+    seed_B: jax.Array,
+    **fields: Any,
 ) -> StepInputs:
     """Rows of the same tree, one behind the other; what `fields` leaves out is neutral."""
     num_rows, num_tokens = token_ids_BQ.shape
     total = num_rows * num_tokens
     depths, _ = depths_and_ranks(parents)
     start_B = jnp.arange(num_rows) * num_tokens
-    parents_BQ = jnp.where(jnp.arange(num_tokens) > 0, start_B[:, None] + jnp.array([0, *(1 + p for p in parents)]), -1)
+    parents_BQ = jnp.where(
+        jnp.arange(num_tokens) > 0, start_B[:, None] + jnp.array([0, *(1 + p for p in parents)]), -1
+    )
     given: dict[str, Any] = {name: jnp.zeros(total) for name in StepInputs._fields}
     given |= {
         "token_ids_T": token_ids_BQ.reshape(-1),
         "parents_T": parents_BQ.reshape(-1),
         "query_start": jnp.arange(num_rows + 1) * num_tokens,
         "drawn_position_R": (position_B[:, None] + jnp.array(depths)).reshape(-1),
-        "seed_R2": jnp.stack([jnp.zeros(total, jnp.uint32), jnp.repeat(seed_B.astype(jnp.uint32), num_tokens)], axis=1),
+        "seed_R2": jnp.stack(
+            [jnp.zeros(total, jnp.uint32), jnp.repeat(seed_B.astype(jnp.uint32), num_tokens)],
+            axis=1,
+        ),
         "sample_index_R": jnp.zeros(total, jnp.int32),
         "top_k_R": jnp.zeros(total, jnp.int32),
         "top_p_R": jnp.ones(total),
@@ -150,10 +167,14 @@ def neutral(num_draws: int) -> ProcessorInputs:
     return jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
 
 
-def processor_inputs_of(known_BC: jax.Array, token_ids_BQ: jax.Array, parents: tuple[int, ...]) -> ProcessorInputs:
+def processor_inputs_of(
+    known_BC: jax.Array, token_ids_BQ: jax.Array, parents: tuple[int, ...]
+) -> ProcessorInputs:
     """The grammar's mask behind each token, and its history: what is known, and the drafts that lead to it."""
     num_rows, num_tokens = token_ids_BQ.shape
-    words_V = jnp.array([sum(1 << token for token in np.flatnonzero(row)) for row in ALLOWED], jnp.uint32)
+    words_V = jnp.array(
+        [sum(1 << token for token in np.flatnonzero(row)) for row in ALLOWED], jnp.uint32
+    )
     histories = []
     for place in range(num_tokens):
         path = []
@@ -179,7 +200,8 @@ def step_of(shape: Shape, rule: AcceptanceRule) -> Any:
     """A jitted step of all texts, by a sampler's settings. Returns them and how many drafts were accepted."""
     parents, rows = shape.parents, NUM_GENERATIONS
     num_tokens = 1 + len(parents)
-    total, width = rows * num_tokens, 1 + LENGTH + num_tokens  # of a text, with what the last step has too many
+    # of a text, with what the last step has too many
+    total, width = rows * num_tokens, 1 + LENGTH + num_tokens
     bucket = Bucket(total, rows, num_tokens, verifies=True, trees=True, q_width=WIDTH + 2)
 
     @jax.jit
@@ -190,19 +212,44 @@ def step_of(shape: Shape, rule: AcceptanceRule) -> Any:
         known_B = jnp.take_along_axis(text_BC, length_B[:, None] - 1, axis=1)[:, 0]
         token_ids_BQ = drafted(shape, known_B, length_B, seed_B)
         q_ids_TW, q_TW = candidates(shape, token_ids_BQ)
-        flags = jnp.zeros(6, jnp.int32).at[Flags.MASKED].set(sampler["grammar"]).at[Flags.PENALISED].set(1)
-        fields = {f"{name}_R": jnp.full(total, value) for name, value in sampler.items() if name != "grammar"}
-        inputs = step_inputs(
-            token_ids_BQ, parents, length_B, seed_B, q_ids_TW=q_ids_TW, q_TW=q_TW, flags=flags, **fields
+        flags = (
+            jnp.zeros(6, jnp.int32)
+            .at[Flags.MASKED]
+            .set(sampler["grammar"])
+            .at[Flags.PENALISED]
+            .set(1)
         )
-        known_BC = jnp.where(jnp.arange(1 + LENGTH) < length_B[:, None], text_BC[:, : 1 + LENGTH], VOCAB)
+        fields = {
+            f"{name}_R": jnp.full(total, value)
+            for name, value in sampler.items()
+            if name != "grammar"
+        }
+        inputs = step_inputs(
+            token_ids_BQ,
+            parents,
+            length_B,
+            seed_B,
+            q_ids_TW=q_ids_TW,
+            q_TW=q_TW,
+            flags=flags,
+            **fields,
+        )
+        known_BC = jnp.where(
+            jnp.arange(1 + LENGTH) < length_B[:, None], text_BC[:, : 1 + LENGTH], VOCAB
+        )
         processor_inputs = processor_inputs_of(known_BC, token_ids_BQ, parents)
         logits_RV = jnp.asarray(TABLE)[token_ids_BQ.reshape(-1)]
-        token_ids_R, paths_BQ = decide(logits_RV, inputs, processor_inputs, bucket, rule, by_row=False)
+        token_ids_R, paths_BQ = decide(
+            logits_RV, inputs, processor_inputs, bucket, rule, by_row=False
+        )
         counts_B = (paths_BQ >= 0).sum(axis=1)
         places_BQ = jnp.where(paths_BQ >= 0, length_B[:, None] + jnp.arange(num_tokens), width)
-        text_BC = text_BC.at[jnp.arange(rows)[:, None], places_BQ].set(token_ids_R[paths_BQ], mode="drop")
-        return Texts(text_BC[:, : 1 + LENGTH], jnp.minimum(length_B + counts_B, 1 + LENGTH)), counts_B - 1
+        text_BC = text_BC.at[jnp.arange(rows)[:, None], places_BQ].set(
+            token_ids_R[paths_BQ], mode="drop"
+        )
+        return Texts(
+            text_BC[:, : 1 + LENGTH], jnp.minimum(length_B + counts_B, 1 + LENGTH)
+        ), counts_B - 1
 
     return step
 
@@ -212,13 +259,17 @@ def rejecting(shape: str) -> Any:
     return step_of(SHAPES[shape], REJECTION)
 
 
-def generated(step: Any, sampler: dict[str, Any], start_B: Any = START) -> tuple[np.ndarray, np.ndarray]:
+def generated(
+    step: Any, sampler: dict[str, Any], start_B: Any = START
+) -> tuple[np.ndarray, np.ndarray]:
     """How often each text of LENGTH tokens came out, and of each text how many drafts its first step accepted."""
     neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "grammar": False}
     settings = {name: np.float32(value) for name, value in {**neutral, **sampler}.items()}
     settings |= {name: np.int32(settings[name]) for name in ("top_k", "grammar")}
     token_ids_BC = jnp.full((NUM_GENERATIONS, 1 + LENGTH), VOCAB).at[:, 0].set(start_B)
-    texts, num_accepted_B = step(Texts(token_ids_BC, jnp.ones(NUM_GENERATIONS, jnp.int32)), settings)
+    texts, num_accepted_B = step(
+        Texts(token_ids_BC, jnp.ones(NUM_GENERATIONS, jnp.int32)), settings
+    )
     for _ in range(LENGTH - 1):
         texts, _ = step(texts, settings)
     return counted(texts.token_ids_BC[:, 1:]), np.asarray(num_accepted_B)
@@ -230,9 +281,15 @@ def counted(texts_BL: Any) -> np.ndarray:
     return counts
 
 
-def distribution(output: tuple[int, ...], sampler: dict[str, Any], start: int = START) -> np.ndarray:
+def distribution(
+    output: tuple[int, ...], sampler: dict[str, Any], start: int = START
+) -> np.ndarray:
     """Of what follows, in float64, from a sampler that is not ours."""
-    cuts = {name: value for name, value in sampler.items() if name not in ("repetition_penalty", "grammar")}
+    cuts = {
+        name: value
+        for name, value in sampler.items()
+        if name not in ("repetition_penalty", "grammar")
+    }
     params = SamplingParams(repetition_penalty=sampler.get("repetition_penalty", 1.0))
     last = (start, *output)[-1]
     logits = processed(TABLE[last], params, [start], output)
@@ -247,19 +304,32 @@ def expected(name: str) -> np.ndarray:
     joint = np.ones((VOCAB,) * LENGTH)
     for place in range(LENGTH):
         for output in itertools.product(range(VOCAB), repeat=place):
-            joint[output] *= distribution(output, SAMPLERS[name]).reshape(-1, *[1] * (LENGTH - 1 - place))
+            joint[output] *= distribution(output, SAMPLERS[name]).reshape(
+                -1, *[1] * (LENGTH - 1 - place)
+            )
     return joint
 
 
 @pytest.mark.parametrize(
     ("shape", "sampler"),
     few(
-        [(shape, sampler) for shape in ("chain", "chain, chosen", "tree", "tree, chosen") for sampler in SAMPLERS]
-        + [("chain by the noise of draws", "temperature 1"), ("tree with the same drafts twice", "temperature 1")],
+        [
+            (shape, sampler)
+            for shape in ("chain", "chain, chosen", "tree", "tree, chosen")
+            for sampler in SAMPLERS
+        ]
+        + [
+            ("chain by the noise of draws", "temperature 1"),
+            ("tree with the same drafts twice", "temperature 1"),
+        ],
         [  # every sampler, and every shape with one that cuts and one that does not
             *[("tree", sampler) for sampler in SAMPLERS],
             *[(shape, "temperature 1") for shape in SHAPES if shape != "tree"],
-            *[("chain", "grammar"), ("chain, chosen", "top-k 3"), ("tree, chosen", "repetition penalty")],
+            *[
+                ("chain", "grammar"),
+                ("chain, chosen", "top-k 3"),
+                ("tree, chosen", "repetition penalty"),
+            ],
         ],
     ),
 )
@@ -290,7 +360,10 @@ def test_a_mistake_shows(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Stream, "RESIDUAL", Stream.DRAFT)
     if mistake == "drafts without replacement from q as if with":
         real = acceptance._try
-        forgetful = lambda place, walk, *rest: real(place, walk._replace(tried_V=jnp.zeros(VOCAB, bool)), *rest)  # noqa: E731
+
+        def forgetful(place, walk, *rest):
+            return real(place, walk._replace(tried_V=jnp.zeros(VOCAB, bool)), *rest)
+
         monkeypatch.setattr(acceptance, "_try", forgetful)
     counts, _ = generated(step_of(*MISTAKES[mistake]), SAMPLERS["temperature 1"])
     assert z_score(counts, expected("temperature 1")) > 10
@@ -322,16 +395,22 @@ def random_rows(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     parents = np.full(ROWS * MOST, -1)
     for start, stop in itertools.pairwise(starts):
-        parents[start + 1 : stop] = [chance.integers(max(start, place - 3), place) for place in range(start + 1, stop)]
+        parents[start + 1 : stop] = [
+            chance.integers(max(start, place - 3), place) for place in range(start + 1, stop)
+        ]
     return chance.integers(0, VOCAB, len(parents)), parents, starts
 
 
-def inputs_of(token_ids_T: np.ndarray, parents_T: np.ndarray, query_start: np.ndarray, **fields: Any) -> StepInputs:
+def inputs_of(
+    token_ids_T: np.ndarray, parents_T: np.ndarray, query_start: np.ndarray, **fields: Any
+) -> StepInputs:
     """Of drafts that were chosen."""
     total = len(token_ids_T)
     chosen_TW = np.zeros((total, 3), np.float32)
     chosen_TW[:, 0] = 1
-    given = step_inputs(jnp.asarray(token_ids_T)[:, None], (), jnp.arange(total), jnp.arange(total))._asdict()
+    given = step_inputs(
+        jnp.asarray(token_ids_T)[:, None], (), jnp.arange(total), jnp.arange(total)
+    )._asdict()
     given |= {"parents_T": parents_T, "query_start": query_start, "q_TW": chosen_TW}
     given |= {"q_ids_TW": np.where(chosen_TW > 0, token_ids_T[:, None], -1), **fields}
     return StepInputs(**jax.tree.map(jnp.asarray, given))
@@ -342,17 +421,28 @@ ROWS, MOST = 12, 6
 
 @functools.partial(jax.jit, static_argnames=("rule", "by_row"))
 def decided(
-    logits_RV: Any, inputs: StepInputs, rule: AcceptanceRule, by_row: bool, processor_inputs: Any = None
+    logits_RV: Any,
+    inputs: StepInputs,
+    rule: AcceptanceRule,
+    by_row: bool,
+    processor_inputs: Any = None,
 ) -> Any:
     bucket = Bucket(ROWS * MOST, ROWS, MOST, verifies=True, trees=True, q_width=3)
-    return decide(logits_RV, inputs, processor_inputs or neutral(ROWS * MOST), bucket, rule, by_row=by_row)
+    return decide(
+        logits_RV, inputs, processor_inputs or neutral(ROWS * MOST), bucket, rule, by_row=by_row
+    )
 
 
 @pytest.mark.parametrize("by_row", [True, False])
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
 def test_every_rule_gives_the_greedy_text(rule: AcceptanceRule, by_row: bool) -> None:
     for seed in range(20):
-        logits_RV = np.random.default_rng(seed).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32).round(1)
+        logits_RV = (
+            np.random.default_rng(seed)
+            .normal(0, 1, (ROWS * MOST, VOCAB))
+            .astype(np.float32)
+            .round(1)
+        )
         inputs = inputs_of(*random_rows(seed))
         drawn_R, wanted_BQ = decided(logits_RV, inputs, AcceptanceRule(), by_row)
         token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, by_row)
@@ -365,17 +455,29 @@ def test_every_rule_gives_the_greedy_text(rule: AcceptanceRule, by_row: bool) ->
 @pytest.mark.parametrize("rule", [REJECTION, TYPICAL], ids=["rejection", "typical"])
 def test_where_nothing_can_be_drawn_a_path_ends(rule: AcceptanceRule, by_row: bool) -> None:
     """Greedy or not: logits that are no numbers behind a right draft, or none at all, and a mask that forbids all of them."""
-    token_ids, parents, starts = np.zeros(72, np.int64), np.full(72, -1), np.minimum(np.arange(13) * 3, 18)
+    token_ids, parents, starts = (
+        np.zeros(72, np.int64),
+        np.full(72, -1),
+        np.minimum(np.arange(13) * 3, 18),
+    )
     logits_RV = np.zeros((72, VOCAB), np.float32)
     words_RU = np.full((72, 1), 255, np.uint32)
     for row in range(6):
-        token_ids[3 * row + 1 : 3 * row + 3], parents[3 * row + 1 : 3 * row + 3] = (4, 5), (3 * row, 3 * row + 1)
-        logits_RV[3 * row, 4] = logits_RV[3 * row + 1, 5] = 200.0  # each draft is right, for certain
+        token_ids[3 * row + 1 : 3 * row + 3], parents[3 * row + 1 : 3 * row + 3] = (
+            (4, 5),
+            (3 * row, 3 * row + 1),
+        )
+        # each draft is right, for certain
+        logits_RV[3 * row, 4] = logits_RV[3 * row + 1, 5] = 200.0
     logits_RV[1], logits_RV[3 + 1], words_RU[6 + 1] = np.nan, -np.inf, 0
     logits_RV[9 + 1], logits_RV[12 + 1], words_RU[15 + 1] = logits_RV[1], logits_RV[3 + 1], 0
-    inputs = inputs_of(token_ids, parents, starts, temperature_R=np.repeat([0.0, 1.0], [9, 63]).astype(np.float32))
+    inputs = inputs_of(
+        token_ids, parents, starts, temperature_R=np.repeat([0.0, 1.0], [9, 63]).astype(np.float32)
+    )
     inputs = inputs._replace(flags=jnp.zeros(6, jnp.int32).at[Flags.MASKED].set(1))
-    token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, by_row, neutral(72)._replace(mask_RU=words_RU))
+    token_ids_R, paths_BQ = decided(
+        logits_RV, inputs, rule, by_row, neutral(72)._replace(mask_RU=words_RU)
+    )
     for row in range(6):
         assert paths_BQ[row, :3].tolist() == [3 * row, 3 * row + 1, -1]
         refusal = NOTHING_ALLOWED if row in (2, 5) else NOT_FINITE
@@ -388,9 +490,14 @@ def test_where_nothing_is_drafted_nothing_is_different(rule: AcceptanceRule) -> 
     num_bare = 0
     for seed in range(5):
         token_ids, parents, starts = random_rows(seed)
-        fields = {"temperature_R": np.ones(ROWS * MOST, np.float32), "flags": np.eye(6, dtype=np.int32)[Flags.RANDOM]}
+        fields = {
+            "temperature_R": np.ones(ROWS * MOST, np.float32),
+            "flags": np.eye(6, dtype=np.int32)[Flags.RANDOM],
+        }
         inputs = inputs_of(token_ids, parents, starts, **fields)
-        logits_RV = np.random.default_rng(seed).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
+        logits_RV = (
+            np.random.default_rng(seed).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
+        )
         drawn_R, _ = decided(logits_RV, inputs, AcceptanceRule(), False)
         token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, False)
         ends = np.asarray(paths_BQ).max(axis=1)[:-2]  # the last two rows are padding
@@ -405,7 +512,10 @@ def test_texts_are_the_same_by_row_and_together() -> None:
     rows = random_rows(3)
     logits_RV = np.random.default_rng(3).normal(0, 1, (ROWS * MOST, VOCAB)).astype(np.float32)
     fields = {"temperature_R": np.ones(ROWS * MOST, np.float32)}
-    one, two = (decided(logits_RV, inputs_of(*rows, **fields), REJECTION, by_row) for by_row in (True, False))
+    one, two = (
+        decided(logits_RV, inputs_of(*rows, **fields), REJECTION, by_row)
+        for by_row in (True, False)
+    )
     jax.tree.map(np.testing.assert_array_equal, one, two)
     fields["sample_index_R"] = np.ones(ROWS * MOST, np.int32)
     other = decided(logits_RV, inputs_of(*rows, **fields), REJECTION, True)
@@ -415,7 +525,9 @@ def test_texts_are_the_same_by_row_and_together() -> None:
 # --- typical acceptance
 
 
-def best_path(p_TV: np.ndarray, tokens: np.ndarray, parents: np.ndarray, rule: AcceptanceRule) -> list[int] | None:
+def best_path(
+    p_TV: np.ndarray, tokens: np.ndarray, parents: np.ndarray, rule: AcceptanceRule
+) -> list[int] | None:
     """Of one row, as Medusa's `evaluate_posterior` finds it: of all paths from the root to a leaf. None: rounding could decide."""
     leaves = [place for place in range(len(tokens)) if place not in parents]
     found: list[tuple[int, float, list[int]]] = []
@@ -438,10 +550,16 @@ def best_path(p_TV: np.ndarray, tokens: np.ndarray, parents: np.ndarray, rule: A
     paths = [(likelihood, path) for length, likelihood, path in found if length == longest]
     likeliest = max(likelihood for likelihood, _ in paths)
     close = {tuple(tokens[path]) for likelihood, path in paths if likeliest - likelihood < 1e-5}
-    return min(path for likelihood, path in paths if likeliest - likelihood < 1e-5) if len(close) == 1 else None
+    return (
+        min(path for likelihood, path in paths if likeliest - likelihood < 1e-5)
+        if len(close) == 1
+        else None
+    )
 
 
-@pytest.mark.parametrize("rule", [TYPICAL, AcceptanceRule("typical", 0.3, 0.09)], ids=["default", "other"])
+@pytest.mark.parametrize(
+    "rule", [TYPICAL, AcceptanceRule("typical", 0.3, 0.09)], ids=["default", "other"]
+)
 def test_typical_acceptance_is_that_of_medusa(rule: AcceptanceRule) -> None:
     num_paths, lengths = 0, set()
     for seed in range(40):
@@ -454,7 +572,9 @@ def test_typical_acceptance_is_that_of_medusa(rule: AcceptanceRule) -> None:
         inputs = inputs_of(token_ids, parents, starts, flags=flags, **fields)
         token_ids_R, paths_BQ = decided(logits_RV, inputs, rule, False)
         drawn_R, _ = decided(logits_RV, inputs, AcceptanceRule(), False)
-        p_TV = np.stack([probabilities(*row, top_k=6) for row in zip(logits_RV, temperature_R, strict=True)])
+        p_TV = np.stack(
+            [probabilities(*row, top_k=6) for row in zip(logits_RV, temperature_R, strict=True)]
+        )
         for index, (start, stop) in enumerate(itertools.pairwise(starts)):
             got = [place for place in np.asarray(paths_BQ[index]).tolist() if place >= 0]
             if start == stop:

@@ -55,9 +55,13 @@ def test_scripts_find_the_modules_beside_them() -> None:
     """`python tools/NAME.py` from any directory, where jaxpage is installed and `tools` is not."""
     found = "\nsys.path.insert(0, str(Path(__file__).resolve().parents[1]))"
     programs = [path for path in (ROOT / "tools").glob("*.py") if "__main__" in path.read_text()]
-    importing = {path.name: path.read_text() for path in programs if "\nfrom tools." in path.read_text()}
+    importing = {
+        path.name: path.read_text() for path in programs if "\nfrom tools." in path.read_text()
+    }
     assert "soak.py" in importing
-    assert not [name for name, text in importing.items() if found not in text.partition("\nfrom tools.")[0]]
+    assert not [
+        name for name, text in importing.items() if found not in text.partition("\nfrom tools.")[0]
+    ]
 
 
 def test_reasons_are_given_for_files_that_exist() -> None:
@@ -70,9 +74,13 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in project["dependencies"]}
     for name, where in house.third_party(ROOT).items():
         if name in OPTIONAL:
-            assert where.startswith(OPTIONAL[name]), f"{where}: {name} is optional, and imported there"
+            assert where.startswith(OPTIONAL[name]), (
+                f"{where}: {name} is optional, and imported there"
+            )
         else:
-            assert DISTRIBUTIONS.get(name, name) in declared, f"{where}: {name} is not among the dependencies"
+            assert DISTRIBUTIONS.get(name, name) in declared, (
+                f"{where}: {name} is not among the dependencies"
+            )
 
 
 def test_versions_agree() -> None:
@@ -83,7 +91,9 @@ def test_versions_agree() -> None:
 
 def run_python(program: str) -> str:
     command = [sys.executable, "-W", "error", "-c", program]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_importing_jaxpage_touches_no_device() -> None:
@@ -107,13 +117,19 @@ def test_the_host_side_runs_without_jax() -> None:
 def test_jaxpage_names_no_kernel_set() -> None:
     """A set is added in `pallas_kernels` alone. "cpu" is a platform, too."""
     modules = read_modules(ROOT)
-    names = {Path(module.path).stem for module in modules if module.path.startswith("pallas_kernels/sets/")} - {"cpu"}
+    names = {
+        Path(module.path).stem
+        for module in modules
+        if module.path.startswith("pallas_kernels/sets/")
+    } - {"cpu"}
     assert {"reference", "triton"} <= names
     found = [
         f"{module.path}:{node.lineno}: {node.value}"
         for module in modules
         for node in ast.walk(module.tree)
-        if module.path.startswith("jaxpage/") and isinstance(node, ast.Constant) and node.value in names
+        if module.path.startswith("jaxpage/")
+        and isinstance(node, ast.Constant)
+        and node.value in names
     ]
     assert found == []
 
@@ -155,7 +171,9 @@ def test_a_module_that_nothing_reaches_is_named(tmp_path: Path) -> None:
     assert reach.unreached(tmp_path) == ["jaxpage.models.mamba", "jaxpage.room.laboratory"]
 
 
-def test_the_table_of_the_house_counts_what_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_the_house_counts_what_it_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     engine = """\"\"\"What steps.\"\"\"
 from jaxpage.memory import BlockPool
 from jaxpage.memory.block_pool import BlockPool
@@ -193,13 +211,17 @@ def stop():
     assert (table["lines over 100 characters"], table["lines over 100 characters, %"]) == (1, 5.6)
     assert (table["tuple assignments"], table["tuple assignments, % of assignments"]) == (1, 33.3)
     assert table["modules of the wheel that nothing reaches"] == 2
-    assert table["imports past doors"] == 1, "a name in __all__ and the plan of a step go by the door"
+    assert table["imports past doors"] == 1, (
+        "a name in __all__ and the plan of a step go by the door"
+    )
     assert table["file names in two or more folders"] == 1, "block_pool"
     words = [table[f'docstrings that begin with "{word}"'] for word in house_table.FIRST_WORDS]
     assert words == [1, 1, 1, 0, 0] and table["docstrings"] == 7
     assert table["docstrings of functions that begin with no verb"] == 1
     assert house_table.percentile([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 0.9) == 9
-    assert house_table.markdown({"a": {"lines": 12345}, "b": {"lines": 0.5}}).endswith("| lines | 12,345 | 0.5 |")
+    assert house_table.markdown({"a": {"lines": 12345}, "b": {"lines": 0.5}}).endswith(
+        "| lines | 12,345 | 0.5 |"
+    )
     with pytest.raises(SystemExit):
         house_table.main(["--tree", str(tmp_path / "jaxpage")])
     assert "there is no jaxpage/ in it" in capsys.readouterr().err
@@ -219,35 +241,103 @@ PLANTED = [
         "from jaxpage.memory.c import D",
         "the device side imports jaxpage.memory.c of the host side",
     ),
-    ("jaxpage/models/a.py", "from ..memory import c", "the device side imports jaxpage.memory.c of the host side"),
-    ("jaxpage/scheduling/a.py", "import jaxpage.engine.engine", "layer 1 imports jaxpage.engine.engine of layer 2"),
-    ("jaxpage/scheduling/a.py", "from jaxpage.decoding import b", "scheduling/ does not import decoding/"),
-    ("jaxpage/decoding/a.py", "import jaxpage.scheduling.b", "decoding/ does not import scheduling/"),
-    ("jaxpage/step/a.py", "from jaxpage.speculation import b", "layer 0 imports jaxpage.speculation of layer 1"),
+    (
+        "jaxpage/models/a.py",
+        "from ..memory import c",
+        "the device side imports jaxpage.memory.c of the host side",
+    ),
+    (
+        "jaxpage/scheduling/a.py",
+        "import jaxpage.engine.engine",
+        "layer 1 imports jaxpage.engine.engine of layer 2",
+    ),
+    (
+        "jaxpage/scheduling/a.py",
+        "from jaxpage.decoding import b",
+        "scheduling/ does not import decoding/",
+    ),
+    (
+        "jaxpage/decoding/a.py",
+        "import jaxpage.scheduling.b",
+        "decoding/ does not import scheduling/",
+    ),
+    (
+        "jaxpage/step/a.py",
+        "from jaxpage.speculation import b",
+        "layer 0 imports jaxpage.speculation of layer 1",
+    ),
     ("jaxpage/engine/a.py", "from jaxpage.replay import b", "engine/ does not import replay/"),
     ("jaxpage/engine/a.py", "from jaxpage.assembly import b", "engine/ does not import assembly/"),
-    ("jaxpage/prefix_store/a.py", "import jaxpage.engine.engine", "prefix_store/ does not import engine/"),
-    ("jaxpage/prefix_store/a.py", "import jaxpage.assembly", "prefix_store/ does not import assembly/"),
+    (
+        "jaxpage/prefix_store/a.py",
+        "import jaxpage.engine.engine",
+        "prefix_store/ does not import engine/",
+    ),
+    (
+        "jaxpage/prefix_store/a.py",
+        "import jaxpage.assembly",
+        "prefix_store/ does not import assembly/",
+    ),
     ("jaxpage/cli/a.py", "from jaxpage.assembly.b import c", "enters assembly/ past its door"),
     ("jaxpage/layers/a.py", "from jaxpage.models import b", "layers/ does not import models/"),
     ("jaxpage/serving/a.py", "from jaxpage.cli import b", "serving/ does not import cli/"),
     ("jaxpage/engine/a.py", "from jaxpage import LLM", "layer 2 imports jaxpage of layer 4"),
-    ("jaxpage/errors.py", "from jaxpage.memory.c import D", "layer 0 imports jaxpage.memory.c of layer 1"),
+    (
+        "jaxpage/errors.py",
+        "from jaxpage.memory.c import D",
+        "layer 0 imports jaxpage.memory.c of layer 1",
+    ),
     ("jaxpage/llm.py", "import tools.serve", "layer 4 imports tools.serve of layer 5"),
     ("jaxpage/llm.py", "import pallas_kernels", "only jaxpage/device/ binds pallas_kernels"),
-    ("jaxpage/layers/a.py", "from pallas_kernels import write_kv", "only jaxpage/device/ binds pallas_kernels"),
-    ("jaxpage/layers/a.py", "from contextvars import ContextVar", "layers read one context variable"),
-    ("jaxpage/engine/a.py", "from jaxpage.driver import Driver", "layer 2 imports jaxpage.driver of layer 3"),
+    (
+        "jaxpage/layers/a.py",
+        "from pallas_kernels import write_kv",
+        "only jaxpage/device/ binds pallas_kernels",
+    ),
+    (
+        "jaxpage/layers/a.py",
+        "from contextvars import ContextVar",
+        "layers read one context variable",
+    ),
+    (
+        "jaxpage/engine/a.py",
+        "from jaxpage.driver import Driver",
+        "layer 2 imports jaxpage.driver of layer 3",
+    ),
     ("jaxpage/llm.py", "from jaxpage.driver.turns import Turns", "enters driver/ past its door"),
-    ("jaxpage/driver/a.py", "import asyncio", "the driver knows no event loop and no HTTP, but imports asyncio"),
-    ("jaxpage/serving/a.py", "def f(self):\n    self.engine.step()", "calls Engine.step: only a driver does"),
-    ("pallas_kernels/a.py", "from jaxpage import shapes", "pallas_kernels stands alone, but imports jaxpage"),
+    (
+        "jaxpage/driver/a.py",
+        "import asyncio",
+        "the driver knows no event loop and no HTTP, but imports asyncio",
+    ),
+    (
+        "jaxpage/serving/a.py",
+        "def f(self):\n    self.engine.step()",
+        "calls Engine.step: only a driver does",
+    ),
+    (
+        "pallas_kernels/a.py",
+        "from jaxpage import shapes",
+        "pallas_kernels stands alone, but imports jaxpage",
+    ),
     ("pallas_kernels/a.py", "import flax", "pallas_kernels stands alone, but imports flax"),
     ("tools/a.py", "from jaxpage.engine.engine import Engine", "tools import the front door only"),
-    ("tools/kernel_lab/a.py", "import jaxpage.shapes", "tools.kernel_lab runs where jaxpage is not installed"),
-    ("tools/kernel_lab/a.py", "from tools import b", "tools.kernel_lab runs where jaxpage is not installed"),
+    (
+        "tools/kernel_lab/a.py",
+        "import jaxpage.shapes",
+        "tools.kernel_lab runs where jaxpage is not installed",
+    ),
+    (
+        "tools/kernel_lab/a.py",
+        "from tools import b",
+        "tools.kernel_lab runs where jaxpage is not installed",
+    ),
     ("jaxpage/engine/a.py", "def f():\n    import json", "imports json inside a function"),
-    ("jaxpage/engine/a.py", "class A:\n    def f(self):\n        from os import path", "imports os inside a function"),
+    (
+        "jaxpage/engine/a.py",
+        "class A:\n    def f(self):\n        from os import path",
+        "imports os inside a function",
+    ),
     ("jaxpage/engine/a.py", "import importlib\nimportlib.import_module('x')", "imports by name"),
     ("jaxpage/engine/a.py", "import pickle", "imports pickle"),
     ("jaxpage/engine/a.py", "from cloudpickle import dumps", "imports cloudpickle"),
@@ -259,20 +349,34 @@ PLANTED = [
     ("jaxpage/engine/a.py", "import jinja2\njinja2.Environment()", "uses jinja2.Environment"),
     ("jaxpage/engine/a.py", "f(trust_remote_code=True)", "trust_remote_code=True"),
     ("jaxpage/engine/a.py", "f(allow_pickle=True)", "allow_pickle=True"),
-    ("jaxpage/models/a.py", "y = jnp.einsum('TI,OI->TO', x, w)", "multiplies: layers.product.product does that"),
+    (
+        "jaxpage/models/a.py",
+        "y = jnp.einsum('TI,OI->TO', x, w)",
+        "multiplies: layers.product.product does that",
+    ),
     ("jaxpage/layers/a.py", "y = x @ w", "multiplies: layers.product.product does that"),
     ("jaxpage/attic/a.py", "x = 1", "no package of ROOMS: jaxpage/attic/"),
     ("jaxpage/engine/a.py", "from jaxpage.memory.c import D", "enters memory/ past its door"),
     ("jaxpage/engine/a.py", "from jaxpage.memory import c", "enters memory/ past its door"),
-    ("jaxpage/scheduling/__init__.py", '__all__ = ["lives", "Dies"]', "the door says nothing about Dies"),
+    (
+        "jaxpage/scheduling/__init__.py",
+        '__all__ = ["lives", "Dies"]',
+        "the door says nothing about Dies",
+    ),
     ("jaxpage/engine/a.py", "x = 1\n" * 1001, "has 3004 tokens; 3000 are enough"),
     ("jaxpage/engine/a.py", "def f():\n" + "    x = 1\n" * 70, "f has 71 lines; 70 are enough"),
 ]
 
 
-@pytest.mark.parametrize(("path", "code", "message"), PLANTED, ids=[message[:40] for *_, message in PLANTED])
+@pytest.mark.parametrize(
+    ("path", "code", "message"), PLANTED, ids=[message[:40] for *_, message in PLANTED]
+)
 def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, message: str) -> None:
-    good = {"jaxpage/memory/c.py": "D = 1", "jaxpage/device/b.py": "import jax", "jaxpage/engine/engine.py": "x = 1"}
+    good = {
+        "jaxpage/memory/c.py": "D = 1",
+        "jaxpage/device/b.py": "import jax",
+        "jaxpage/engine/engine.py": "x = 1",
+    }
     for name, text in {**good, path: code}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f'"""What lives here."""\n{text}\n')
@@ -284,7 +388,9 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, mess
 def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
     (tmp_path / "jaxpage").mkdir()
     (tmp_path / "jaxpage" / "a.py").write_text("x = 1\n")
-    assert house.violations(tmp_path) == ["jaxpage/a.py:1: a module says in its docstring what lives here"]
+    assert house.violations(tmp_path) == [
+        "jaxpage/a.py:1: a module says in its docstring what lives here"
+    ]
 
 
 def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:

@@ -34,7 +34,10 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
         async with AsyncLLM(model, **BLOCKS_OF_16, preemption_mode="recompute") as llm:
 
             async def whole(index: int) -> list[Any]:
-                return [output async for output in llm.generate(PROMPTS[index], PARAMS[index], f"r{index}")]
+                return [
+                    output
+                    async for output in llm.generate(PROMPTS[index], PARAMS[index], f"r{index}")
+                ]
 
             for index, outputs in enumerate(await asyncio.gather(*map(whole, range(3)))):
                 assert outputs[-1].outputs == wanted[index].outputs
@@ -55,9 +58,13 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
                     seen.append(output)
                     if not output.finished:
                         handle = llm._running["long"]
-                        # As after a step whose news was taken: nothing but the abort will wake the reader.
+                        # As after a step whose news was taken: nothing but the abort will wake the
+                        # reader.
                         await llm._driver.snapshot(
-                            lambda engine, it=handle: (engine.abort(it.request_id), setattr(it, "is_updated", False))
+                            lambda engine, it=handle: (
+                                engine.abort(it.request_id),
+                                setattr(it, "is_updated", False),
+                            )
                         )
                         await llm.abort("long")
                 assert seen[-1].outputs[0].finish_reason == "abort"
@@ -69,7 +76,9 @@ def test_coroutines_share_an_engine(tmp_path: Any) -> None:
             for each in several:
                 assert [output async for output in each][-1].outputs[0].finish_reason == "abort"
             for wrong in (5, [["a"]]):
-                with pytest.raises(TypeError, match="request_id must be a string, or an iterable of strings; got"):
+                with pytest.raises(
+                    TypeError, match="request_id must be a string, or an iterable of strings; got"
+                ):
                     await llm.abort(wrong)  # type: ignore[arg-type]
             with pytest.raises(ValueError, match="takes one prompt, not 2"):
                 await anext(llm.generate([[1], [2]]))
@@ -132,9 +141,17 @@ def test_scores_and_vectors_and_other_weights_are_those_of_llm(tmp_path: Any) ->
             llm.tokenizer = with_template("{{ messages[0].content }}")
             asked = llm.get_tokenizer()("Q")["input_ids"]
             greedy = SamplingParams(temperature=0.0, max_tokens=5)
-            chatted = [each async for each in llm.chat([{"role": "user", "content": "Q"}], sampling_params=greedy)]
+            chatted = [
+                each
+                async for each in llm.chat(
+                    [{"role": "user", "content": "Q"}], sampling_params=greedy
+                )
+            ]
             generated = [each async for each in llm.generate(asked, greedy)]
-            assert chatted[-1].prompt_token_ids == asked and chatted[-1].outputs == generated[-1].outputs
+            assert (
+                chatted[-1].prompt_token_ids == asked
+                and chatted[-1].outputs == generated[-1].outputs
+            )
             assert llm.detokenize(asked) == "Q"
 
     asyncio.run(run())
@@ -170,7 +187,10 @@ def test_the_other_verbs_are_those_of_llm(tmp_path: Any) -> None:
             with pytest.raises(ValueError, match="pin_prefix takes one prefix, not 2"):
                 await llm.pin_prefix([[1], [2]])
             report = await llm.memory_report(reset=True)
-            assert type(report) is type(whole) and report.num_steps > (await llm.memory_report()).num_steps
+            assert (
+                type(report) is type(whole)
+                and report.num_steps > (await llm.memory_report()).num_steps
+            )
             running = llm.generate([5], greedy)
             await anext(running)
             draining = asyncio.create_task(llm.drain())

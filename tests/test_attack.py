@@ -24,14 +24,20 @@ def test_every_field_of_every_request_is_attacked() -> None:
         if "post" in methods:
             schema = methods["post"]["requestBody"]["content"]["application/json"]["schema"]
             for one in schema.get("anyOf", [schema]):
-                for field in DOCUMENT["components"]["schemas"][one["$ref"].rpartition("/")[2]]["properties"]:
-                    assert any(name.startswith(f"{path} {field}: ") for name in names), (path, field)
+                for field in DOCUMENT["components"]["schemas"][one["$ref"].rpartition("/")[2]][
+                    "properties"
+                ]:
+                    assert any(name.startswith(f"{path} {field}: ") for name in names), (
+                        path,
+                        field,
+                    )
     assert "/v1/completions structured_outputs: construct json, properties x n 64" in names
 
 
 def test_attacks_are_the_same_for_the_same_seed() -> None:
     first, again, other = (
-        [attack.name for attack in itertools.islice(attacks(DOCUMENT, seed), 50)] for seed in (1, 1, 2)
+        [attack.name for attack in itertools.islice(attacks(DOCUMENT, seed), 50)]
+        for seed in (1, 1, 2)
     )
     assert first == again != other
     for attack in itertools.islice(attacks(DOCUMENT, 3), 60):
@@ -41,14 +47,22 @@ def test_attacks_are_the_same_for_the_same_seed() -> None:
 @pytest.mark.parametrize("sending", SENDINGS)
 def test_a_body_is_sent_whole_or_cut(sending: Any) -> None:
     body = json.dumps({"a": "b" * 3000}).encode()
-    head, _, rest = b"".join(sent(Attack("", "/x", None, sending=sending), body)).partition(b"\r\n\r\n")
+    head, _, rest = b"".join(sent(Attack("", "/x", None, sending=sending), body)).partition(
+        b"\r\n\r\n"
+    )
     assert head.startswith(b"POST /x HTTP/1.1\r\n")
     if sending == "chunked":
         rest = b"".join(rest.split(b"\r\n")[1::2])
     assert rest == (body[: len(body) // 2] if sending == "cut" else body)
 
 
-KEPT: dict[str, Any] = {"status": "200", "pause": 0.1, "growth": 0, "logged": 10, "returncode": None}
+KEPT: dict[str, Any] = {
+    "status": "200",
+    "pause": 0.1,
+    "growth": 0,
+    "logged": 10,
+    "returncode": None,
+}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,9 @@ KEPT: dict[str, Any] = {"status": "200", "pause": 0.1, "growth": 0, "logged": 10
         ({}, None),
     ],
 )
-def test_broken_promises_are_told(broken: Any, message: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_promises_are_told(
+    broken: Any, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = SimpleNamespace(**{**KEPT, **broken})
     siege = object.__new__(Siege)
     process = SimpleNamespace(poll=lambda: seen.returncode, returncode=seen.returncode)

@@ -18,7 +18,8 @@ PENALTIES = (-1.0, 0.0, 0.5, 1.0, 2.0)
 EARLY = (False, True, "never")
 SETTINGS = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 128}
 EOS = 5
-MANY = (9, 17, 25, 33, 41, 57, 73, 89, 101, 105, 110, 121, 125)  # so many that beams end all the time
+# so many that beams end all the time
+MANY = (9, 17, 25, 33, 41, 57, 73, 89, 101, 105, 110, 121, 125)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +40,9 @@ def models(request, tmp_path_factory):
         invariants(llm)
 
 
-def transformers_search(model: Any, prompt: list[int], beam: BeamSearchParams) -> list[tuple[list[int], float | None]]:
+def transformers_search(
+    model: Any, prompt: list[int], beam: BeamSearchParams
+) -> list[tuple[list[int], float | None]]:
     """Tokens without padding and scores, as transformers returns them; None for a score that it does not give."""
     ends = [*([] if beam.ignore_eos else [EOS]), *beam.stop_token_ids]
     found = model.generate(
@@ -64,12 +67,18 @@ def transformers_search(model: Any, prompt: list[int], beam: BeamSearchParams) -
     return list(zip(sequences, scores, strict=True))
 
 
-def compare(model: Any, llm: Any, asked: list[tuple[list[int], BeamSearchParams]], beside: int = 0) -> list[Any]:
+def compare(
+    model: Any, llm: Any, asked: list[tuple[list[int], BeamSearchParams]], beside: int = 0
+) -> list[Any]:
     """All of them in one call, beside samplers and greedy requests."""
-    strangers: list[Any] = [([3, 4, 5], SamplingParams(temperature=1.0, n=2, max_tokens=20)) for _ in range(beside)]
+    strangers: list[Any] = [
+        ([3, 4, 5], SamplingParams(temperature=1.0, n=2, max_tokens=20)) for _ in range(beside)
+    ]
     strangers += [([6] * 9, SamplingParams(temperature=0.0, max_tokens=20)) for _ in range(beside)]
     everybody = [*strangers, *asked]
-    outputs = llm.generate([prompt for prompt, _ in everybody], [params for _, params in everybody], use_tqdm=False)
+    outputs = llm.generate(
+        [prompt for prompt, _ in everybody], [params for _, params in everybody], use_tqdm=False
+    )
     outputs = outputs[len(strangers) :]
     for (prompt, beam), output in zip(asked, outputs, strict=True):
         want = transformers_search(model, prompt, beam)
@@ -95,7 +104,9 @@ def test_every_width_penalty_and_way_to_stop(models):
         prompt = rng.integers(6, 131, int(rng.integers(1, 30))).tolist()
         stops = [MANY, MANY[:3], ()][number % 3 if number % 7 else 0]
         n = None if number % 2 else max(1, width // 2)
-        beam = BeamSearchParams(width, 10, penalty, early, n=n, ignore_eos=number % 5 == 0, stop_token_ids=stops)
+        beam = BeamSearchParams(
+            width, 10, penalty, early, n=n, ignore_eos=number % 5 == 0, stop_token_ids=stops
+        )
         asked.append((prompt, beam))
     outputs = compare(model, llm, asked[model.config.model_type == "mistral" :: 2], beside=4)
     reasons = [one.finish_reason for output in outputs for one in output.outputs]
@@ -110,7 +121,9 @@ def test_early_stopping_and_penalty_matter(models):
     prompts = [np.random.default_rng(seed).integers(6, 131, (4, 7)).tolist() for seed in (2, 3)]
     each = list(itertools.chain(*prompts))
     ways = [(False, 1.0), (True, 1.0), ("never", 1.0), (False, 2.0), (False, -1.0)]
-    beams = [BeamSearchParams(4, 14, penalty, early, stop_token_ids=MANY) for early, penalty in ways]
+    beams = [
+        BeamSearchParams(4, 14, penalty, early, stop_token_ids=MANY) for early, penalty in ways
+    ]
     found = [[one.outputs for one in llm.generate(each, beam, use_tqdm=False)] for beam in beams]
     telling = {
         next(place for place in range(8) if found[i][place] != found[j][place])
@@ -128,7 +141,9 @@ def test_a_prompt_that_fills_the_model(models):
         asked.append((prompt, BeamSearchParams(width, room, stop_token_ids=MANY)))
     outputs = compare(model, llm, asked)
     whole = [
-        llm.generate(prompt, BeamSearchParams(beam.beam_width, None, stop_token_ids=MANY), use_tqdm=False)[0]
+        llm.generate(
+            prompt, BeamSearchParams(beam.beam_width, None, stop_token_ids=MANY), use_tqdm=False
+        )[0]
         for prompt, beam in asked
     ]
     assert [one.outputs for one in whole] == [one.outputs for one in outputs]
@@ -152,11 +167,16 @@ def test_a_tiny_vocabulary_by_brute_force(tmp_path):
             for width in (2, 3, 15, 16):
                 beam = BeamSearchParams(width, most_tokens, penalty, early)
                 (output,) = llm.generate(prompt, beam, use_tqdm=False)
-                if width >= 15:  # 1 + 2 + 4 x 3: those that end after one token, after two, and all of three
+                # 1 + 2 + 4 x 3: those that end after one token, after two, and all of three
+                if width >= 15:
                     want = all_hypotheses(logprobs_of, penalty, {0}, most_tokens)
                     assert len(want) == 15
                 else:
                     want = naive_search(logprobs_of, beam, {0}, most_tokens)
-                assert [tuple(one.token_ids) for one in output.outputs] == [one.token_ids for one in want]
-                assert [one.score for one in output.outputs] == pytest.approx([one.score for one in want], rel=1e-4)
+                assert [tuple(one.token_ids) for one in output.outputs] == [
+                    one.token_ids for one in want
+                ]
+                assert [one.score for one in output.outputs] == pytest.approx(
+                    [one.score for one in want], rel=1e-4
+                )
         invariants(llm)

@@ -25,7 +25,15 @@ from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from tests.support.beams import Found, all_hypotheses, likeliest, naive_search, random_logprobs
-from tests.support.engines import ENGINES, LLAMA, SMALL_POOL, WIDE, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    ENGINES,
+    LLAMA,
+    SMALL_POOL,
+    WIDE,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 
 PROMPT = (5, 6, 7)
@@ -37,7 +45,10 @@ def request_of(beam: BeamSearchParams, eos: Sequence[int] = (), most_tokens: int
         prompt=None,
         prompt_token_ids=PROMPT,
         params=SamplingParams(
-            temperature=0.0, max_tokens=most_tokens, ignore_eos=beam.ignore_eos, stop_token_ids=beam.stop_token_ids
+            temperature=0.0,
+            max_tokens=most_tokens,
+            ignore_eos=beam.ignore_eos,
+            stop_token_ids=beam.stop_token_ids,
         ),
         seed=0,
         eos_token_ids=frozenset(eos),
@@ -59,8 +70,15 @@ class Text:
 class World:
     """Runs a strategy on log probabilities that depend on the text alone, and is strict about every edit."""
 
-    def __init__(self, strategy: BeamStrategy, request: Request, key: object, num_token_ids: int) -> None:
-        self.strategy, self.request, self.key, self.num_token_ids = strategy, request, key, num_token_ids
+    def __init__(
+        self, strategy: BeamStrategy, request: Request, key: object, num_token_ids: int
+    ) -> None:
+        self.strategy, self.request, self.key, self.num_token_ids = (
+            strategy,
+            request,
+            key,
+            num_token_ids,
+        )
         self.texts = {0: Text()}
         self.num_forks = 0
 
@@ -76,13 +94,18 @@ class World:
             random.Random(len(self.texts)).shuffle(live)
             draws = []
             for i in live:
-                top = likeliest(self.logprobs_of(self.texts[i].token_ids), self.request.num_logprobs or 0)
+                top = likeliest(
+                    self.logprobs_of(self.texts[i].token_ids), self.request.num_logprobs or 0
+                )
                 draws.append(Draw(i, top.token_id, top))
             for edit in self.strategy.advance(draws):
                 self.apply(edit)
         assert all(text.end is not None for text in self.texts.values())
         best = [
-            Found(text.token_ids, beam_module.hypothesis_score(text.total, len(text.token_ids), beam.length_penalty))
+            Found(
+                text.token_ids,
+                beam_module.hypothesis_score(text.total, len(text.token_ids), beam.length_penalty),
+            )
             for text in self.texts.values()
         ]
         return sorted(best, key=lambda found: -found.score)
@@ -92,7 +115,9 @@ class World:
             case Drop(sequence_id):
                 del self.texts[sequence_id]
             case Fork(parent_id, child_id):
-                assert child_id not in self.texts and child_id in range(self.request.num_sequence_ids)
+                assert child_id not in self.texts and child_id in range(
+                    self.request.num_sequence_ids
+                )
                 assert self.texts[parent_id].end is None
                 self.texts[child_id] = dataclasses.replace(self.texts[parent_id])
                 self.num_forks += 1
@@ -105,7 +130,10 @@ class World:
                 grown.total += logprobs.logprob
             case Finish(sequence_id, _, _, text):
                 assert self.texts[sequence_id].end is None
-                self.texts[sequence_id].end, self.texts[sequence_id].text = edit, self.texts[sequence_id].text + text
+                self.texts[sequence_id].end, self.texts[sequence_id].text = (
+                    edit,
+                    self.texts[sequence_id].text + text,
+                )
 
 
 BEAMS = st.builds(
@@ -126,7 +154,12 @@ CASES = {
 
 
 def check_search(
-    beam: BeamSearchParams, n: int, eos: tuple[int, ...], most_tokens: int, num_token_ids: int, key: int
+    beam: BeamSearchParams,
+    n: int,
+    eos: tuple[int, ...],
+    most_tokens: int,
+    num_token_ids: int,
+    key: int,
 ) -> None:
     """Tokens, scores, reasons of the strategy are those of the naive search."""
     beam = dataclasses.replace(beam, n=min(n, beam.beam_width))
@@ -142,7 +175,9 @@ def check_search(
         assert text.end is not None
         last = text.token_ids[-1]
         stop_id = last if last in beam.stop_token_ids and last not in eos else None
-        assert (text.end.reason, text.end.stop_reason) == (("stop", stop_id) if last in ends else ("length", None))
+        assert (text.end.reason, text.end.stop_reason) == (
+            ("stop", stop_id) if last in ends else ("length", None)
+        )
         assert not ends.intersection(text.token_ids[:-1])
 
 
@@ -203,7 +238,9 @@ class DropsNoHypothesis(BeamStrategy):
     def _edits(self, going, best):
         ended = beam_module._sequences(self._best)
         edits = super()._edits(going, best)
-        return [edit for edit in edits if not (isinstance(edit, Drop) and edit.sequence_id in ended)]
+        return [
+            edit for edit in edits if not (isinstance(edit, Drop) and edit.sequence_id in ended)
+        ]
 
 
 class SharesItsText(BeamStrategy):
@@ -248,7 +285,9 @@ class EndIsNotCounted(BeamStrategy):
         EndIsNotCounted,
     ],
 )
-def test_planted_mistakes_are_seen(mistaken: type[BeamStrategy], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_mistakes_are_seen(
+    mistaken: type[BeamStrategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(f"{__name__}.BeamStrategy", mistaken)
 
     @settings(max_examples=2500, phases=[Phase.generate])
@@ -270,10 +309,17 @@ def test_planted_mistakes_are_seen(mistaken: type[BeamStrategy], monkeypatch: py
     key=st.integers(0, 1000),
 )
 def test_a_width_that_holds_every_hypothesis_finds_the_best(
-    num_token_ids: int, most_tokens: int, length_penalty: float, early_stopping: Any, ends: tuple[int, ...], key: int
+    num_token_ids: int,
+    most_tokens: int,
+    length_penalty: float,
+    early_stopping: Any,
+    ends: tuple[int, ...],
+    key: int,
 ) -> None:
     width = num_token_ids**most_tokens
-    beam = BeamSearchParams(width, length_penalty=length_penalty, early_stopping=early_stopping, stop_token_ids=ends)
+    beam = BeamSearchParams(
+        width, length_penalty=length_penalty, early_stopping=early_stopping, stop_token_ids=ends
+    )
     request = request_of(beam, (), most_tokens)
     world = World(BeamStrategy(request, range(2 * width), NoText), request, key, num_token_ids)
     want = all_hypotheses(world.logprobs_of, length_penalty, ends, most_tokens)
@@ -329,8 +375,12 @@ def test_a_draw_that_is_none_ends_the_whole_search() -> None:
     ] * 3
 
 
-@pytest.mark.parametrize(("likeliest_logprob", "is_over"), [(-2.0, True), (-2.5, True), (-1.5, False)])
-def test_a_search_ends_where_its_beams_can_only_draw_level(likeliest_logprob: float, is_over: bool) -> None:
+@pytest.mark.parametrize(
+    ("likeliest_logprob", "is_over"), [(-2.0, True), (-2.5, True), (-1.5, False)]
+)
+def test_a_search_ends_where_its_beams_can_only_draw_level(
+    likeliest_logprob: float, is_over: bool
+) -> None:
     """As in transformers: a beam that has exactly the score of the worst hypothesis that is kept does not replace it."""
     strategy = BeamStrategy(request_of(BeamSearchParams(2, length_penalty=0.0)), range(4), NoText)
     kept = [_Hypothesis(-1.0, 0), _Hypothesis(-2.0, 1)]
@@ -353,7 +403,9 @@ def test_a_search_that_never_stops_early_looks_at_the_length_that_helps(
 def test_beams_draw_together() -> None:
     request = request_of(BeamSearchParams(2))
     with pytest.raises(AssertionError, match="together"):
-        BeamStrategy(request, range(4), NoText).advance([Draw(1, 0, TokenLogprobs(0, -1.0, 1, (0,), (-1.0,)))])
+        BeamStrategy(request, range(4), NoText).advance(
+            [Draw(1, 0, TokenLogprobs(0, -1.0, 1, (0,), (-1.0,)))]
+        )
 
 
 # ---- through engines
@@ -371,9 +423,17 @@ PARAMS = [  # by prompt
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    mistral = {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 20,
+    }
     configs = {"llama": LLAMA, "mistral": mistral}
-    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+    return {
+        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -413,18 +473,26 @@ def test_there_is_something_to_compare(lone):
     assert [len(outputs) for outputs in lone["llama"]] == [4, 2, 3, 2, 1]
     for outputs, params in zip(lone["llama"], PARAMS, strict=True):
         assert [one.index for one in outputs] == list(range(len(outputs)))
-        assert [one.score for one in outputs] == sorted((one.score for one in outputs), reverse=True)
+        assert [one.score for one in outputs] == sorted(
+            (one.score for one in outputs), reverse=True
+        )
         for one in outputs:
             assert one.score == one.cumulative_logprob / len(one.token_ids) ** params.length_penalty
             assert one.logprobs is None and one.text == ""
-            assert (one.stop_reason in STOPS) == (one.finish_reason == "stop" and one.token_ids[-1] != 0)
+            assert (one.stop_reason in STOPS) == (
+                one.finish_reason == "stop" and one.token_ids[-1] != 0
+            )
 
 
 def test_one_beam_is_greedy(llm, prompts):
     for prompt in prompts:
-        beam = BeamSearchParams(1, max_tokens=40, stop_token_ids=STOPS, length_penalty=2.0, early_stopping="never")
+        beam = BeamSearchParams(
+            1, max_tokens=40, stop_token_ids=STOPS, length_penalty=2.0, early_stopping="never"
+        )
         greedy = SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=STOPS, logprobs=0)
-        (found, want) = (llm.generate(prompt, one, use_tqdm=False)[0].outputs[0] for one in (beam, greedy))
+        (found, want) = (
+            llm.generate(prompt, one, use_tqdm=False)[0].outputs[0] for one in (beam, greedy)
+        )
         assert dataclasses.replace(found, score=None) == dataclasses.replace(want, logprobs=None)
 
 
@@ -439,12 +507,21 @@ def test_whatever_happens_around_them(engine, directories, prompts, lone):
     strangers = [[7] * 150, [8] * 140]
     crowd = {} if engine == "blocks of 4" else {"max_num_seqs": 16}  # as many as `llm` has
     with make_llm(directories[family], **ENGINES[engine], **crowd) as llm:
-        alone = [llm.generate(*one, use_tqdm=False)[0].outputs for one in zip(strangers, others, strict=True)]
+        alone = [
+            llm.generate(*one, use_tqdm=False)[0].outputs
+            for one in zip(strangers, others, strict=True)
+        ]
         num_preemptions = 0
         for order in (range(5), range(4, -1, -1)):
-            asked = [*strangers, *(prompts[i] for i in order)], [*others, *(PARAMS[i] for i in order)]
+            asked = (
+                [*strangers, *(prompts[i] for i in order)],
+                [*others, *(PARAMS[i] for i in order)],
+            )
             outputs = llm.generate(*asked, use_tqdm=False)
-            assert [output.outputs for output in outputs] == [*alone, *(lone[family][i] for i in order)]
+            assert [output.outputs for output in outputs] == [
+                *alone,
+                *(lone[family][i] for i in order),
+            ]
             num_preemptions += sum(output.metrics.num_preemptions for output in outputs[2:])
         if engine in ("recompute", "swap"):
             assert num_preemptions >= 2 and llm.stats()["num_preemptions_total"][engine] >= 2
@@ -463,7 +540,11 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
             llm.reset_prefix_cache()
             engine.add(
                 "older",
-                engine.prepare(None, prompts[1], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)),
+                engine.prepare(
+                    None,
+                    prompts[1],
+                    SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True),
+                ),
             )
             reporter = engine.add("watched", engine.prepare(None, prompts[3], PARAMS[3]))
             run_giving_way(engine, step)
@@ -489,9 +570,13 @@ def test_a_prompt_that_leaves_room_for_little(llm):
         prompt = rng.integers(1, 257, 256 - room).tolist()
         (output,) = llm.generate(prompt, BeamSearchParams(5, max_tokens=None), use_tqdm=False)
         (greedy,) = llm.generate(
-            prompt, SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True), use_tqdm=False
+            prompt,
+            SamplingParams(temperature=0.0, max_tokens=1, logprobs=5, ignore_eos=True),
+            use_tqdm=False,
         )
-        assert len(output.outputs) == 5 and {len(one.token_ids) for one in output.outputs} <= set(range(1, room + 1))
+        assert len(output.outputs) == 5 and {len(one.token_ids) for one in output.outputs} <= set(
+            range(1, room + 1)
+        )
         if room == 1:
             top = greedy.outputs[0].logprobs[0]
             assert {one.token_ids[0]: one.cumulative_logprob for one in output.outputs} == {
@@ -504,7 +589,10 @@ def test_a_prompt_that_leaves_room_for_little(llm):
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
     with pytest.raises(UnsupportedError, match="streaming cannot show beam_width=2"):
         llm.stream(prompts[0], BeamSearchParams(2))
-    with pytest.raises(UnsupportedError, match="beam_width=62 with 3 end-of-sequence and stop ids needs 65 candidates"):
+    with pytest.raises(
+        UnsupportedError,
+        match="beam_width=62 with 3 end-of-sequence and stop ids needs 65 candidates",
+    ):
         llm.generate(prompts[0], BeamSearchParams(62, stop_token_ids=[4, 5]), use_tqdm=False)
     with pytest.raises(CapacityError, match="17 sequences at once; max_num_seqs is 16"):
         llm.generate(prompts[0], BeamSearchParams(17), use_tqdm=False)

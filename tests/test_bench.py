@@ -48,15 +48,20 @@ LLAMA = {
 }
 
 
-def lengths(dataset: str, count: int, cap: int = 10**6, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+def lengths(
+    dataset: str, count: int, cap: int = 10**6, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(seed)
     return DATASETS[dataset](draw, count, cap, cap)
 
 
 @pytest.mark.parametrize(
-    ("dataset", "mean_input", "mean_output"), [("sharegpt", 161, 338), ("alpaca", 19.31, 58.45), ("random", 550, 550)]
+    ("dataset", "mean_input", "mean_output"),
+    [("sharegpt", 161, 338), ("alpaca", 19.31, 58.45), ("random", 550, 550)],
 )
-def test_mean_lengths_are_the_stated_ones(dataset: str, mean_input: float, mean_output: float) -> None:
+def test_mean_lengths_are_the_stated_ones(
+    dataset: str, mean_input: float, mean_output: float
+) -> None:
     inputs, outputs = lengths(dataset, 100_000, cap=1000 if dataset == "random" else 10**6)
     assert inputs.mean() == pytest.approx(mean_input, rel=0.02)
     assert outputs.mean() == pytest.approx(mean_output, rel=0.02)
@@ -74,7 +79,9 @@ def test_workloads_keep_to_the_caps_and_repeat(dataset: str) -> None:
     work = make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
     assert work == make_workload(dataset, 300, seed=5, vocab_size=50, max_input=40, max_output=30)
     assert work != make_workload(dataset, 300, seed=6, vocab_size=50, max_input=40, max_output=30)
-    assert all(1 <= len(item.prompt_token_ids) <= 40 and 1 <= item.num_output_tokens <= 30 for item in work)
+    assert all(
+        1 <= len(item.prompt_token_ids) <= 40 and 1 <= item.num_output_tokens <= 30 for item in work
+    )
     tokens = {token for item in work for token in item.prompt_token_ids}
     assert tokens == set(range(50))
 
@@ -83,7 +90,8 @@ def test_prefixes_and_chats_share_what_they_should() -> None:
     sizes = {"seed": 1, "vocab_size": 1000, "max_input": 48, "max_output": 9}
     work = prefix_repetition(9, **sizes, num_prefixes=3, prefix_len=20)
     assert (
-        len({item.prompt_token_ids[:20] for item in work}) == 3 and len({item.prompt_token_ids for item in work}) == 9
+        len({item.prompt_token_ids[:20] for item in work}) == 3
+        and len({item.prompt_token_ids for item in work}) == 9
     )
     assert all(20 < len(item.prompt_token_ids) <= 48 for item in work)
     work = chat(11, **sizes, num_rounds=3)
@@ -110,13 +118,24 @@ def test_workloads_from_files(kind: str, tmp_path: Path) -> None:
     path.write_text(WORKLOAD_FILES[kind])
     count = 2 if kind == "trace" else 1
     read = functools.partial(
-        read_workload, kind, seed=0, vocab_size=50, max_input=600, max_output=6, encode=lambda text: [*text.encode()]
+        read_workload,
+        kind,
+        seed=0,
+        vocab_size=50,
+        max_input=600,
+        max_output=6,
+        encode=lambda text: [*text.encode()],
     )
     work = read(str(path), count)
     wanted = {"alpaca": b"ab\nc"}.get(kind, b"abc")
     if kind == "trace":
-        assert [(item.seconds, len(item.prompt_token_ids)) for item in work] == [(0.0, 600), (1.5, 3)]
-        assert work[0].prompt_token_ids[:3] == work[1].prompt_token_ids, "the same hash, the same tokens"
+        assert [(item.seconds, len(item.prompt_token_ids)) for item in work] == [
+            (0.0, 600),
+            (1.5, 3),
+        ]
+        assert work[0].prompt_token_ids[:3] == work[1].prompt_token_ids, (
+            "the same hash, the same tokens"
+        )
     else:
         assert work == [WorkItem(tuple(wanted), 4)]
     with pytest.raises(UsageError, match=f"has {count} requests, fewer than --num-prompts 9"):
@@ -126,17 +145,33 @@ def test_workloads_from_files(kind: str, tmp_path: Path) -> None:
         read(str(path), 1)
 
 
-def measurement(engine: str = "jaxpage", outputs: tuple[tuple[int, ...], ...] = ((1, 2), (3,))) -> Measurement:
+def measurement(
+    engine: str = "jaxpage", outputs: tuple[tuple[int, ...], ...] = ((1, 2), (3,))
+) -> Measurement:
     work = [WorkItem((1, 2, 3), 2), WorkItem((4,), 1)]
     return Measurement.of(
-        engine, work, outputs, duration=2.0, load_seconds=1.0, compile_seconds=0.5, warmup_seconds=0.25
+        engine,
+        work,
+        outputs,
+        duration=2.0,
+        load_seconds=1.0,
+        compile_seconds=0.5,
+        warmup_seconds=0.25,
     )
 
 
 def test_rates_are_counts_by_duration() -> None:
     result = measurement().as_dict()
-    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (2, 4, 3)
-    assert (result["request_throughput"], result["output_throughput"], result["total_token_throughput"]) == (
+    assert (result["completed"], result["total_input_tokens"], result["total_output_tokens"]) == (
+        2,
+        4,
+        3,
+    )
+    assert (
+        result["request_throughput"],
+        result["output_throughput"],
+        result["total_token_throughput"],
+    ) == (
         1.0,
         1.5,
         3.5,
@@ -158,7 +193,9 @@ def test_the_result_has_the_baseline_inside() -> None:
     result = as_result([measurement(), measurement("other", ((1, 2), (9,)))], dataset="random")
     assert result["engine"] == "jaxpage" and result["dataset"] == "random"
     assert result["baselines"][0]["engine"] == "other" and result["identical_outputs"] == [1]
-    assert result["environment"]["device"].startswith("cpu") and result["environment"] == environment()
+    assert (
+        result["environment"]["device"].startswith("cpu") and result["environment"] == environment()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -168,13 +205,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(model: Path) -> list[str]:
     sizes = ["--num-prompts", "6", "--max-input", "20", "--max-output", "12", "--max-num-seqs", "4"]
-    return ["--model", str(model), "--dtype", "float32", "--num-blocks", "33", "--max-num-batched-tokens", "32", *sizes]
+    return [
+        "--model",
+        str(model),
+        "--dtype",
+        "float32",
+        "--num-blocks",
+        "33",
+        "--max-num-batched-tokens",
+        "32",
+        *sizes,
+    ]
 
 
-def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_throughput_end_to_end(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("torch", reason="the baseline runs on torch")
     path = tmp_path / "result.json"
-    words = ["bench", "throughput", *flags(model), "--baseline", "transformers", "--baseline-batch-size", "4"]
+    words = [
+        "bench",
+        "throughput",
+        *flags(model),
+        "--baseline",
+        "transformers",
+        "--baseline-batch-size",
+        "4",
+    ]
     assert cli.main([*words, "--output-json", str(path)]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
@@ -186,7 +243,9 @@ def test_bench_throughput_end_to_end(model: Path, tmp_path: Path, capsys: pytest
     assert result["config"]["num_blocks"] == 33 and result["seed"] == 0
 
 
-def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_with_other_settings_stand_beside(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [
         *flags(model),
         "--num-blocks",
@@ -198,17 +257,31 @@ def test_engines_with_other_settings_stand_beside(model: Path, capsys: pytest.Ca
         "--preemption-mode",
         "swap",
     ]
-    others = ["--versus", "preemption_mode=recompute", "--versus", "num_blocks=41, swap_space_blocks=40"]
-    others += ["--versus", "speculative_config={method: ngram, num_speculative_tokens: 3}, num_blocks=41"]
+    others = [
+        "--versus",
+        "preemption_mode=recompute",
+        "--versus",
+        "num_blocks=41, swap_space_blocks=40",
+    ]
+    others += [
+        "--versus",
+        "speculative_config={method: ngram, num_speculative_tokens: 3}, num_blocks=41",
+    ]
     assert cli.main(["bench", "throughput", *words, *others]) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert result["identical_outputs"] == [6, 6, 6]
     assert [other["engine"] for other in result["baselines"]] == others[1::2]
-    preemptions = [result["num_preemptions"], *(other["num_preemptions"] for other in result["baselines"])]
+    preemptions = [
+        result["num_preemptions"],
+        *(other["num_preemptions"] for other in result["baselines"]),
+    ]
     assert preemptions[0] > 0 and preemptions[1] > 0 and preemptions[2] == 0
     *others, drafted = result["baselines"]
-    assert all(other["tokens_per_target_step"] == 1 and other["num_draft_tokens"] == 0 for other in (result, *others))
+    assert all(
+        other["tokens_per_target_step"] == 1 and other["num_draft_tokens"] == 0
+        for other in (result, *others)
+    )
     num_drafts, num_accepted = drafted["num_draft_tokens"], drafted["num_accepted_tokens"]
     assert num_drafts > num_accepted > 0 and drafted["tokens_per_target_step"] > 1
     assert f"drafts {num_drafts} {num_accepted}" == " ".join(
@@ -226,7 +299,9 @@ def result_of(*seconds: float, **changes: Any) -> dict[str, Any]:
         "max_output": 8,
         "config": {"model": "/a/llama", "dtype": "auto"},
     }
-    median = dataclasses.replace(measurement(), duration=sorted(seconds)[len(seconds) // 2], durations=seconds)
+    median = dataclasses.replace(
+        measurement(), duration=sorted(seconds)[len(seconds) // 2], durations=seconds
+    )
     return {**as_result([median], **work), **changes}
 
 
@@ -243,13 +318,23 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
     assert others == [f"other jax: {jax.__version__}, now 9", "other dtype: auto, now bfloat16"]
     twice = compare("a.json", baseline, result_of(1.0, 1.0, config=now["config"]))
     assert twice.notes == ("other dtype: auto, now bfloat16",)
-    types = [{"effective_dtype": dtype, "effective_kv_cache_dtype": "int8"} for dtype in ("bfloat16", "float32")]
+    types = [
+        {"effective_dtype": dtype, "effective_kv_cache_dtype": "int8"}
+        for dtype in ("bfloat16", "float32")
+    ]
     before, now = (result_of(1.0, 1.0, **each) for each in types)
     assert compare("a.json", before, now).notes == ("other effective_dtype: bfloat16, now float32",)
-    assert compare("a.json", result_of(1.0, 1.0), now).notes == (), "a result of before does not say"
+    assert compare("a.json", result_of(1.0, 1.0), now).notes == (), (
+        "a result of before does not say"
+    )
     check_same_work("a.json", baseline, {"seed": 0, "model": "llama"})
-    for work, said in (({"model": "opt"}, "model 'llama', now 'opt'"), ({"seed": 1, "completed": 2}, "seed 0, now 1")):
-        with pytest.raises(UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"):
+    for work, said in (
+        ({"model": "opt"}, "model 'llama', now 'opt'"),
+        ({"seed": 1, "completed": 2}, "seed 0, now 1"),
+    ):
+        with pytest.raises(
+            UsageError, match=f"--compare a.json: that was other work: {said}. Use the same flags"
+        ):
             check_same_work("a.json", baseline, work)
 
 
@@ -261,8 +346,14 @@ def test_a_ratio_to_an_earlier_run_has_the_spread_of_both(tmp_path: Path) -> Non
         ({"config": {"model": 3}}, "config.model must be a valid string, got 3"),
         ({"environment": "linux"}, "environment must be a valid dictionary, got 'linux'"),
         ({"environment": {"commit": 5}}, "environment.commit must be a valid string, got 5"),
-        ({"total_output_tokens": 0}, "total_output_tokens must be greater than or equal to 1, got 0"),
-        ({"total_output_tokens": 10**400}, "total_output_tokens must be less than 1000000000000, got 1000"),
+        (
+            {"total_output_tokens": 0},
+            "total_output_tokens must be greater than or equal to 1, got 0",
+        ),
+        (
+            {"total_output_tokens": 10**400},
+            "total_output_tokens must be less than 1000000000000, got 1000",
+        ),
         ({"duration": float("nan")}, "duration must be a finite number, got nan"),
         ({"duration": float("inf")}, "duration must be a finite number, got inf"),
         ({"duration": -1}, "duration must be greater than 0, got -1"),
@@ -276,7 +367,8 @@ def test_a_baseline_whose_fields_cannot_be_compared_is_refused(
     path = tmp_path / "baseline.json"
     path.write_text(json.dumps({**result_of(2.0, 4.0, 1.0), **changes}))
     with pytest.raises(
-        UsageError, match=f"--compare {path}: {re.escape(said)}.*, so it is no result of `jaxpage bench"
+        UsageError,
+        match=f"--compare {path}: {re.escape(said)}.*, so it is no result of `jaxpage bench",
     ):
         read_baseline(str(path))
 
@@ -303,14 +395,22 @@ def test_a_gate_fails_where_all_runs_are_slower(
     assert cli.main([*words, *more]) == 0
     first = json.loads(path.read_text())
     assert first["effective_dtype"] == first["effective_kv_cache_dtype"] == "float32"
-    history.record(str(document), first, day=datetime.date(2030, 1, 2))  # a second row, below the first
+    # a second row, below the first
+    history.record(str(document), first, day=datetime.date(2030, 1, 2))
     title, *lines, more_text = [line for line in document.read_text().splitlines() if line]
-    assert title == "# Page" and more_text == "More." and [lines[0], lines[-1]] == [history.BEGIN, history.END]
-    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:-1]]
+    assert (
+        title == "# Page"
+        and more_text == "More."
+        and [lines[0], lines[-1]] == [history.BEGIN, history.END]
+    )
+    header, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:-1]
+    ]
     assert len(rows) == 2 and rows[0][1:] == rows[1][1:] and rows[1][0] == "2030-01-02"
     row = dict(zip(header, rows[0], strict=True))
     assert (
-        row["output tokens/s"].startswith(f"{first['output_throughput']:.1f} (") and "2 runs" in row["output tokens/s"]
+        row["output tokens/s"].startswith(f"{first['output_throughput']:.1f} (")
+        and "2 runs" in row["output tokens/s"]
     )
     assert (
         row["settings"] == first["config_hash"]
@@ -338,9 +438,20 @@ def test_a_gate_fails_where_all_runs_are_slower(
         assert f"--compare {path}: {said}" in capsys.readouterr().err
 
 
-def test_a_start_is_timed_by_phase(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_is_timed_by_phase(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
-    words = ["--model", str(model), "--num-blocks", "9", "--max-num-seqs", "1", "--max-num-batched-tokens", "16"]
+    words = [
+        "--model",
+        str(model),
+        "--num-blocks",
+        "9",
+        "--max-num-seqs",
+        "1",
+        "--max-num-batched-tokens",
+        "16",
+    ]
     words += ["--attention-backend", "scan", "--starts", "1", "--output-json", str(path)]
     began = time.perf_counter()
     assert cli.main(["bench", "startup", *words]) == 0
@@ -354,14 +465,18 @@ def test_a_start_is_timed_by_phase(model: Path, tmp_path: Path, capsys: pytest.C
     )
     assert list(result["cold"]) == list(warm) == names
     assert [line.split("  ")[0] for line in shown] == ["seconds", *names, "total"]
-    assert result["warm_seconds"] == sum(warm.values()) and result["cold_seconds"] == sum(result["cold"].values())
+    assert result["warm_seconds"] == sum(warm.values()) and result["cold_seconds"] == sum(
+        result["cold"].values()
+    )
     assert min(warm.values()) > 0 and result["warm_seconds"] + result["cold_seconds"] < seconds
 
 
 def test_a_start_that_fails_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "startup", str(tmp_path / "nowhere"), "--starts", "1"]) == 1
     *_, before, line = capsys.readouterr().err.splitlines()
-    assert line.startswith("jaxpage: error: ") and "nowhere" in line and before.startswith("Starting:")
+    assert (
+        line.startswith("jaxpage: error: ") and "nowhere" in line and before.startswith("Starting:")
+    )
     assert cli.main(["bench", "startup", "--starts", "0"]) == 2
     assert "--starts must be at least 1, got 0" in capsys.readouterr().err
 
@@ -370,7 +485,9 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
     root = Path(__file__).parents[1]
     command = [sys.executable, "tools/bench_throughput.py", *flags(model), "--max-output", "100"]
     environment = {**os.environ, "PYTHONPATH": str(root)}  # a script's own path is tools/
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=root, env=environment)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, cwd=root, env=environment
+    )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout.splitlines()[-1])["max_output"] == 44
     assert "max_model_len is 64: prompts are cut to 20 tokens, outputs to 44" in result.stderr
@@ -390,7 +507,10 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         (["--versus", "blocksize=8"], "blocksize: unknown setting; did you mean 'block_size'?"),
         (["--seed", "-1"], "--seed must not be negative, got -1"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--fail-below", "0.9"], "--fail-below goes with --compare: it is a ratio to an earlier run"),
+        (
+            ["--fail-below", "0.9"],
+            "--fail-below goes with --compare: it is a ratio to an earlier run",
+        ),
         (["--compare", "no.json"], "--compare no.json: No such file or directory"),
         (["--record", "LICENSE"], "--record LICENSE: the file needs a line <!-- rows by"),
         (
@@ -399,7 +519,9 @@ def test_the_tool_is_the_same_program(model: Path) -> None:
         ),
     ],
 )
-def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_make_no_sense(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "throughput", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -412,39 +534,61 @@ def test_what_would_fail_at_the_end_is_refused_at_the_beginning(
     words = ["bench", kind, "./no-such-model"]
     for path in (tmp_path / "no" / "such", tmp_path):
         assert cli.main([*words, "--output-json", str(path)]) == 2
-        assert f"--output-json {path}: there is no such directory, or it is one" in capsys.readouterr().err
+        assert (
+            f"--output-json {path}: there is no such directory, or it is one"
+            in capsys.readouterr().err
+        )
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "torch" else find(name, *rest),
+    )
     assert cli.main([*words, "--baseline", "transformers"]) == 2
     assert "--baseline transformers needs torch, which is not installed" in capsys.readouterr().err
 
 
-def test_swapping_is_timed_beside_recomputation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_swapping_is_timed_beside_recomputation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = random_checkpoint(tmp_path / "model", LLAMA)
-    bench_swap.main(["--model", str(model), "--num-tokens", "40", "--block-sizes", "4", "16", "--repeats", "2"])
+    bench_swap.main(
+        ["--model", str(model), "--num-tokens", "40", "--block-sizes", "4", "16", "--repeats", "2"]
+    )
     header, *rows, line = capsys.readouterr().out.splitlines()
-    assert header.split()[:2] == ["block", "size"] and [row.split()[:2] for row in rows] == [["4", "10"], ["16", "3"]]
+    assert header.split()[:2] == ["block", "size"] and [row.split()[:2] for row in rows] == [
+        ["4", "10"],
+        ["16", "3"],
+    ]
     result = json.loads(line)
     assert result["num_tokens"] == 40 and result["environment"] == environment()
     for cost in result["results"]:
-        swap_out, swap_in, recompute = (cost[f"{name}_seconds"] for name in ("swap_out", "swap_in", "recompute"))
+        swap_out, swap_in, recompute = (
+            cost[f"{name}_seconds"] for name in ("swap_out", "swap_in", "recompute")
+        )
         assert min(swap_out, swap_in, recompute) > 0
         assert cost["ratio"] == pytest.approx((swap_out + swap_in) / recompute)
     with pytest.raises(SystemExit):
         bench_swap.main(["--num-tokens", "1"])
 
 
-def test_draws_are_timed_by_method_and_by_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_draws_are_timed_by_method_and_by_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = random_checkpoint(tmp_path / "model", LLAMA)
     words = "--num-rows 2 --num-tokens 20 --vocabularies 1200 --scales 4 --repeats 1"
     bench_sampler.main(["--model", str(model), *words.split()])
     *lines, line = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + len(bench_sampler.CUTS) + 2 + len(bench_sampler.KINDS)
     result = json.loads(line)
-    assert [cut["cut"] for cut in result["cuts"]] == list(bench_sampler.CUTS) and list(result["steps"]) == list(
-        bench_sampler.KINDS
+    assert [cut["cut"] for cut in result["cuts"]] == list(bench_sampler.CUTS) and list(
+        result["steps"]
+    ) == list(bench_sampler.KINDS)
+    assert all(
+        value > 0
+        for cut in result["cuts"]
+        for value in (*cut["seconds"].values(), *result["steps"].values())
     )
-    assert all(value > 0 for cut in result["cuts"] for value in (*cut["seconds"].values(), *result["steps"].values()))
     with pytest.raises(SystemExit):
         bench_sampler.main(["--vocabularies", "50"])
 
@@ -464,7 +608,10 @@ def test_the_methods_that_are_timed_do_the_same(cut: str) -> None:
     ("words", "message"),
     [
         (("--block-sizes", "3"), "block_size: must be a power of two from 1 to 128, got 3"),
-        (("--num-tokens", "100000"), "max_model_len is 100000, but the model's positions end at 512"),
+        (
+            ("--num-tokens", "100000"),
+            "max_model_len is 100000, but the model's positions end at 512",
+        ),
         (("--model", "/nowhere/at/all"), "/nowhere/at/all"),
     ],
 )

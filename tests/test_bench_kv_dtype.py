@@ -27,13 +27,19 @@ def test_its_logits_are_those_of_an_engine_to_the_last_bit(directory):
     token_ids = np.random.default_rng(0).integers(1, 257, 150).tolist()
     config, files = EngineConfig(model=str(directory), block_size=8), open_model(directory)
     parameters = load_weights(files.plan, "float32", jax.device_put, progress=False)
-    logits_TV = position_logits(config, files, parameters, token_ids, dtype="float32", page_dtype="int8")
+    logits_TV = position_logits(
+        config, files, parameters, token_ids, dtype="float32", page_dtype="int8"
+    )
     with make_llm(directory, kv_cache_dtype="int8", max_num_seqs=2) as llm:
         witness = LogitsWitness(llm)
         lengths = (1, 64, 129, 150)
-        llm.generate([token_ids[:length] for length in lengths], SamplingParams(max_tokens=1), use_tqdm=False)
+        llm.generate(
+            [token_ids[:length] for length in lengths], SamplingParams(max_tokens=1), use_tqdm=False
+        )
         for sequence_id, length in enumerate(lengths):
-            np.testing.assert_array_equal(logits_TV[length - 1], witness.logits[sequence_id, length])
+            np.testing.assert_array_equal(
+                logits_TV[length - 1], witness.logits[sequence_id, length]
+            )
 
 
 def test_differences_against_sums_by_hand():
@@ -55,7 +61,10 @@ def test_the_command_end_to_end(capsys):
     result = json.loads(line)
     assert shown[0].split() == ["float32", "int8", "fp8"] and result["num_tokens"] == 100
     exact, int8, fp8 = result["auto"], result["int8"], result["fp8"]
-    assert exact["max_logit_difference"] == exact["kl_divergence"] == 0.0 and exact["top1_agreement"] == 1.0
+    assert (
+        exact["max_logit_difference"] == exact["kl_divergence"] == 0.0
+        and exact["top1_agreement"] == 1.0
+    )
     assert 0 < int8["mean_logit_difference"] < fp8["mean_logit_difference"] < 0.1
     assert [column["bytes_per_token"] for column in (exact, int8, fp8)] == [4096, 1088, 1088]
     assert [column["sequences_per_gib"] for column in (exact, int8, fp8)] == [1023, 3854, 3854]

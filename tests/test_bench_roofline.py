@@ -27,7 +27,9 @@ GPT2 = {
 }
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, GPT2], ids=["untied", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, GPT2], ids=["untied", "tied", "gpt2"]
+)
 def test_weights_of_products_are_those_of_torchs_linear_layers(changes: dict) -> None:
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,19 +42,29 @@ def test_weights_of_products_are_those_of_torchs_linear_layers(changes: dict) ->
     layers = [module for module in model.modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
     family = load_family(config)
     number = sum(each.weight.numel() for each in layers)
-    assert product_weights(family, family.Spec.from_config(config), "bfloat16") == (number, 2 * number)
+    assert product_weights(family, family.Spec.from_config(config), "bfloat16") == (
+        number,
+        2 * number,
+    )
 
 
 def test_what_a_step_must_do_by_hand() -> None:
     kv = KVSpec(num_layers=2, num_kv_heads=2, head_width=8, sliding_windows=(None, 10))
     spec = SimpleNamespace(kv=kv, num_query_heads=4)
-    decode = work_of(spec, ProductWeights(1000, 2000), "float32", num_rows=3, num_tokens=1, context=19)
+    decode = work_of(
+        spec, ProductWeights(1000, 2000), "float32", num_rows=3, num_tokens=1, context=19
+    )
     positions = 20 + 10
     assert decode.num_bytes == 1000 * 2 + 3 * positions * (2 * 2 * 8 * 4)
     assert decode.num_operations == 3 * (2 * 1000 + 4 * 4 * 8 * 20 * 2)
-    chunk = work_of(spec, ProductWeights(1000, 4000), "float32", num_rows=1, num_tokens=4, context=0)
+    chunk = work_of(
+        spec, ProductWeights(1000, 4000), "float32", num_rows=1, num_tokens=4, context=0
+    )
     assert chunk.num_operations == 4 * 2 * 1000 + (1 + 2 + 3 + 4) * 4 * 4 * 8 * 2
-    assert Work(100.0, 30.0).seconds(50.0, 10.0) == 3.0 and Work(100.0, 10.0).seconds(50.0, 10.0) == 2.0
+    assert (
+        Work(100.0, 30.0).seconds(50.0, 10.0) == 3.0
+        and Work(100.0, 10.0).seconds(50.0, 10.0) == 2.0
+    )
 
 
 CODE = """HloModule jit_step, entry_computation_layout={(f32[2]{0})->f32[2]{0}}
@@ -86,20 +98,37 @@ def test_an_operation_belongs_to_the_scope_that_it_was_traced_in() -> None:
         ("k", 3, {"hlo_op": "add.9"}),
     ]
     line = SimpleNamespace(
-        events=[SimpleNamespace(name=name, duration_ns=time, stats=stats.items()) for name, time, stats in events]
+        events=[
+            SimpleNamespace(name=name, duration_ns=time, stats=stats.items())
+            for name, time, stats in events
+        ]
     )
     found = seconds_by_scope(SimpleNamespace(planes=[SimpleNamespace(lines=[line, line])]), scopes)
-    assert found == pytest.approx({"product": 22e-9, "gather": 0, "attention": 0, "sampling": 0, "other": 6e-9})
+    assert found == pytest.approx(
+        {"product": 22e-9, "gather": 0, "attention": 0, "sampling": 0, "other": 6e-9}
+    )
 
 
-def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+def test_the_command_end_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
     monkeypatch.setattr("jaxpage.bench.ceilings.WIDTH", 64)
     model, path = random_checkpoint(tmp_path / "llama", LLAMA), tmp_path / "result.json"
-    words = ["bench", "roofline", str(model), "--max-num-batched-tokens", "16", "--preemption-mode", "recompute"]
+    words = [
+        "bench",
+        "roofline",
+        str(model),
+        "--max-num-batched-tokens",
+        "16",
+        "--preemption-mode",
+        "recompute",
+    ]
     words += ["--dtype", "float32", "--max-model-len", "64"]
     words += ["--batches", "1", "2", "--output-json", str(path)]
     assert cli.main([*words, "--context", "20"]) == 2
-    assert "max_model_len must be at least 97 for bench roofline, and is 64" in capsys.readouterr().err
+    assert (
+        "max_model_len must be at least 97 for bench roofline, and is 64" in capsys.readouterr().err
+    )
     monkeypatch.setattr("jaxpage.bench.roofline.STEPS", 4)
     assert cli.main([*words, "--context", "49"]) == 2
     assert "--context must be at most 48: max_model_len is 64" in capsys.readouterr().err
@@ -110,11 +139,18 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [step["name"] for step in result["steps"]] == ["1 rows", "2 rows", "chunk of 16"]
     for step in result["steps"]:
         assert tuple(step["parts"]) == PARTS
-        nothing = ("sampling", "gather", "dispatch and transfer")  # the kernels for CPUs read pages in place
+        # the kernels for CPUs read pages in place
+        nothing = ("sampling", "gather", "dispatch and transfer")
         assert all(step["parts"][name] > 0 for name in PARTS if name not in nothing)
         assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
-        limits = step["bytes"] / step["bytes_per_second"], step["operations"] / result["product_flops_per_second"]
-        assert step["roofline_seconds"] == max(limits) and step["share"] == max(limits) / step["seconds"]
+        limits = (
+            step["bytes"] / step["bytes_per_second"],
+            step["operations"] / result["product_flops_per_second"],
+        )
+        assert (
+            step["roofline_seconds"] == max(limits)
+            and step["share"] == max(limits) / step["seconds"]
+        )
     assert "share of the roofline" in "\n".join(shown)
 
 
@@ -130,6 +166,8 @@ def test_the_command_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--output-json", "/no/such/x"], "--output-json /no/such/x: there is no such directory"),
     ],
 )
-def test_flags_that_make_no_sense(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_make_no_sense(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "roofline", *words]) == 2
     assert message in capsys.readouterr().err

@@ -66,7 +66,9 @@ class FakeServer:
         length = int(head.lower().partition("content-length: ")[2].split("\r\n")[0])
         body = await reader.readexactly(length)
         if method == "GET":
-            found: dict[str, Any] = {"data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 64}]}
+            found: dict[str, Any] = {
+                "data": [{"id": "a", "max_model_len": 64}, {"id": "b", "max_model_len": 64}]
+            }
             if path == "/v1/capabilities":
                 found = {"model": {"vocab_size": 50}}
             text = json.dumps(found)
@@ -87,14 +89,21 @@ class FakeServer:
         while len(self.bodies) - 1 < -(-index // self.together) * self.together:
             await asyncio.sleep(0.001)
         if self.is_plain and "ignore_eos" in body:
-            writer.write(b"HTTP/1.1 400 x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+            writer.write(
+                b"HTTP/1.1 400 x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            )
             return
         self._head(writer)
         tokens = [b'data: {"choices": [{"text": "x", "token_ids": [7]}]}\n\n'] * body["max_tokens"]
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": body["max_tokens"]}
-        ending = [b": a comment\n\n", b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n']
+        ending = [
+            b": a comment\n\n",
+            b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n',
+        ]
         ending += [b'data: {"choices": [], "usage": ' + json.dumps(usage).encode() + b"}\n\n"]
-        for frame in [*tokens, *ending, b"data: [DONE]\n\n"] if self.frames is None else self.frames:
+        for frame in (
+            [*tokens, *ending, b"data: [DONE]\n\n"] if self.frames is None else self.frames
+        ):
             for half in (frame[:7], frame[7:]):  # what belongs together may come apart
                 self._part(writer, half)
                 await writer.drain()
@@ -102,7 +111,9 @@ class FakeServer:
         self.log.append(("ends", index))
 
     def _head(self, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"HTTP/1.1 {self.status} x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode())
+        writer.write(
+            f"HTTP/1.1 {self.status} x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+        )
 
     def _part(self, writer: asyncio.StreamWriter, part: bytes) -> None:
         writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
@@ -118,7 +129,9 @@ def server() -> Iterator[FakeServer]:
 SMALL = ["--dataset", "random", "--max-input", "10", "--max-output", "6"]
 
 
-def bench(server: FakeServer, *words: str, capsys: pytest.CaptureFixture[str], status: int = 0) -> dict[str, Any]:
+def bench(
+    server: FakeServer, *words: str, capsys: pytest.CaptureFixture[str], status: int = 0
+) -> dict[str, Any]:
     assert cli.main(["bench", "serve", "--base-url", server.url, *SMALL, *words]) == status
     result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
     return result
@@ -130,7 +143,13 @@ def bench(server: FakeServer, *words: str, capsys: pytest.CaptureFixture[str], s
 def test_latencies_by_their_definitions() -> None:
     """By hand: 4 tokens in 3 outputs; 1 token; a failure, which counts nowhere else."""
     answers = [
-        Answer(due=10.0, outputs=[10.5, 11.0, 12.0], ended=12.1, num_prompt_tokens=7, num_output_tokens=4),
+        Answer(
+            due=10.0,
+            outputs=[10.5, 11.0, 12.0],
+            ended=12.1,
+            num_prompt_tokens=7,
+            num_output_tokens=4,
+        ),
         Answer(due=11.0, outputs=[13.5], ended=13.5, num_prompt_tokens=3, num_output_tokens=1),
         Answer(due=0.0, error="status 429"),
     ]
@@ -193,7 +212,9 @@ vllm:prefix_cache_hits_total {hits}
 """
 
 
-def test_what_the_servers_metrics_say(server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_the_servers_metrics_say(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     server.metrics = [
         METRICS.format(usage=0.5, preemptions=2, queries=10, hits=5),
         METRICS.format(usage=0.25, preemptions=5, queries=50, hits=15),
@@ -205,32 +226,58 @@ def test_what_the_servers_metrics_say(server: FakeServer, capsys: pytest.Capture
     assert result["mean_kv_cache_usage_perc"] in (0.25, 0.375), "with or without a look in between"
     assert "draft_acceptance_rate" not in result and "compiles_during_run" not in result
     assert [one["request_rate"] for one in result["sweep"]] == [100, 1000]
-    assert result["request_goodput"] == result["request_throughput"] and result["arrivals"] == "poisson"
+    assert (
+        result["request_goodput"] == result["request_throughput"]
+        and result["arrivals"] == "poisson"
+    )
     assert result["request_rate_held"] in (True, False) and path.read_text().count("requests/s") > 0
 
 
 # ---- the client
 
 
-def test_the_rounds_of_a_chat_go_on_from_the_answers(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench(server, "--dataset", "chat", "--num-rounds", "2", "--num-prompts", "6", capsys=capsys)
+def test_the_rounds_of_a_chat_go_on_from_the_answers(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench(
+        server, "--dataset", "chat", "--num-rounds", "2", "--num-prompts", "6", capsys=capsys
+    )
     _, *bodies = server.bodies
-    firsts = [tuple([*body["prompt"], *[7] * body["max_tokens"]]) for body in bodies if len(body["prompt"]) < 3]
+    firsts = [
+        tuple([*body["prompt"], *[7] * body["max_tokens"]])
+        for body in bodies
+        if len(body["prompt"]) < 3
+    ]
     seconds = [body for body in bodies if len(body["prompt"]) >= 3]
     assert result["completed"] == 6 and len(firsts) == len(seconds) == 3
-    assert all(any(tuple(body["prompt"][: len(first)]) == first for first in firsts) for body in seconds)
+    assert all(
+        any(tuple(body["prompt"][: len(first)]) == first for first in firsts) for body in seconds
+    )
 
 
-def test_a_server_without_extensions_is_measured_too(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_without_extensions_is_measured_too(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.is_plain = True
     result = bench(server, "--num-prompts", "2", "--max-concurrency", "1", capsys=capsys)
     assert result["completed"] == 2 and result["arrivals"] == "closed loop"
-    assert {*server.bodies[-1]} == {"model", "prompt", "max_tokens", "temperature", "stream", "stream_options"}
+    assert {*server.bodies[-1]} == {
+        "model",
+        "prompt",
+        "max_tokens",
+        "temperature",
+        "stream",
+        "stream_options",
+    }
 
 
-def test_ratios_to_an_earlier_run(server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_ratios_to_an_earlier_run(
+    server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = str(tmp_path / "baseline.json")
-    first = bench(server, "--num-prompts", "3", "--repeats", "2", "--output-json", path, capsys=capsys)
+    first = bench(
+        server, "--num-prompts", "3", "--repeats", "2", "--output-json", path, capsys=capsys
+    )
     assert len(first["runs"]) == 2
     now = bench(server, "--num-prompts", "3", "--compare", path, capsys=capsys)
     ratio = now["compared"]["median_ttft_ms"]
@@ -238,8 +285,21 @@ def test_ratios_to_an_earlier_run(server: FakeServer, capsys: pytest.CaptureFixt
     before = [run["median_ttft_ms"] for run in first["runs"]]
     assert ratio["lowest"] == pytest.approx(now["median_ttft_ms"] / max(before))
     assert ratio["highest"] == pytest.approx(now["median_ttft_ms"] / min(before))
-    assert now["config_hash"] == first["config_hash"] and now["environment_hash"] == first["environment_hash"]
-    words = ["bench", "serve", "--base-url", server.url, *SMALL, "--num-prompts", "4", "--compare", path]
+    assert (
+        now["config_hash"] == first["config_hash"]
+        and now["environment_hash"] == first["environment_hash"]
+    )
+    words = [
+        "bench",
+        "serve",
+        "--base-url",
+        server.url,
+        *SMALL,
+        "--num-prompts",
+        "4",
+        "--compare",
+        path,
+    ]
     assert cli.main(words) == 2
     assert "that was other work: num_prompts 3, now 4" in capsys.readouterr().err
     for changes, said in (
@@ -256,19 +316,27 @@ def test_every_request_is_sent_and_counted(
     server: FakeServer, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "result.json"
-    result = bench(server, "--num-prompts", "9", "--seed", "3", "--output-json", str(path), capsys=capsys)
+    result = bench(
+        server, "--num-prompts", "9", "--seed", "3", "--output-json", str(path), capsys=capsys
+    )
     warm_up, *bodies = server.bodies
     assert len(bodies) == result["completed"] == 9 and json.loads(path.read_text()) == result
     assert result["total_input_tokens"] == sum(len(body["prompt"]) for body in bodies)
     assert result["total_output_tokens"] == sum(body["max_tokens"] for body in bodies)
-    assert all(body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in bodies)
-    assert {body["model"] for body in bodies} == {"a"} and all(max(body["prompt"]) < 50 for body in bodies)
+    assert all(
+        body["stream"] and body["ignore_eos"] and body["temperature"] == 0 for body in bodies
+    )
+    assert {body["model"] for body in bodies} == {"a"} and all(
+        max(body["prompt"]) < 50 for body in bodies
+    )
     [salt] = {body["cache_salt"] for body in bodies}
     assert "cache_salt" not in warm_up and len(salt) == 32
     assert result["request_rate"] is None and "device" not in result["environment"]
 
 
-def test_no_more_requests_at_a_time_than_asked_for(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_more_requests_at_a_time_than_asked_for(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     server.together = 3
     bench(server, "--num-prompts", "12", "--max-concurrency", "3", "--model", "b", capsys=capsys)
     assert server.most == 3 and server.bodies[-1]["model"] == "b"
@@ -298,13 +366,28 @@ def test_a_place_that_is_free_is_given_on_unless_batches_stay_whole(whole: bool)
     assert asyncio.run(run()) == (in_batches if whole else one_by_one)
 
 
-def test_static_batches_wait_for_their_last(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
-    result = bench(server, "--num-prompts", "10", "--baseline", "static", "--baseline-batch-size", "4", capsys=capsys)
+def test_static_batches_wait_for_their_last(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = bench(
+        server,
+        "--num-prompts",
+        "10",
+        "--baseline",
+        "static",
+        "--baseline-batch-size",
+        "4",
+        capsys=capsys,
+    )
     [static] = result["baselines"]
     assert (static["engine"], static["completed"]) == ("static batches of 4", 10)
     continuous, batches = server.bodies[1:11], server.bodies[11:]
-    assert [body["prompt"] for body in batches] == [body["prompt"] for body in continuous], "the same work"
-    assert {body["cache_salt"] for body in batches}.isdisjoint(body["cache_salt"] for body in continuous)
+    assert [body["prompt"] for body in batches] == [body["prompt"] for body in continuous], (
+        "the same work"
+    )
+    assert {body["cache_salt"] for body in batches}.isdisjoint(
+        body["cache_salt"] for body in continuous
+    )
     log = [(what, index - 11) for what, index in server.log if index >= 11]
     for first in (0, 4, 8):
         batch = [(what, index) for what, index in log if first <= index < first + 4]
@@ -313,13 +396,19 @@ def test_static_batches_wait_for_their_last(server: FakeServer, capsys: pytest.C
     assert not log
 
 
-def test_requests_arrive_at_the_rate_that_was_asked_for(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_arrive_at_the_rate_that_was_asked_for(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     """200 requests at 500 a second: not before the last is due. A slow machine may take longer."""
-    result = bench(server, "--num-prompts", "200", "--request-rate", "500", "--max-output", "1", capsys=capsys)
+    result = bench(
+        server, "--num-prompts", "200", "--request-rate", "500", "--max-output", "1", capsys=capsys
+    )
     assert result["duration"] > 0.3 and result["request_throughput"] < 650
 
 
-def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_counted_and_the_status_is_1(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = asyncio.run(Client(server.url).complete({"prompt": [1], "max_tokens": 2}, 0.0))
     assert good.error is None and len(good.outputs) == 2
     for frames, error in (
@@ -331,7 +420,10 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         answer = asyncio.run(Client(server.url).complete({"prompt": [1], "max_tokens": 2}, 0.0))
         assert answer.error is not None and error in answer.error
     server.status = 503
-    assert asyncio.run(Client(server.url).complete({"prompt": [1], "max_tokens": 2}, 0.0)).error == "status 503"
+    assert (
+        asyncio.run(Client(server.url).complete({"prompt": [1], "max_tokens": 2}, 0.0)).error
+        == "status 503"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,16 +434,31 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         (("--request-rate", "0"), "--request-rate must be more than 0, got 0.0"),
         (("--request-rate", "nan"), "--request-rate must be more than 0, got nan"),
         (("--burstiness", "-1"), "--burstiness must be more than 0"),
-        (("--burstiness", "0.5"), "--burstiness needs --request-rate: without it all requests come at once"),
-        (("--output-json", "no/such/file"), "--output-json no/such/file: there is no such directory"),
+        (
+            ("--burstiness", "0.5"),
+            "--burstiness needs --request-rate: without it all requests come at once",
+        ),
+        (
+            ("--output-json", "no/such/file"),
+            "--output-json no/such/file: there is no such directory",
+        ),
         (("--max-concurrency", "0"), "--max-concurrency must be at least 1, got 0"),
         (("--baseline", "orca"), "--baseline must be static, got 'orca'"),
-        (("--dataset", "mine"), "--dataset must be one of sharegpt, alpaca, random, prefix_repetition"),
+        (
+            ("--dataset", "mine"),
+            "--dataset must be one of sharegpt, alpaca, random, prefix_repetition",
+        ),
         (("--num-prompts", "0"), "--num-prompts must be at least 1"),
-        (("--goodput", "itl:5"), "--goodput takes NAME:MILLISECONDS with ttft, tpot, e2el, got 'itl:5'"),
+        (
+            ("--goodput", "itl:5"),
+            "--goodput takes NAME:MILLISECONDS with ttft, tpot, e2el, got 'itl:5'",
+        ),
         (("--dataset", "custom"), "--dataset custom needs --dataset-path FILE"),
         (("--num-rounds", "2"), "--num-rounds goes with --dataset chat, not sharegpt"),
-        (("--request-rate", "1", "2", "--compare", "x"), "--baseline and --compare go with one --request-rate"),
+        (
+            ("--request-rate", "1", "2", "--compare", "x"),
+            "--baseline and --compare go with one --request-rate",
+        ),
         (("--compare", "no.json"), "--compare no.json: No such file or directory"),
         (
             ("--compare", "tests/durations.json"),
@@ -359,12 +466,16 @@ def test_failures_are_counted_and_the_status_is_1(server: FakeServer, capsys: py
         ),
     ],
 )
-def test_wrong_use_of_bench_serve(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_of_bench_serve(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "serve", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_server_that_cannot_be_measured(server: FakeServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_cannot_be_measured(
+    server: FakeServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "serve", "--base-url", server.url, "--model", "c"]) == 2
     assert "the server has no such model" in capsys.readouterr().err
     server.frames = [b"data: [DONE]\n\n"]
@@ -383,12 +494,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_latency_of_a_batch_and_of_other_settings_beside_it(
     model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = ["--model", str(model), "--batch-size", "2", "--input-len", "8", "--output-len", "4", "--num-iters", "3"]
+    words = [
+        "--model",
+        str(model),
+        "--batch-size",
+        "2",
+        "--input-len",
+        "8",
+        "--output-len",
+        "4",
+        "--num-iters",
+        "3",
+    ]
     engine = ["--num-blocks", "17", "--max-num-seqs", "2", "--preemption-mode", "recompute"]
-    assert cli.main(["bench", "latency", *words, *engine, "--versus", "enable_prefix_caching=false"]) == 0
+    assert (
+        cli.main(["bench", "latency", *words, *engine, "--versus", "enable_prefix_caching=false"])
+        == 0
+    )
     out = capsys.readouterr().out
     result = json.loads(out.splitlines()[-1])
-    assert len(result["latencies"]) == 3 and result["avg_latency"] == pytest.approx(sum(result["latencies"]) / 3)
+    assert len(result["latencies"]) == 3 and result["avg_latency"] == pytest.approx(
+        sum(result["latencies"]) / 3
+    )
     assert (
         min(result["latencies"])
         <= result["percentiles"]["10"]
@@ -404,8 +531,13 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
     assert cli.main(["bench", "latency", *words, *engine, "--compare", str(earlier)]) == 0
     now = json.loads(capsys.readouterr().out.splitlines()[-1])
     spread = [before / seconds for before in slow for seconds in now["latencies"]]
-    assert [now["compared"][key] for key in ("lowest", "highest")] == pytest.approx([min(spread), max(spread)])
-    assert cli.main(["bench", "latency", *words[:-1], "1", "--seed", "1", "--compare", str(earlier)]) == 2
+    assert [now["compared"][key] for key in ("lowest", "highest")] == pytest.approx(
+        [min(spread), max(spread)]
+    )
+    assert (
+        cli.main(["bench", "latency", *words[:-1], "1", "--seed", "1", "--compare", str(earlier)])
+        == 2
+    )
     assert "that was other work: seed 0, now 1" in capsys.readouterr().err
 
 
@@ -422,6 +554,8 @@ def test_latency_of_a_batch_and_of_other_settings_beside_it(
         ),
     ],
 )
-def test_wrong_use_of_bench_latency(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_of_bench_latency(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["bench", "latency", *words]) == 2
     assert message in capsys.readouterr().err

@@ -19,18 +19,43 @@ from jaxpage.errors import JaxpageError, ModelNotFoundError
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
 TEXT = Path(__file__).parent / "support" / "alice.txt"
-SMALL = EngineConfig(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_blocks=9)
+SMALL = EngineConfig(
+    model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=64, num_blocks=9
+)
 
 
 def test_the_command_end_to_end(capsys, monkeypatch):
-    monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 48)  # else one sequence runs eleven times as often
+    # else one sequence runs eleven times as often
+    monkeypatch.setattr(speculation, "TOKENS_OF_A_TURN", 48)
     monkeypatch.setattr(speculation, "engine_process", here)
-    words = ["bench", "speculation", "--model", "demo", "--text", str(TEXT), "--batches", "1", "2", "--repeats", "1"]
-    words += ["--num-speculative-tokens", "2", "--max-output", "48", "--max-num-batched-tokens", "64"]
+    words = [
+        "bench",
+        "speculation",
+        "--model",
+        "demo",
+        "--text",
+        str(TEXT),
+        "--batches",
+        "1",
+        "2",
+        "--repeats",
+        "1",
+    ]
+    words += [
+        "--num-speculative-tokens",
+        "2",
+        "--max-output",
+        "48",
+        "--max-num-batched-tokens",
+        "64",
+    ]
     assert cli.main(words) == 0
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
-    cells = {(cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell for cell in result["cells"]}
+    cells = {
+        (cell["batch"], cell["method"], cell["num_speculative_tokens"]): cell
+        for cell in result["cells"]
+    }
     ways = [(NONE, ""), ("ngram", "2"), ("ngram", "auto"), CONTROL]
     assert list(cells) == [(batch, *way) for batch in (1, 2) for way in ways]
     for batch in (1, 2):
@@ -40,8 +65,18 @@ def test_the_command_end_to_end(capsys, monkeypatch):
         assert none["tokens_per_step"] <= auto["tokens_per_step"] <= 8.0
         assert control["tokens_per_step"] == 1.0
         assert fixed["identical"] and auto["identical"] and control["identical"]
-    assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, "greedy text of a small model repeats itself"
-    assert shown[0].split() == ["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same", "text"]
+    assert cells[1, "ngram", "2"]["tokens_per_step"] > 1.05, (
+        "greedy text of a small model repeats itself"
+    )
+    assert shown[0].split() == [
+        "drafts",
+        "batch",
+        "tokens/step",
+        "tokens/s",
+        "ratio",
+        "same",
+        "text",
+    ]
     assert len(shown) == 1 + 8 + 1
 
 
@@ -58,9 +93,13 @@ def here(config):
 
 def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
     prompts = [[5, 6, 7], [8, 9]]
-    params = [SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 6)]
+    params = [
+        SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True) for count in (4, 6)
+    ]
     with LLM(**SMALL.model_dump(), use_tqdm=False) as llm:
-        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        expected = [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
     with engine_process(SMALL) as engine:
         for _ in range(2):
             engine.begin(prompts, params)
@@ -74,14 +113,20 @@ def test_an_engine_in_a_process_of_its_own_does_what_one_does_here():
 
 
 def test_a_process_that_is_killed_is_an_error_that_says_so():
-    with pytest.raises(JaxpageError, match="process of an engine ended"), engine_process(SMALL) as engine:
+    with (
+        pytest.raises(JaxpageError, match="process of an engine ended"),
+        engine_process(SMALL) as engine,
+    ):
         (child,) = active_children()
         child.kill()
         engine.go_on()
 
 
 def test_what_goes_wrong_at_the_start_of_a_process_is_raised_here():
-    with pytest.raises(ModelNotFoundError, match="nowhere"), engine_process(EngineConfig(model="nowhere")):
+    with (
+        pytest.raises(ModelNotFoundError, match="nowhere"),
+        engine_process(EngineConfig(model="nowhere")),
+    ):
         pass
 
 
@@ -98,7 +143,9 @@ def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
     params = [speculation.SamplingParams(max_tokens=30)]
     pairs = speculation.measure(engines, [[7]], params, repeats=3)
     cells = [speculation._cell(1, way, 30, runs) for way, runs in pairs.items()]
-    assert [(cell.method, cell.num_speculative_tokens, cell.ratio, cell.identical) for cell in cells] == [
+    assert [
+        (cell.method, cell.num_speculative_tokens, cell.ratio, cell.identical) for cell in cells
+    ] == [
         (NONE, "", 4 / 3, True),
         ("medusa+tree", "4", 2.0, False),
         (NONE, "again", 0.8, True),
@@ -106,7 +153,9 @@ def test_a_ratio_is_to_the_mean_of_those_without_drafts(monkeypatch):
     assert [cell.tokens_per_second for cell in cells] == [10.0, 15.0, 6.0]
     counted = begun[18:]
     assert len(counted) == 3 * 18, "a turn is 512 tokens, of 30 in a run"
-    assert all(counted.count(llm) == 18 for llm in seconds), "each of them begins as often as another"
+    assert all(counted.count(llm) == 18 for llm in seconds), (
+        "each of them begins as often as another"
+    )
 
 
 def test_the_table_marks_the_best_of_each_batch():
@@ -130,12 +179,21 @@ def test_the_table_marks_the_best_of_each_batch():
     [
         (["--batches", "0"], "--batches must be at least 1, got 0"),
         (["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        (["--num-speculative-tokens", "3", "0"], "--num-speculative-tokens must be at least 1, got 0"),
+        (
+            ["--num-speculative-tokens", "3", "0"],
+            "--num-speculative-tokens must be at least 1, got 0",
+        ),
         (["--temperature", "-1"], "--temperature must not be negative, got -1"),
         (["--methods", "oracle"], "--methods oracle: "),
         (["--methods", "none"], "--methods none: "),
-        (["--speculative-config", '{"method": "suffix"}'], "--methods ngram: speculative_config is for suffix"),
-        (["--methods", "ngram+tree"], "--methods ngram+tree: speculative_config: tree=True is not supported"),
+        (
+            ["--speculative-config", '{"method": "suffix"}'],
+            "--methods ngram: speculative_config is for suffix",
+        ),
+        (
+            ["--methods", "ngram+tree"],
+            "--methods ngram+tree: speculative_config: tree=True is not supported",
+        ),
         (
             ["--methods", "ngram=there"],
             "--methods ngram=there: speculative_config: model is 'there', but method is 'ngram'",
@@ -155,11 +213,16 @@ def test_flags_that_make_no_sense(words, message, capsys):
 def test_how_drafts_are_accepted_holds_for_all_methods_and_other_settings_for_their_own():
     drafts = {"method": "ngram", "prompt_lookup_max": 8, "acceptance": "rejection"}
     config = SMALL.replace(speculative_config=drafts)
-    ngram, suffix = (speculation._config(config, (method, "3")).speculative_config for method in ("ngram", "suffix"))
+    ngram, suffix = (
+        speculation._config(config, (method, "3")).speculative_config
+        for method in ("ngram", "suffix")
+    )
     assert ngram.prompt_lookup_max == 8 and ngram.acceptance == suffix.acceptance == "rejection"
 
 
 def test_methods_of_a_fixed_number_are_not_run_with_auto():
-    arguments = argparse.Namespace(methods=["token_recycling+tree", "ngram"], num_speculative_tokens=[4])
+    arguments = argparse.Namespace(
+        methods=["token_recycling+tree", "ngram"], num_speculative_tokens=[4]
+    )
     _, *ways, _ = speculation._ways(arguments)
     assert ways == [("token_recycling+tree", "4"), ("ngram", "4"), ("ngram", "auto")]

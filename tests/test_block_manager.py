@@ -57,7 +57,9 @@ class Tables(RuleBasedStateMachine):
         num_new = manager.num_new_blocks(sequence_id, start, stop)
         num_free = manager.pool.num_free
         if sequence_id in manager.sequence_ids:
-            assert manager.can_write(sequence_id, start) == (manager.num_new_blocks(sequence_id, start, start + 1) == 0)
+            assert manager.can_write(sequence_id, start) == (
+                manager.num_new_blocks(sequence_id, start, start + 1) == 0
+            )
         if num_new > num_free:
             with pytest.raises(CapacityError):
                 manager.reserve(sequence_id, start, stop)
@@ -99,7 +101,9 @@ class Tables(RuleBasedStateMachine):
     def rewrite(self, data: st.DataObject, num_tokens: int) -> None:
         """Writes again from an earlier position, as after rejected drafts."""
         sequence_id = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.write(sequence_id, data.draw(st.integers(0, len(self.tokens[sequence_id]))), num_tokens)
+        self.write(
+            sequence_id, data.draw(st.integers(0, len(self.tokens[sequence_id]))), num_tokens
+        )
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -146,10 +150,14 @@ class Tables(RuleBasedStateMachine):
         for sequence_id in chosen:
             self.manager.trim(sequence_id, len(self.tokens[sequence_id]))
         blocks = {block for i in chosen for block in self.manager.block_table(i)}
-        assert self.manager.can_swap_out(chosen) == (len(blocks) <= self.manager.swapped.pool.num_free)
+        assert self.manager.can_swap_out(chosen) == (
+            len(blocks) <= self.manager.swapped.pool.num_free
+        )
         if self.manager.can_swap_out(chosen):
             moves = self.manager.swap_out(chosen)
-            assert {block for block, _ in moves} == blocks and len(moves) == len(blocks), "each block moves once"
+            assert {block for block, _ in moves} == blocks and len(moves) == len(blocks), (
+                "each block moves once"
+            )
             self.pages.swap(StepPlan(0, (), (), swap_out=moves))
             self.swapped |= {i: self.tokens.pop(i) for i in chosen}
         for sequence_id in chosen:
@@ -191,7 +199,8 @@ class Tables(RuleBasedStateMachine):
             {sequence_id: len(tokens) for sequence_id, tokens in self.tokens.items()}
         )
         entries = Counter(b for i in self.tokens for b in self.manager.block_table(i))
-        # Every token of the model has a slot of its own unless it was inherited: all written values differ.
+        # Every token of the model has a slot of its own unless it was inherited: all written values
+        # differ.
         held = {
             (self.manager.block_table(i)[p // self.manager.block_size], p % self.manager.block_size)
             for i, tokens in self.tokens.items()
@@ -233,12 +242,17 @@ class ForgetsTheCopy(BlockTables):
 
 class CopiesTheWrongWay(BlockTables):
     def reserve(self, sequence_id, start, stop):
-        return tuple((destination, source) for source, destination in super().reserve(sequence_id, start, stop))
+        return tuple(
+            (destination, source)
+            for source, destination in super().reserve(sequence_id, start, stop)
+        )
 
 
 class UnsharesOnlyTheFirstBlock(BlockTables):
     def _unshare(self, blocks, start, stop):
-        return super()._unshare(blocks, start, min(stop, (start // self.block_size + 1) * self.block_size))
+        return super()._unshare(
+            blocks, start, min(stop, (start // self.block_size + 1) * self.block_size)
+        )
 
 
 class ForksWithoutReference(BlockTables):
@@ -269,7 +283,11 @@ class LosesSharing(BlockTables):
     """Siblings that share a block get one each from the host."""
 
     def swap_in(self, sequence_ids):
-        return [move for sequence_id in sequence_ids for move in super(LosesSharing, self).swap_in([sequence_id])]
+        return [
+            move
+            for sequence_id in sequence_ids
+            for move in super(LosesSharing, self).swap_in([sequence_id])
+        ]
 
 
 class SwapsSharedBlocksTwice(BlockTables):
@@ -277,7 +295,9 @@ class SwapsSharedBlocksTwice(BlockTables):
 
     def swap_out(self, sequence_ids):
         return [
-            move for sequence_id in sequence_ids for move in super(SwapsSharedBlocksTwice, self).swap_out([sequence_id])
+            move
+            for sequence_id in sequence_ids
+            for move in super(SwapsSharedBlocksTwice, self).swap_out([sequence_id])
         ]
 
 
@@ -314,7 +334,9 @@ class SharesTheTableItself(BlockTables):
 def test_the_state_machine_sees_planted_mistakes(mistaken: type[BlockManager]) -> None:
     machine = type("Mistaken", (Tables,), {"tables_class": mistaken})
     with pytest.raises((AssertionError, KeyError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=2000))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=2000)
+        )
 
 
 def test_reserve_refuses_gaps_and_empty_ranges() -> None:
@@ -400,7 +422,11 @@ def test_the_split_counts_shared_slots_once_and_known_tokens_as_reserved() -> No
     tables.reserve(1, 0, 10)
     tables.fork(1, 2)
     split = BlockManager([tables]).usage({1: 6, 2: 6}, {1: 9, 2: 9})
-    assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots) == (6, 3, 3)
+    assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots) == (
+        6,
+        3,
+        3,
+    )
     assert (split.free_slots, split.shared_blocks, split.num_slots) == (28, 3, 40)
 
 

@@ -81,7 +81,9 @@ def test_a_kept_block_comes_back_into_use_as_it_is() -> None:
     pool.keep(block)
     pool.release(block)
     pool.share(block)
-    assert (pool.ref_count(block), pool.num_free, pool.num_cached) == (1, 2, 0) and pool.is_kept(block)
+    assert (pool.ref_count(block), pool.num_free, pool.num_cached) == (1, 2, 0) and pool.is_kept(
+        block
+    )
     pool.check()
     pool.release(block)
     pool.forget()
@@ -116,7 +118,8 @@ def _kept_and_free(pool: BlockPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [_hand_out_null, _lose, _free_twice, _free_while_used, _cached_and_free, _kept_and_free]
+    "damage",
+    [_hand_out_null, _lose, _free_twice, _free_while_used, _cached_and_free, _kept_and_free],
 )
 def test_check_sees_damage(damage) -> None:
     pool = BlockPool(4)

@@ -10,10 +10,14 @@ from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.executables import Counts, SharedExecutables, when_used
 from tests.support.random_checkpoints import random_checkpoint
 
-KNOWN = {"test_a.py": {"seconds": 9.0, "cpu_seconds": 9.0, "engines": 1, "executables": 5, "compiled": 0}}
+KNOWN = {
+    "test_a.py": {"seconds": 9.0, "cpu_seconds": 9.0, "engines": 1, "executables": 5, "compiled": 0}
+}
 
 
-@pytest.mark.parametrize(("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 25, 24)])
+@pytest.mark.parametrize(
+    ("name", "num_executables", "line"), [("test_a.py", 6, 5), ("test_new.py", 25, 24)]
+)
 def test_more_than_the_line_is_told_with_the_numbers(name, num_executables, line):
     problem = durations.over_budget(name, num_executables, KNOWN)
     for part in (
@@ -26,7 +30,11 @@ def test_more_than_the_line_is_told_with_the_numbers(name, num_executables, line
 
 
 def test_no_more_than_the_line_is_fine():
-    assert durations.over_budget("test_a.py", 5, KNOWN) is durations.over_budget("test_new.py", 24, KNOWN) is None
+    assert (
+        durations.over_budget("test_a.py", 5, KNOWN)
+        is durations.over_budget("test_new.py", 24, KNOWN)
+        is None
+    )
 
 
 def test_a_partial_run_keeps_the_lines_of_other_files(tmp_path, monkeypatch):
@@ -46,7 +54,9 @@ def compiled(monkeypatch):
     """What is compiled from here on; nothing is, really."""
     names = []
     for name in ("_compile_step", "_compile_copy"):
-        monkeypatch.setattr(executables, name, lambda *arguments, name=name: names.append(name) or object())
+        monkeypatch.setattr(
+            executables, name, lambda *arguments, name=name: names.append(name) or object()
+        )
     return names
 
 
@@ -78,7 +88,10 @@ def test_a_small_pool_compiles_nothing_of_its_own(tmp_path):
     directory, shared = random_checkpoint(tmp_path, LLAMA), SharedExecutables()
     with shared.in_use(optimized=False):
         make_llm(directory, **{**SMALL_POOL, "num_blocks": 129}, at_start=True).shutdown()
-    with shared.in_use(optimized=False) as counts, make_llm(directory, **SMALL_POOL, at_start=True) as llm:
+    with (
+        shared.in_use(optimized=False) as counts,
+        make_llm(directory, **SMALL_POOL, at_start=True) as llm,
+    ):
         assert llm.stats()["num_blocks_total"] == 16 and counts.compiled == 0
 
 
@@ -93,7 +106,9 @@ def test_what_is_compiled_when_used_is_compiled_once_and_only_then(monkeypatch):
     shared = SharedExecutables()
     with shared.in_use(optimized=False) as counts:
         with when_used():
-            copy, same, late = (executables._compile_copy("pages", size, "backend") for size in (8, 8, 16))
+            copy, same, late = (
+                executables._compile_copy("pages", size, "backend") for size in (8, 8, 16)
+            )
         assert (counts.asked, executables._workspace_bytes(copy)) == (set(), 0)
         assert (copy(1), copy(2), same(3)) == (9, 10, 11)
         assert (len(counts.asked), counts.compiled, names) == (1, 1, [("pages", 8, "backend")])

@@ -37,7 +37,12 @@ QWEN: dict[str, Any] = {
     "max_position_embeddings": 256,
     "use_sliding_window": True,
     "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "layer_types": [
+        "sliding_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ],
 }
 SETTINGS: dict[str, Any] = {
     "max_num_seqs": 4,
@@ -45,7 +50,9 @@ SETTINGS: dict[str, Any] = {
     "block_size": BLOCK_SIZE,
     "max_model_len": 192,
 }
-PROMPTS = [np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 5, 40, 90, 2)]
+PROMPTS = [
+    np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 5, 40, 90, 2)
+]
 LENGTH = 64
 GREEDY = SamplingParams(temperature=0.0, max_tokens=LENGTH, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=LENGTH, ignore_eos=True)
@@ -87,7 +94,12 @@ def test_tokens_do_not_depend_on_the_pools(
     with make_llm(model, **{**SETTINGS, **settings}) as llm:
         full, window = llm._engine.scheduler.block_manager.groups
         assert (full.pool.num_usable, window.pool.num_usable) == (80, 4 * window.most_blocks(192))
-        assert window.most_blocks(192) == (WINDOW + 16 - 1) // BLOCK_SIZE + 2 < full.most_blocks(192) == 48
+        assert (
+            window.most_blocks(192)
+            == (WINDOW + 16 - 1) // BLOCK_SIZE + 2
+            < full.most_blocks(192)
+            == 48
+        )
         assert texts(llm) == expected, "the first round"
         assert texts(llm) == expected, "with prefixes in the cache"
         stats = llm.stats()
@@ -96,23 +108,45 @@ def test_tokens_do_not_depend_on_the_pools(
             assert stats["num_preemptions_total"][mode] > 0
 
 
-def test_a_pool_holds_what_would_not_fit_otherwise(model: Path, expected: list[list[list[int]]]) -> None:
+def test_a_pool_holds_what_would_not_fit_otherwise(
+    model: Path, expected: list[list[list[int]]]
+) -> None:
     """In as many bytes as 47 blocks of all layers take, a sequence of 48 blocks fits: three of four layers keep 7 of them."""
     block_bytes = 4 * 2 * BLOCK_SIZE * 2 * 16 * 4
-    with make_llm(model, **SETTINGS | {"num_blocks": None, "kv_cache_memory_bytes": 48 * block_bytes}) as llm:
+    with make_llm(
+        model, **SETTINGS | {"num_blocks": None, "kv_cache_memory_bytes": 48 * block_bytes}
+    ) as llm:
         assert llm.memory.block_bytes == block_bytes and llm.memory.pool_bytes <= 48 * block_bytes
         assert llm.memory.num_blocks > 1 + 2 * 48, "two of the longest, in what would hold none"
         assert texts(llm) == expected
-        assert len(llm.generate([1] * 126, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == LENGTH
+        assert (
+            len(llm.generate([1] * 126, GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == LENGTH
+        )
 
 
-def test_the_plan_says_what_windows_save(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_says_what_windows_save(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = json.loads((model / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention"] * 4}))
-    sizes = ("--max-num-seqs", "4", "--block-size", "4", "--max-num-batched-tokens", "16", "--max-model-len", "192")
+    (tmp_path / "config.json").write_text(
+        json.dumps({**config, "layer_types": ["full_attention"] * 4})
+    )
+    sizes = (
+        "--max-num-seqs",
+        "4",
+        "--block-size",
+        "4",
+        "--max-num-batched-tokens",
+        "16",
+        "--max-model-len",
+        "192",
+    )
     mixed = planned(capsys, str(model), *sizes, "--num-blocks", "97")
     full = planned(capsys, str(tmp_path), *sizes, "--num-blocks", "97")
-    assert mixed["block_bytes"] == full["block_bytes"] and full["pool_bytes"] == 97 * full["block_bytes"]
+    assert (
+        mixed["block_bytes"] == full["block_bytes"]
+        and full["pool_bytes"] == 97 * full["block_bytes"]
+    )
     assert mixed["pool_bytes"] == (97 + 3 * (1 + 4 * 7)) * full["block_bytes"] // 4
     assert mixed["users"] == full["users"] > 0
 
@@ -143,10 +177,14 @@ def test_the_inspector_shows_every_group(model: Path) -> None:
             (group,) = snapshot["pool"]["further_groups"]
             sequences = [one for request in snapshot["requests"] for one in request["sequences"]]
             tables = {one["id"]: one["further_blocks"][0] for one in sequences}
-            assert tables == {one: list(manager.block_tables(one)[1]) for one in manager.sequence_ids}
+            assert tables == {
+                one: list(manager.block_tables(one)[1]) for one in manager.sequence_ids
+            }
             counted = Counter(block for table in tables.values() for block in table)
             ids = range(group["first_block"], group["first_block"] + group["num_blocks"])
-            assert group["ref_counts"] == [counted[block] for block in ids] and any(group["ref_counts"])
+            assert group["ref_counts"] == [counted[block] for block in ids] and any(
+                group["ref_counts"]
+            )
         assert 0 in tables[min(tables)] and len(tables) == 2, "something fell out of the window"
         engine.abort_all()
 
@@ -155,7 +193,11 @@ def test_layers_are_grouped_by_how_far_they_see() -> None:
     target = KVSpec(num_layers=4, num_kv_heads=2, head_width=16, sliding_windows=(8, None, 32, 8))
     drafter = KVSpec(num_layers=2, num_kv_heads=1, head_width=16, sliding_windows=(None, 64))
     groups = cache_groups((target, drafter), longest=64, block_size=4, dtype="float32")
-    assert [(group.sliding_window, group.layers) for group in groups] == [(None, (1, 4, 5)), (32, (2,)), (8, (0, 3))]
+    assert [(group.sliding_window, group.layers) for group in groups] == [
+        (None, (1, 4, 5)),
+        (32, (2,)),
+        (8, (0, 3)),
+    ]
     layer = 2 * 4 * 2 * 16 * 4
     assert [group.block_bytes for group in groups] == [layer + 2 * layer // 2, layer, 2 * layer]
     assert group_of_layers(groups) == (2, 0, 1, 2, 0, 0)
@@ -166,7 +208,9 @@ def test_layers_are_grouped_by_how_far_they_see() -> None:
     windows=st.lists(st.tuples(st.integers(1, 50), st.integers(1, 30)), max_size=3),
     num_bytes=st.integers(1, 5000),
 )
-def test_the_largest_pool_in_so_many_bytes(first: int, windows: list[tuple[int, int]], num_bytes: int) -> None:
+def test_the_largest_pool_in_so_many_bytes(
+    first: int, windows: list[tuple[int, int]], num_bytes: int
+) -> None:
     plan = dataclasses.replace(
         MemoryPlan(
             device="cpu",
@@ -181,10 +225,13 @@ def test_the_largest_pool_in_so_many_bytes(first: int, windows: list[tuple[int, 
         windows=tuple(WindowBlocks(8, size, 1, most) for size, most in windows),
     )
     sizes = [
-        num * first + sum(min(num, 1 + most) * size for size, most in windows) for num in range(num_bytes // first + 2)
+        num * first + sum(min(num, 1 + most) * size for size, most in windows)
+        for num in range(num_bytes // first + 2)
     ]
     assert [plan.bytes_of(num) for num in range(len(sizes))] == sizes
-    assert plan.most_blocks(num_bytes) == max(num for num, size in enumerate(sizes) if size <= num_bytes)
+    assert plan.most_blocks(num_bytes) == max(
+        num for num, size in enumerate(sizes) if size <= num_bytes
+    )
 
 
 def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path: Path) -> None:
@@ -194,7 +241,9 @@ def test_logits_of_mixed_windows_are_those_of_transformers(tmp_path: Path) -> No
     with make_llm(tmp_path, **SETTINGS | {"max_model_len": 60}, num_blocks=33) as llm:
         assert len(llm.spec.groups) == 2
         tokens = (
-            llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=20), use_tqdm=False)[0].outputs[0].token_ids
+            llm.generate(prompt, dataclasses.replace(GREEDY, max_tokens=20), use_tqdm=False)[0]
+            .outputs[0]
+            .token_ids
         )
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0]

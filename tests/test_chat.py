@@ -85,14 +85,35 @@ def test_the_system_message_is_set_and_removed() -> None:
 
 def test_parameters_are_set_one_by_one() -> None:
     found = conversation(sampling={"max_tokens": 200}, defaults={"temperature": 0.7, "top_p": 0.9})
-    assert (found.params.temperature, found.params.top_p, found.params.max_tokens) == (0.7, 0.9, 200)
-    for line in ("/set temperature 0", "/set max-tokens 5", "/set seed 3", "/set stop The end", "/set ignore_eos true"):
+    assert (found.params.temperature, found.params.top_p, found.params.max_tokens) == (
+        0.7,
+        0.9,
+        200,
+    )
+    for line in (
+        "/set temperature 0",
+        "/set max-tokens 5",
+        "/set seed 3",
+        "/set stop The end",
+        "/set ignore_eos true",
+    ):
         assert " = " in found.command(line), line
     assert found.command("/set stop_token_ids [1, 2]") == "stop_token_ids = [1, 2]"
-    assert found.command('/set structured_outputs {"regex": "a+"}').startswith("structured_outputs = ")
+    assert found.command('/set structured_outputs {"regex": "a+"}').startswith(
+        "structured_outputs = "
+    )
     params = found.params
-    assert (params.temperature, params.max_tokens, params.seed, params.stop) == (0, 5, 3, ("The end",))
-    assert params.ignore_eos and params.stop_token_ids == (1, 2) and params.structured_outputs == ("regex", '"a+"')
+    assert (params.temperature, params.max_tokens, params.seed, params.stop) == (
+        0,
+        5,
+        3,
+        ("The end",),
+    )
+    assert (
+        params.ignore_eos
+        and params.stop_token_ids == (1, 2)
+        and params.structured_outputs == ("regex", '"a+"')
+    )
     assert "temperature = 0.0\n" in found.command("/set") and "top_p = 0.9" in found.command("/set")
     found.command("/set seed none")
     assert found.params.seed is None
@@ -125,12 +146,16 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     assert json.loads(path.read_text())["messages"] == found.messages()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     found.turns.pop()
-    assert found.command(f"/save {path}") == f"Written to {path}", "its own file may be written again"
+    assert found.command(f"/save {path}") == f"Written to {path}", (
+        "its own file may be written again"
+    )
     other = conversation("b")
     assert other.command(f"/load {path}") == f"1 turns from {path}, and a system message"
     assert other.messages() == found.messages()
     path.write_text(json.dumps(found.messages()[1:]))
-    assert other.command(f"/load {path}") == f"1 turns from {path}", "a list of messages is one, too"
+    assert other.command(f"/load {path}") == f"1 turns from {path}", (
+        "a list of messages is one, too"
+    )
     assert other.system is None
 
 
@@ -139,20 +164,31 @@ def test_a_conversation_is_saved_and_loaded(tmp_path: Path) -> None:
     [
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ('[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]', "is not JSON"),
+        (
+            '[{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": ""}]',
+            "is not JSON",
+        ),
         ("{}", "has no messages"),
         ('[{"role": "user"}]', "has no messages"),
         ('[{"role": "user", "content": "a"}]', "must take turns, the user first; it has user"),
-        ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "must take turns"),
+        (
+            '[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]',
+            "must take turns",
+        ),
     ],
 )
-def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(tmp_path: Path, content: str, message: str) -> None:
+def test_what_is_no_conversation_is_neither_loaded_nor_overwritten(
+    tmp_path: Path, content: str, message: str
+) -> None:
     path = tmp_path / "other.json"
     path.write_text(content)
     found = conversation("a", system="Be brief")
     before = found.messages()
     assert message in found.command(f"/load {path}") and found.messages() == before
-    assert "is not a conversation; give another name" in found.command(f"/save {path}") and path.read_text() == content
+    assert (
+        "is not a conversation; give another name" in found.command(f"/save {path}")
+        and path.read_text() == content
+    )
 
 
 def test_files_that_cannot_be_had_are_told(tmp_path: Path) -> None:
@@ -199,10 +235,18 @@ def test_the_oldest_turns_make_room() -> None:
     found = conversation("a", "b", "c", "d", system="Be brief")
     assert words(found.messages("e")) == 19
     assert found.num_to_drop("e", words, 1000) == 0
-    assert [found.num_to_drop("e", words, length) for length in (20, 18, 12, 8, 4)] == [1, 2, 3, 4, 4]
+    assert [found.num_to_drop("e", words, length) for length in (20, 18, 12, 8, 4)] == [
+        1,
+        2,
+        3,
+        4,
+        4,
+    ]
     found.command("/set max_tokens 1")
     assert found.num_to_drop("e", words, 20) == 0, "no more room than the answer may take"
-    with pytest.raises(CapacityError, match="it has 3 tokens, and the context has 3, the answer included"):
+    with pytest.raises(
+        CapacityError, match="it has 3 tokens, and the context has 3, the answer included"
+    ):
         found.num_to_drop("e", words, 3)
     assert len(found.turns) == 4, "nothing is forgotten for what does not fit"
 
@@ -227,9 +271,15 @@ class Scripted(FakeLLM):
                     raise KeyboardInterrupt
                 text = ""
             reason = ("error" if question == "fail" else "stop") if index else None
-            output = CompletionOutput(index=0, text=text, token_ids=[index], finish_reason=reason, stop_reason=None)
+            output = CompletionOutput(
+                index=0, text=text, token_ids=[index], finish_reason=reason, stop_reason=None
+            )
             yield RequestOutput(
-                request_id="0", prompt=None, prompt_token_ids=[1], outputs=[output], finished=bool(index)
+                request_id="0",
+                prompt=None,
+                prompt_token_ids=[1],
+                outputs=[output],
+                finished=bool(index),
             )
 
 
@@ -262,9 +312,18 @@ def test_a_full_context_drops_turns_with_a_notice(capsys: pytest.CaptureFixture[
 
 def test_a_failure_is_told_and_the_conversation_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     found = conversation()
-    assert converse(Scripted(), found, Script("refuse", "fail", "/halp", "and now?"), lambda text: None) == 2
+    assert (
+        converse(
+            Scripted(), found, Script("refuse", "fail", "/halp", "and now?"), lambda text: None
+        )
+        == 2
+    )
     out, err = capsys.readouterr()
-    assert "Not answered: this cannot be" in err and "finish reason: error" in err and "did you mean /help" in err
+    assert (
+        "Not answered: this cannot be" in err
+        and "finish reason: error" in err
+        and "did you mean /help" in err
+    )
     assert out == "re: \nre: and now?\n" and found.turns[-1] == ("and now?", "re: and now?")
 
 
@@ -320,7 +379,9 @@ def test_a_question_of_a_pipe_that_is_not_answered_is_status_1(
     assert capsys.readouterr().out == "Hello wörld\n"
 
 
-def test_a_pipe_that_cannot_be_read_ends_it(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_that_cannot_be_read_ends_it(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
     assert cli.main(["chat"]) == 1 and not fake.calls
     sys.stdin.close()
@@ -339,7 +400,12 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize(
     ("stated", "words", "want", "told"),
     [
-        ({}, [], (0.7, 0.9), "Sampling: temperature=0.7 (chat's default), top_p=0.9 (chat's default)"),
+        (
+            {},
+            [],
+            (0.7, 0.9),
+            "Sampling: temperature=0.7 (chat's default), top_p=0.9 (chat's default)",
+        ),
         (
             {"temperature": 0.3},
             [],
@@ -347,7 +413,12 @@ def test_a_text_in_quotes_may_be_cut_off(monkeypatch: pytest.MonkeyPatch) -> Non
             "Sampling: temperature=0.3 (generation_config.json), top_p=0.9 (chat's default)",
         ),
         ({"temperature": 1.0, "top_p": 1.0}, [], (1.0, 1.0), "top_p=1.0 (generation_config.json)"),
-        ({"temperature": 0.0}, [], (0.0, 1.0), "Sampling: temperature=0.0 (generation_config.json)\n"),
+        (
+            {"temperature": 0.0},
+            [],
+            (0.0, 1.0),
+            "Sampling: temperature=0.0 (generation_config.json)\n",
+        ),
         ({}, ["--temperature", "1"], (1.0, 0.9), "Sampling: top_p=0.9 (chat's default)"),
         ({}, ["--temperature", "1", "--top-p", "1"], (1.0, 1.0), None),
     ],
@@ -378,15 +449,22 @@ def test_only_a_chat_has_defaults_of_its_own(fake: type[FakeLLM]) -> None:
 # ---- history
 
 
-def test_history_is_private_and_never_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_private_and_never_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     history, path = open_history(), tmp_path / "state" / "jaxpage" / "chat_history"
     history.store_string("two\nlines")
     assert list(open_history().load_history_strings()) == ["two\nlines"]
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert (
+        stat.S_IMODE(path.stat().st_mode) == 0o600
+        and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    )
     path.chmod(0o644)
     open_history()
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "one that others could read is closed to them"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, (
+        "one that others could read is closed to them"
+    )
     path.unlink()
     path.mkdir()  # what cannot be read or written any more
     history.store_string("lost")
@@ -437,7 +515,9 @@ def program(tmp_path: Path) -> str:
 
 @pytest.fixture
 def screen(program: str, tmp_path: Path) -> Iterator[Terminal]:
-    with terminal([sys.executable, program], PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)) as screen:
+    with terminal(
+        [sys.executable, program], PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path)
+    ) as screen:
         screen.expect(READY)
         yield screen
 
@@ -477,10 +557,16 @@ def test_keys(screen: Terminal, tmp_path: Path) -> None:
 def test_nothing_of_a_paste_reaches_the_shell(program: str, tmp_path: Path) -> None:
     """Of a terminal without bracketed paste: each line is a text of its own, and an empty line ends nothing."""
     marker = tmp_path / "marker"
-    environment = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path), "PS1": "shell> ", "ENV": ""}
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "XDG_STATE_HOME": str(tmp_path),
+        "PS1": "shell> ",
+        "ENV": "",
+    }
     with terminal(["/bin/sh", "-i"], **environment) as screen:
         screen.expect("shell> ")
-        screen.press(f"cd {tmp_path}; {sys.executable} {program}{ENTER}")  # so that no line is wrapped
+        # so that no line is wrapped
+        screen.press(f"cd {tmp_path}; {sys.executable} {program}{ENTER}")
         screen.expect(READY)
         screen.press(f"first{ENTER}{ENTER}touch marker{ENTER}ls{ENTER}")
         screen.expect("[1 'first']")

@@ -48,7 +48,12 @@ from jaxpage.models.base import abstract_model, model_weights
 from jaxpage.models.registry import load_family
 from tests.support.model_configs import config_json
 from tests.support.published_configs import PUBLISHED
-from tests.support.random_checkpoints import DTYPES, random_checkpoint, random_tensors, write_tensors
+from tests.support.random_checkpoints import (
+    DTYPES,
+    random_checkpoint,
+    random_tensors,
+    write_tensors,
+)
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -72,7 +77,13 @@ QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", 
 OPT: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"],
     "model_type": "opt",
-    **{"vocab_size": 50, "hidden_size": 24, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 3},
+    **{
+        "vocab_size": 50,
+        "hidden_size": 24,
+        "ffn_dim": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+    },
     **{"max_position_embeddings": 40, "word_embed_proj_dim": 12, "do_layer_norm_before": False},
 }
 CONFIGS = {"llama": LLAMA, "tied": TIED, "gpt2": GPT2, "qwen3": QWEN3, "opt": OPT}
@@ -97,7 +108,8 @@ def expected(config: dict[str, Any], dtype: str = "float32") -> dict[tuple[Any, 
     found = {}
     for weight in model_weights(family, family.Spec.from_config(config)):
         parts = [
-            tensors[piece.name].T if piece.transpose else tensors[piece.name] for piece in weight.sources[0].pieces
+            tensors[piece.name].T if piece.transpose else tensors[piece.name]
+            for piece in weight.sources[0].pieces
         ]
         found[weight.path] = np.concatenate(parts)
     return found
@@ -108,7 +120,9 @@ def assert_same_bits(got: dict[Any, Any], want: dict[Any, Any]) -> None:
     for key, value in want.items():
         assert np.asarray(got[key]).dtype == value.dtype, key
         np.testing.assert_array_equal(
-            np.ascontiguousarray(got[key]).view(np.uint8), np.ascontiguousarray(value).view(np.uint8), str(key)
+            np.ascontiguousarray(got[key]).view(np.uint8),
+            np.ascontiguousarray(value).view(np.uint8),
+            str(key),
         )
 
 
@@ -135,7 +149,9 @@ def test_every_parameter_of_the_model_gets_its_tensor(tmp_path: Path, name: str)
     loaded = load(directory)
     assert_same_bits(loaded, expected(CONFIGS[name]))
     _, parameters = abstract_model(opened.family, opened.spec, np.float32)
-    assert {path: leaf.shape for path, leaf in leaves(parameters)} == {p: a.shape for p, a in loaded.items()}
+    assert {path: leaf.shape for path, leaf in leaves(parameters)} == {
+        p: a.shape for p, a in loaded.items()
+    }
 
 
 @pytest.mark.parametrize("shards", [1, 3])
@@ -150,7 +166,10 @@ def test_dtypes_and_shards(tmp_path: Path, dtype: str, shards: int) -> None:
 def test_conversion_is_numpys_and_arrays_are_owned(tmp_path: Path, wanted: str) -> None:
     directory = random_checkpoint(tmp_path, GPT2, dtype="bfloat16")
     loaded = load(directory, wanted)
-    assert_same_bits(loaded, {path: value.astype(DTYPES[wanted]) for path, value in expected(GPT2, "bfloat16").items()})
+    assert_same_bits(
+        loaded,
+        {path: value.astype(DTYPES[wanted]) for path, value in expected(GPT2, "bfloat16").items()},
+    )
     for array in loaded.values():  # a view would keep the file mapped under the model
         assert array.flags.owndata and array.flags.c_contiguous
     with pytest.raises(ValueError, match="'int8'"):
@@ -160,7 +179,9 @@ def test_conversion_is_numpys_and_arrays_are_owned(tmp_path: Path, wanted: str) 
 @pytest.mark.parametrize("headless_names", [False, True])
 @pytest.mark.parametrize("tied_head", [False, True])
 def test_tied_weights_either_way(tmp_path: Path, tied_head: bool, headless_names: bool) -> None:
-    directory = random_checkpoint(tmp_path, TIED, tied_head=tied_head, headless_names=headless_names)
+    directory = random_checkpoint(
+        tmp_path, TIED, tied_head=tied_head, headless_names=headless_names
+    )
     assert_same_bits(load(directory), expected(TIED))
 
 
@@ -175,7 +196,10 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     tensors = random_tensors(TIED)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     write_tensors(random_checkpoint(tmp_path, TIED), tensors)
-    assert "'model.embed_tokens.weight' and 'lm_head.weight' are one parameter, but they differ" in refusal(tmp_path)
+    assert (
+        "'model.embed_tokens.weight' and 'lm_head.weight' are one parameter, but they differ"
+        in refusal(tmp_path)
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
@@ -189,7 +213,8 @@ def test_beside_the_weights_the_host_holds_a_few_times_the_largest_one(
     load_weights(files.plan, "float32", lambda array: array.nbytes)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    largest, whole = 4 * 128 * 2 * 384, 6_365_696  # of the unquantised model: gate and up in one, and all
+    # of the unquantised model: gate and up in one, and all
+    largest, whole = 4 * 128 * 2 * 384, 6_365_696
     assert peak < 2 * largest < whole / 8, f"{peak:,} bytes"
 
 
@@ -201,20 +226,33 @@ def test_nan_and_infinite_weights_are_loaded_as_they_are(tmp_path: Path) -> None
 
 
 def test_tensors_that_carry_nothing_may_have_any_dtype(tmp_path: Path) -> None:
-    tensors = {**random_tensors(GPT2), "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8)}
+    tensors = {
+        **random_tensors(GPT2),
+        "transformer.h.0.attn.bias": np.ones((1, 1, 40, 40), np.uint8),
+    }
     write_tensors(random_checkpoint(tmp_path, GPT2), tensors)
     assert_same_bits(load(tmp_path), expected(GPT2))
 
 
-@pytest.mark.parametrize(("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)])
-def test_layers_that_draft_are_those_that_the_config_counts(tmp_path: Path, name: str, headless_names: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "headless_names"), [("deepseek-v3-groups", False), ("glm4-moe-lite-mixed", True)]
+)
+def test_layers_that_draft_are_those_that_the_config_counts(
+    tmp_path: Path, name: str, headless_names: bool
+) -> None:
     """Layers 3 and 4 of three layers and two more; a further one, or one that nobody counted, is of another model."""
     config = config_json(name)
-    random_checkpoint(tmp_path, {**config, "num_nextn_predict_layers": 2}, headless_names=headless_names)
+    random_checkpoint(
+        tmp_path, {**config, "num_nextn_predict_layers": 2}, headless_names=headless_names
+    )
     tensors, without = dict(load_file(tmp_path / "model.safetensors")), load(tmp_path)
     first = "layers.3" if headless_names else "model.layers.3"
     more = {f"{first}.enorm.weight": np.ones(3, np.float32)}
-    more |= {name.replace("layers.2", "layers.4"): array for name, array in tensors.items() if "layers.2." in name}
+    more |= {
+        name.replace("layers.2", "layers.4"): array
+        for name, array in tensors.items()
+        if "layers.2." in name
+    }
     write_tensors(tmp_path, tensors | more)
     assert_same_bits(load(tmp_path), without)
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
@@ -236,7 +274,11 @@ def test_weights_bytes_reads_headers_only(tmp_path: Path) -> None:
     for weight in model_weights(family, family.Spec.from_config(config)):
         for piece in weight.sources[0].pieces:
             end = position + 2 * int(np.prod(piece.stored_shape))
-            header[piece.name] = {"dtype": "BF16", "shape": piece.stored_shape, "data_offsets": [position, end]}
+            header[piece.name] = {
+                "dtype": "BF16",
+                "shape": piece.stored_shape,
+                "data_offsets": [position, end],
+            }
             position = end
     raw = json.dumps(header).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
@@ -252,14 +294,20 @@ def test_a_method_of_quantisation_and_a_family_are_looked_at_apart(tmp_path: Pat
     config = {**LLAMA, "hidden_act": "spiral", "quantization_config": {"quant_method": "hqq"}}
     (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
     text = refusal(tmp_path)
-    assert "(2 problems)" in text and "hidden_act = 'spiral'" in text and "quant_method = 'hqq'" in text
+    assert (
+        "(2 problems)" in text
+        and "hidden_act = 'spiral'" in text
+        and "quant_method = 'hqq'" in text
+    )
 
 
 def test_everything_wrong_is_listed_at_once_and_nothing_is_put(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA)
     del tensors["model.layers.0.mlp.up_proj.weight"], tensors["lm_head.weight"]
     tensors["model.norm.weight"] = np.ones(33, np.float32)
-    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"].T.copy()
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors[
+        "model.layers.1.mlp.up_proj.weight"
+    ].T.copy()
     tensors["model.layers.1.mlp.gate_proj.weight"] = np.ones((48, 32), np.int64)
     tensors["extra"] = np.ones(1, np.float32)
     write_tensors(random_checkpoint(tmp_path, LLAMA), tensors)
@@ -289,38 +337,60 @@ def test_a_tensor_that_does_not_fit_is_told_with_its_shard(tmp_path: Path) -> No
     for number, file in enumerate(sorted(directory.glob("*.safetensors"))):
         shutil.move(file, blobs / str(number))
         file.symlink_to(blobs / str(number))
-    edit_json(directory / "config.json", lambda config: config.update(intermediate_size=40, num_key_value_heads=4))
+    edit_json(
+        directory / "config.json",
+        lambda config: config.update(intermediate_size=40, num_key_value_heads=4),
+    )
     index, text = json.loads((directory / INDEX).read_text())["weight_map"], refusal(directory)
     wrong = [name for name in index if "mlp" in name or "k_proj" in name or "v_proj" in name]
     assert f"({len(wrong)} problems)" in text
-    assert [name for name in wrong if f"  - '{index[name]}': tensor '{name}' has shape" not in text] == []
+    assert [
+        name for name in wrong if f"  - '{index[name]}': tensor '{name}' has shape" not in text
+    ] == []
     assert len({index[name] for name in wrong}) > 1
 
 
-@pytest.mark.parametrize(("of_config", "config"), [(5, LLAMA), (1, LLAMA), (5, GPT2)], ids=["more", "fewer", "gpt2"])
-def test_another_number_of_layers_is_one_sentence(tmp_path: Path, of_config: int, config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("of_config", "config"), [(5, LLAMA), (1, LLAMA), (5, GPT2)], ids=["more", "fewer", "gpt2"]
+)
+def test_another_number_of_layers_is_one_sentence(
+    tmp_path: Path, of_config: int, config: dict[str, Any]
+) -> None:
     random_checkpoint(tmp_path, config)
     name = "n_layer" if config is GPT2 else "num_hidden_layers"
     edit_json(tmp_path / "config.json", lambda content: content.update({name: of_config}))
     text = refusal(tmp_path)
-    assert "(1 problem)" in text and f"the number of layers is {of_config} in config.json and 2 in the tensors" in text
+    assert (
+        "(1 problem)" in text
+        and f"the number of layers is {of_config} in config.json and 2 in the tensors" in text
+    )
     tensors = random_tensors(config)
     del tensors[next(name for name in tensors if ".0." in name)]
     write_tensors(tmp_path, tensors)
-    assert "(2 problems)" in (text := refusal(tmp_path)) and "of shape" in text and "is missing" in text
+    assert (
+        "(2 problems)" in (text := refusal(tmp_path))
+        and "of shape" in text
+        and "is missing" in text
+    )
 
 
 def test_a_missing_tensor_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
     tensors = random_tensors(LLAMA)
     del tensors["model.norm.weight"]
     write_tensors(random_checkpoint(tmp_path, LLAMA, shards=3), tensors, shards=3)
-    assert f"'model.norm.weight' of shape (32,) is missing in {INDEX} and its 3 files" in refusal(tmp_path)
+    assert f"'model.norm.weight' of shape (32,) is missing in {INDEX} and its 3 files" in refusal(
+        tmp_path
+    )
 
 
 def test_every_missing_tensor_is_listed_even_when_all_are(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").write_bytes(safetensors({}))
-    assert [name for name in random_tensors(LLAMA) if f"tensor '{name}' of shape" not in refusal(tmp_path)] == []
+    assert [
+        name
+        for name in random_tensors(LLAMA)
+        if f"tensor '{name}' of shape" not in refusal(tmp_path)
+    ] == []
 
 
 def safetensors(entries: Any, data: bytes = b"", length: int | None = None) -> bytes:
@@ -329,7 +399,11 @@ def safetensors(entries: Any, data: bytes = b"", length: int | None = None) -> b
 
 
 def entry(begin: Any, end: Any, shape: Any = (2,), dtype: Any = "F32") -> dict[str, Any]:
-    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [begin, end]}
+    return {
+        "dtype": dtype,
+        "shape": list(shape) if isinstance(shape, tuple) else shape,
+        "data_offsets": [begin, end],
+    }
 
 
 FILES: dict[str, tuple[bytes, str]] = {
@@ -349,30 +423,66 @@ FILES: dict[str, tuple[bytes, str]] = {
         safetensors(b'{"a": %s, "a": %s}' % ((json.dumps(entry(0, 8)).encode(),) * 2), bytes(8)),
         "the key 'a' is given twice",
     ),
-    "unknown dtype": (safetensors({"a": entry(0, 8, dtype="F33")}, bytes(8)), "unknown dtype 'F33'"),
+    "unknown dtype": (
+        safetensors({"a": entry(0, 8, dtype="F33")}, bytes(8)),
+        "unknown dtype 'F33'",
+    ),
     "dtype list": (safetensors({"a": entry(0, 8, dtype=["F32"])}, bytes(8)), "unknown dtype"),
     "entry is a number": (safetensors({"a": 3}), "not described by exactly"),
-    "extra field": (safetensors({"a": {**entry(0, 8), "x": 1}}, bytes(8)), "not described by exactly"),
-    "negative shape": (safetensors({"a": entry(0, 8, (-2, -1))}, bytes(8)), "impossible shape [-2, -1]"),
+    "extra field": (
+        safetensors({"a": {**entry(0, 8), "x": 1}}, bytes(8)),
+        "not described by exactly",
+    ),
+    "negative shape": (
+        safetensors({"a": entry(0, 8, (-2, -1))}, bytes(8)),
+        "impossible shape [-2, -1]",
+    ),
     "huge shape": (safetensors({"a": entry(0, 8, (2**64,))}, bytes(8)), "impossible shape"),
-    "wrapping shape": (safetensors({"a": entry(0, 8, (2**62, 8))}, bytes(8)), "does not fill its 8 bytes"),
+    "wrapping shape": (
+        safetensors({"a": entry(0, 8, (2**62, 8))}, bytes(8)),
+        "does not fill its 8 bytes",
+    ),
     "long shape": (safetensors({"a": entry(0, 4, (1,) * 100)}, bytes(4)), "impossible shape"),
     "boolean shape": (safetensors({"a": entry(0, 4, (True,))}, bytes(4)), "impossible shape"),
     "shape is not a list": (safetensors({"a": entry(0, 8, 2)}, bytes(8)), "impossible shape"),
     "half a byte": (safetensors({"a": entry(0, 1, (3,), "F4")}, bytes(1)), "does not fill"),
-    "size differs from range": (safetensors({"a": entry(0, 8, (3,))}, bytes(8)), "does not fill its 8 bytes"),
+    "size differs from range": (
+        safetensors({"a": entry(0, 8, (3,))}, bytes(8)),
+        "does not fill its 8 bytes",
+    ),
     "range backwards": (safetensors({"a": entry(8, 0)}, bytes(8)), "impossible data_offsets"),
     "float range": (safetensors({"a": entry(0, 8.0)}, bytes(8)), "impossible data_offsets"),
-    "overlap": (safetensors({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' overlaps the tensor before it"),
-    "gap": (safetensors({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "'b' leaves a gap before it"),
+    "overlap": (
+        safetensors({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)),
+        "'b' overlaps the tensor before it",
+    ),
+    "gap": (
+        safetensors({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)),
+        "'b' leaves a gap before it",
+    ),
     "late start": (safetensors({"a": entry(4, 12)}, bytes(12)), "'a' leaves a gap before it"),
     "truncated": (safetensors({"a": entry(0, 8)}, bytes(7)), "truncated"),
     "trailing bytes": (safetensors({"a": entry(0, 8)}, bytes(9)), "1 trailing bytes"),
-    "metadata": (safetensors({"__metadata__": {"a": 1}}), "__metadata__ is not an object of strings"),
-    "float8": (safetensors({"model.norm.weight": entry(0, 32, (32,), "F8_E4M3")}, bytes(32)), "has dtype F8_E4M3"),
-    "integers": (safetensors({"model.norm.weight": entry(0, 256, (32,), "I64")}, bytes(256)), "has dtype I64"),
-    "terminal codes": (safetensors({"\x1b[2J": entry(0, 8)}, bytes(8)), "tensor '\\x1b[2J' of shape (2,) is unexp"),
-    "lone surrogate": (safetensors(b'{"\\ud800": %s}' % json.dumps(entry(0, 8)).encode(), bytes(8)), "'\\ud800'"),
+    "metadata": (
+        safetensors({"__metadata__": {"a": 1}}),
+        "__metadata__ is not an object of strings",
+    ),
+    "float8": (
+        safetensors({"model.norm.weight": entry(0, 32, (32,), "F8_E4M3")}, bytes(32)),
+        "has dtype F8_E4M3",
+    ),
+    "integers": (
+        safetensors({"model.norm.weight": entry(0, 256, (32,), "I64")}, bytes(256)),
+        "has dtype I64",
+    ),
+    "terminal codes": (
+        safetensors({"\x1b[2J": entry(0, 8)}, bytes(8)),
+        "tensor '\\x1b[2J' of shape (2,) is unexp",
+    ),
+    "lone surrogate": (
+        safetensors(b'{"\\ud800": %s}' % json.dumps(entry(0, 8)).encode(), bytes(8)),
+        "'\\ud800'",
+    ),
 }
 
 
@@ -386,7 +496,9 @@ def test_corrupt_files(tmp_path: Path, name: str) -> None:
 
 def test_faults_of_several_files_are_listed_together(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA, shards=3)
-    edit_json(tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, architectures=["Evil"]))
+    edit_json(
+        tmp_path / "config.json", lambda c: c.update(vocab_size=2**31, architectures=["Evil"])
+    )
     (tmp_path / "model-00001-of-00003.safetensors").write_bytes(b"")
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     text = refusal(tmp_path)
@@ -434,13 +546,19 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless name": (lambda d: place(d, FIRST, "x" * 100_000), "cannot be opened"),
     "not a string": (lambda d: place(d, FIRST, 1), "a file name that is not a string"),
     "directory": (lambda d: place(d, FIRST, "."), "is not a regular file"),
-    "link leading out": (link_out(SHARD), f"'{SHARD}' is a symbolic link that leaves the directory"),
+    "link leading out": (
+        link_out(SHARD),
+        f"'{SHARD}' is a symbolic link that leaves the directory",
+    ),
     "index leading out": (link_out(INDEX), "is a symbolic link that leaves the directory"),
     "link to itself": (
         lambda d: ((d / SHARD).unlink(), (d / SHARD).symlink_to(SHARD)),
         f"'{SHARD}' cannot be opened",
     ),
-    "pipe": (lambda d: ((d / SHARD).unlink(), os.mkfifo(d / SHARD)), f"'{SHARD}' is not a regular file"),
+    "pipe": (
+        lambda d: ((d / SHARD).unlink(), os.mkfifo(d / SHARD)),
+        f"'{SHARD}' is not a regular file",
+    ),
     "in index only": (
         lambda d: place(d, "extra", SHARD),
         f"{INDEX} places tensor 'extra' in '{SHARD}', which does not hold it",
@@ -452,7 +570,10 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weight_map": (write(INDEX, "{}"), "weight_map is not an object"),
     "empty weight_map": (write(INDEX, '{"weight_map": {}}'), "weight_map is not an object"),
     "not JSON": (write(INDEX, "{"), "is not JSON"),
-    "duplicate": (write(INDEX, '{"weight_map": {"a": "b", "a": "c"}}'), "the key 'a' is given twice"),
+    "duplicate": (
+        write(INDEX, '{"weight_map": {"a": "b", "a": "c"}}'),
+        "the key 'a' is given twice",
+    ),
 }
 
 
@@ -466,7 +587,8 @@ def test_faulty_index(tmp_path: Path, name: str) -> None:
 
 def test_links_of_the_hub_cache_are_followed_but_no_others(tmp_path: Path) -> None:
     snapshot = random_checkpoint(tmp_path / "models--a--b" / "snapshots" / "0123", LLAMA)
-    for folder in (snapshot.parents[1] / "blobs", tmp_path / "blobs"):  # of the model, and shared by all models
+    # of the model, and shared by all models
+    for folder in (snapshot.parents[1] / "blobs", tmp_path / "blobs"):
         folder.mkdir()
         shutil.move(snapshot / "model.safetensors", folder / "data")
         (snapshot / "model.safetensors").symlink_to(folder / "data")
@@ -489,10 +611,22 @@ CONFIG_FAULTS: dict[str, tuple[str | None, str]] = {
     "overflow": ('{"rms_norm_eps": 1e400}', "is not finite"),
     "duplicate": ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
     "deep": ("[" * 100_000, "nested too deeply"),
-    "no architecture": (json.dumps({**LLAMA, "architectures": None}), "not None; known are LlamaForCausalLM"),
-    "unknown architecture": (json.dumps({**LLAMA, "architectures": ["Evil"]}), "'Evil' is not one of LlamaForCausalLM"),
-    "vocabulary": (json.dumps({**LLAMA, "vocab_size": 2**31}), "vocab_size is 2147483648, not a whole number from 1"),
-    "layers": (json.dumps({**LLAMA, "num_hidden_layers": 10**9}), "num_hidden_layers is 1000000000"),
+    "no architecture": (
+        json.dumps({**LLAMA, "architectures": None}),
+        "not None; known are LlamaForCausalLM",
+    ),
+    "unknown architecture": (
+        json.dumps({**LLAMA, "architectures": ["Evil"]}),
+        "'Evil' is not one of LlamaForCausalLM",
+    ),
+    "vocabulary": (
+        json.dumps({**LLAMA, "vocab_size": 2**31}),
+        "vocab_size is 2147483648, not a whole number from 1",
+    ),
+    "layers": (
+        json.dumps({**LLAMA, "num_hidden_layers": 10**9}),
+        "num_hidden_layers is 1000000000",
+    ),
     "zero heads": (json.dumps({**LLAMA, "num_attention_heads": 0}), "num_attention_heads is 0"),
     "text": (json.dumps({**LLAMA, "hidden_size": "32"}), "hidden_size is '32'"),
     "truth": (json.dumps({**LLAMA, "hidden_size": True}), "hidden_size is True"),
@@ -513,14 +647,18 @@ def test_faulty_config(tmp_path: Path, name: str) -> None:
     assert text in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"])
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "additional_chat_templates/x.jinja"]
+)
 def test_a_pipe_among_the_files_of_a_tokenizer_is_refused(tmp_path: Path, name: str) -> None:
     """Whoever opened it would wait for good."""
     if name != "tokenizer.json":
         shutil.copy(DEMO / "tokenizer.json", tmp_path)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
-    with pytest.raises(CheckpointError, match=f"'{name}' can be no file of a tokenizer: it is not a regular file"):
+    with pytest.raises(
+        CheckpointError, match=f"'{name}' can be no file of a tokenizer: it is not a regular file"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -530,7 +668,10 @@ def test_a_tokenizer_model_alone_needs_the_package_that_reads_it(
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0c\n\x05<unk>")
     (tmp_path / "tokenizer_config.json").write_text("{}")
     monkeypatch.setattr("jaxpage.checkpoints.tokenizer_files.find_spec", lambda name: None)
-    with pytest.raises(CheckpointError, match="tokenizer.model alone.*pip install sentencepiece, or give a directory"):
+    with pytest.raises(
+        CheckpointError,
+        match="tokenizer.model alone.*pip install sentencepiece, or give a directory",
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -545,14 +686,20 @@ def test_a_chat_template_that_does_not_parse_is_said_at_the_start(
         (tmp_path / "chat_template.jinja").write_text(template)
         caplog.clear()
         load_tokenizer(tmp_path)
-        found = [text for text in caplog.messages if "the chat template 'default' does not parse" in text]
-        assert len(found) == template.startswith("{% if") and all(len(text) < 1000 for text in found)
+        found = [
+            text for text in caplog.messages if "the chat template 'default' does not parse" in text
+        ]
+        assert len(found) == template.startswith("{% if") and all(
+            len(text) < 1000 for text in found
+        )
 
 
 def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Tensors, added tokens and ends of texts that nobody expects: the first ones, and how many there are."""
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [*range(1, 20_000)]})
-    tensors = random_tensors(LLAMA) | {f"model.more.{index}": np.ones(1, np.float32) for index in range(20_000)}
+    tensors = random_tensors(LLAMA) | {
+        f"model.more.{index}": np.ones(1, np.float32) for index in range(20_000)
+    }
     write_tensors(tmp_path, tensors)
     text = refusal(tmp_path)
     assert "(20000 problems)" in text and "and 19900 more" in text and len(text) < 50_000
@@ -564,17 +711,24 @@ def test_no_message_is_megabytes(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     tokenizer = describing._tokenizer(None, files)
     assert len(ends_of_text(files, tokenizer)) == 63
     assert all(len(message) < 1000 for message in caplog.messages)
-    assert [part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")] == [True, True]
+    assert [
+        part in caplog.text for part in ("and 19995 more lie beyond", "and 19931 more can never")
+    ] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", ["../../x", "floaty", 16, ["float32"]])
 def test_a_dtype_that_is_none_is_refused(tmp_path: Path, dtype: Any) -> None:
     random_checkpoint(tmp_path, LLAMA)
     for name in ("dtype", "torch_dtype"):
-        edit_json(tmp_path / "config.json", lambda config: config.update({"torch_dtype": None, name: dtype}))  # noqa: B023
+        edit_json(
+            tmp_path / "config.json",
+            lambda config: config.update({"torch_dtype": None, name: dtype}),  # noqa: B023
+        )
         assert f"config.json: {name} {dtype!a} is not one of float32" in refusal(tmp_path)
         edit_json(tmp_path / "config.json", lambda config: config.pop(name))  # noqa: B023
-    edit_json(tmp_path / "config.json", lambda config: config.update(torch_dtype="torch.float8_e4m3fn"))
+    edit_json(
+        tmp_path / "config.json", lambda config: config.update(torch_dtype="torch.float8_e4m3fn")
+    )
     open_model(tmp_path)
 
 
@@ -587,7 +741,9 @@ def test_a_byte_order_mark_before_json_is_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(tmp_path: Path, name: str) -> None:
+def test_published_models_whose_architecture_is_known_need_no_code_of_their_own(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     spec = describe_model(tmp_path).spec
     assert (spec.kv.num_layers, spec.vocab_size) == (
@@ -602,7 +758,13 @@ def test_code_of_a_model_is_never_run_and_the_own_class_takes_its_place(
     canary = tmp_path / "canary"
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "evil.py").write_text(f"open({str(canary)!r}, 'w')")
-    code = {"auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": ["evil.T", None]}}
+    code = {
+        "auto_map": {
+            "AutoConfig": "evil.C",
+            "AutoModelForCausalLM": "evil.M",
+            "AutoTokenizer": ["evil.T", None],
+        }
+    }
     shutil.copy(DEMO / "tokenizer.json", tmp_path)
     edit_json(tmp_path / "config.json", lambda config: config.update(code))
     for name in ("tokenizer_config.json", "generation_config.json"):
@@ -643,7 +805,10 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     assert "(1 problem)" in refusal(tmp_path)
-    assert "neither model.safetensors nor model.safetensors.index.json (found only 'other.s" in refusal(tmp_path)
+    assert (
+        "neither model.safetensors nor model.safetensors.index.json (found only 'other.s"
+        in refusal(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(
@@ -657,7 +822,9 @@ def test_no_weights_at_all(tmp_path: Path) -> None:
         ({"eos_token_id": 0}, {"eos_token_id": 2}, {0}),
     ],
 )
-def test_eos_token_ids(tmp_path: Path, generation: Any, config: dict[str, Any], ids: set[int]) -> None:
+def test_eos_token_ids(
+    tmp_path: Path, generation: Any, config: dict[str, Any], ids: set[int]
+) -> None:
     random_checkpoint(tmp_path, {**LLAMA, **config}, generation_config=generation)
     assert eos_token_ids(tmp_path, read_config(tmp_path)) == ids
 
@@ -666,7 +833,11 @@ def test_an_id_that_ends_a_text_and_is_none_is_told_with_the_rest(tmp_path: Path
     config = {**LLAMA, "hidden_act": "spiral", "eos_token_id": [1, "2"]}
     (random_checkpoint(tmp_path, LLAMA) / "config.json").write_text(json.dumps(config))
     text = refusal(tmp_path)
-    assert "(2 problems)" in text and "'spiral'" in text and "config.json: eos_token_id '2' is not a token id" in text
+    assert (
+        "(2 problems)" in text
+        and "'spiral'" in text
+        and "config.json: eos_token_id '2' is not a token id" in text
+    )
 
 
 @pytest.mark.parametrize("wrong", ["2", True, -1, 1.0, [1, None], 2**40, 2**70, {"a": 1}])
@@ -685,14 +856,19 @@ def test_the_tokenizer_s_own_end_of_text_is_one_too(tmp_path: Path) -> None:
     random_checkpoint(tmp_path, LLAMA, generation_config={"eos_token_id": [7, 8]})
     vocabulary = {f"t{index}": index for index in range(64)}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="t0"))
-    for ends, wanted in (({}, {7, 8}), ({"eos_token": "t5"}, {5, 7, 8}), ({"eos_token": "<beyond>"}, {7, 8})):
+    for ends, wanted in (
+        ({}, {7, 8}),
+        ({"eos_token": "t5"}, {5, 7, 8}),
+        ({"eos_token": "<beyond>"}, {7, 8}),
+    ):
         PreTrainedTokenizerFast(tokenizer_object=backend, **ends).save_pretrained(tmp_path)
         assert ends_of_text(open_model(tmp_path), load_tokenizer(tmp_path)) == wanted
 
 
 # ---- Orbax and conversion ----
 
-# After the first damaged tensor Orbax closes its event loop, and reads still on their way then complain to nobody.
+# After the first damaged tensor Orbax closes its event loop, and reads still on their way then
+# complain to nobody.
 orbax_complaints = pytest.mark.filterwarnings(
     "ignore:(?s).*Event loop is closed:pytest.PytestUnraisableExceptionWarning"
 )
@@ -709,9 +885,15 @@ def test_the_way_to_orbax_and_back_is_exact(tmp_path: Path, name: str, dtype: st
     assert_same_bits(load(there), expected(CONFIGS[name], dtype))
     assert weights_bytes(there) == weights_bytes(source)
     back = convert(there, tmp_path / "back", progress=False)
-    assert_same_bits(dict(load_file(back / "model.safetensors")), random_tensors(CONFIGS[name], dtype=dtype))
+    assert_same_bits(
+        dict(load_file(back / "model.safetensors")), random_tensors(CONFIGS[name], dtype=dtype)
+    )
     for file in ("config.json", "generation_config.json", "tokenizer.json"):
-        assert (back / file).read_bytes() == (there / file).read_bytes() == (source / file).read_bytes()
+        assert (
+            (back / file).read_bytes()
+            == (there / file).read_bytes()
+            == (source / file).read_bytes()
+        )
     assert sorted(os.listdir(tmp_path)) == ["back", "hf", "new"]
 
 
@@ -737,7 +919,9 @@ def test_mixed_dtypes_convert_exactly(tmp_path: Path) -> None:
     for i, name in enumerate(tensors):
         tensors[name] = tensors[name].astype(list(DTYPES.values())[i % 3])
     write_tensors(random_checkpoint(tmp_path / "hf", LLAMA), tensors)
-    back = convert(convert(tmp_path / "hf", tmp_path / "a", progress=False), tmp_path / "b", progress=False)
+    back = convert(
+        convert(tmp_path / "hf", tmp_path / "a", progress=False), tmp_path / "b", progress=False
+    )
     assert_same_bits(dict(load_file(back / "model.safetensors")), tensors)
 
 
@@ -768,7 +952,10 @@ def test_conversion_overwrites_nothing_and_leaves_nothing_behind(
 
 
 def flip_config(directory: Path) -> None:
-    edit_json(directory / "config.json", lambda config: config.update(intermediate_size=40, num_hidden_layers=1))
+    edit_json(
+        directory / "config.json",
+        lambda config: config.update(intermediate_size=40, num_hidden_layers=1),
+    )
 
 
 def truncate_all(directory: Path) -> None:
@@ -778,7 +965,10 @@ def truncate_all(directory: Path) -> None:
 
 
 ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
-    "uncommitted": (lambda d: (d / "orbax" / "commit_success.txt").unlink(), ["was not saved to the end"]),
+    "uncommitted": (
+        lambda d: (d / "orbax" / "commit_success.txt").unlink(),
+        ["was not saved to the end"],
+    ),
     "shapes and tree": (
         flip_config,
         [
@@ -793,13 +983,28 @@ ORBAX_FAULTS: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "truncated": (truncate_all, ["cannot be read as an Orbax checkpoint"]),
     "no metadata": (lambda d: (d / "orbax" / "_METADATA").unlink(), ["'_METADATA' is missing"]),
     "metadata": (write("orbax/_METADATA", "{"), ["'_METADATA' is not JSON"]),
-    "other metadata": (write("orbax/_METADATA", '{"tree_metadata": 3}'), ["cannot be read as an Orbax checkpoint"]),
-    "no manifest": (lambda d: (d / "orbax" / "manifest.ocdbt").unlink(), ["cannot be read as an Orbax checkpoint"]),
-    "file leads out": (link_out("orbax/manifest.ocdbt"), ["'orbax/manifest.ocdbt' is a symbolic link"]),
+    "other metadata": (
+        write("orbax/_METADATA", '{"tree_metadata": 3}'),
+        ["cannot be read as an Orbax checkpoint"],
+    ),
+    "no manifest": (
+        lambda d: (d / "orbax" / "manifest.ocdbt").unlink(),
+        ["cannot be read as an Orbax checkpoint"],
+    ),
+    "file leads out": (
+        link_out("orbax/manifest.ocdbt"),
+        ["'orbax/manifest.ocdbt' is a symbolic link"],
+    ),
     "folder leads out": (link_out("orbax/d"), ["'orbax/d' is a symbolic link"]),
     "orbax leads out": (link_out("orbax"), ["orbax is not a directory"]),
-    "pipe": (lambda d: os.mkfifo(d / "orbax" / "pipe"), ["'orbax/pipe' is a symbolic link or a special file"]),
-    "both layouts": (lambda d: random_checkpoint(d, LLAMA), ["both safetensors files and an orbax directory"]),
+    "pipe": (
+        lambda d: os.mkfifo(d / "orbax" / "pipe"),
+        ["'orbax/pipe' is a symbolic link or a special file"],
+    ),
+    "both layouts": (
+        lambda d: random_checkpoint(d, LLAMA),
+        ["both safetensors files and an orbax directory"],
+    ),
 }
 
 
@@ -836,7 +1041,9 @@ def test_orbax_files_beyond_ours_do_no_harm(tmp_path: Path, orbax_checkpoint: Pa
 
 
 @orbax_complaints
-def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(tmp_path: Path, orbax_checkpoint: Path) -> None:
+def test_orbax_data_lost_after_the_check_is_a_checkpoint_error(
+    tmp_path: Path, orbax_checkpoint: Path
+) -> None:
     shutil.copytree(orbax_checkpoint, tmp_path / "x")
     plan = open_model(tmp_path / "x").plan
     truncate_all(tmp_path / "x")
@@ -869,11 +1076,19 @@ print("sharded")
 
 @orbax_complaints
 def test_sharded_restore_on_four_devices(tmp_path: Path, orbax_checkpoint: Path) -> None:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
     source = random_checkpoint(tmp_path / "llama", LLAMA)
-    transposed = convert(random_checkpoint(tmp_path / "gpt2", GPT2), tmp_path / "orbax", progress=False)
+    transposed = convert(
+        random_checkpoint(tmp_path / "gpt2", GPT2), tmp_path / "orbax", progress=False
+    )
     command = [sys.executable, "-c", SHARDED, str(source), str(orbax_checkpoint), str(transposed)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout == "sharded\n", done.stderr
     assert done.stderr.count("loading weights: 100%") >= 3
 
@@ -881,14 +1096,16 @@ def test_sharded_restore_on_four_devices(tmp_path: Path, orbax_checkpoint: Path)
 def test_sharded_load_on_one_device(tmp_path: Path) -> None:
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     plan = open_model(random_checkpoint(tmp_path, TIED, dtype="float16")).plan
-    assert_same_bits(dict(leaves(load_sharded(plan, None, lambda weight: one))), expected(TIED, "float16"))
+    assert_same_bits(
+        dict(leaves(load_sharded(plan, None, lambda weight: one))), expected(TIED, "float16")
+    )
 
 
 def test_nothing_slow_is_imported_before_it_is_needed() -> None:
-    code = (
-        "import sys, jaxpage.checkpoints; print([m for m in ('orbax', 'huggingface_hub', 'torch') if m in sys.modules])"
+    code = "import sys, jaxpage.checkpoints; print([m for m in ('orbax', 'huggingface_hub', 'torch') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "[]\n"
 
 
@@ -902,12 +1119,16 @@ class Hub:
         self.answer = answer
         self.calls: list[dict[str, Any]] = []
 
-    def snapshot_download(self, *, repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot_download(
+        self, *, repo_id: str, revision: str | None, allow_patterns: list[str]
+    ) -> str:
         self.calls.append({"repo_id": repo_id, "revision": revision})
         if isinstance(self.answer, Exception):
             raise self.answer
         snapshot = self.answer.parent / "snapshots" / "c0ffee"
-        names = [str(path.relative_to(self.answer)) for path in self.answer.rglob("*") if path.is_file()]
+        names = [
+            str(path.relative_to(self.answer)) for path in self.answer.rglob("*") if path.is_file()
+        ]
         for name in huggingface_hub.utils.filter_repo_objects(names, allow_patterns=allow_patterns):
             (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(self.answer / name, snapshot / name)
@@ -925,7 +1146,9 @@ def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "llama").mkdir(parents=True)
     assert (
-        resolve_model("models/llama") == resolve_model(tmp_path / "models" / "llama") == tmp_path / "models" / "llama"
+        resolve_model("models/llama")
+        == resolve_model(tmp_path / "models" / "llama")
+        == tmp_path / "models" / "llama"
     )
     monkeypatch.setattr("jaxpage.checkpoints.resolve.DEMO", tmp_path / "models")
     assert resolve_model("demo") == tmp_path / "models"
@@ -939,7 +1162,8 @@ def test_local_directories_and_the_demo(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "name", ["./models/lama", "{tmp}/models/lama", "models/lama/", "~/x", "a/b/c", "", "\0", "x" * 9999]
+    "name",
+    ["./models/lama", "{tmp}/models/lama", "models/lama/", "~/x", "a/b/c", "", "\0", "x" * 9999],
 )
 def test_paths_that_lead_nowhere_never_reach_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -951,7 +1175,8 @@ def test_paths_that_lead_nowhere_never_reach_the_hub(
         resolve_model(name.replace("{tmp}", str(tmp_path)))
     if "lama" in name:
         assert "models/llama'" in str(caught.value) and "Did you mean" in str(caught.value)
-    assert len(hub.calls) == (name[:1] == "x")  # only that could be a hub id; the hub is the one to say it is too long
+    # only that could be a hub id; the hub is the one to say it is too long
+    assert len(hub.calls) == (name[:1] == "x")
 
 
 def test_a_file_is_not_a_model(tmp_path: Path) -> None:
@@ -961,11 +1186,24 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 
 WANTED = [
-    *("config.json", "generation_config.json", "hf_quant_config.json", "tokenizer.json", "tokenizer.model"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "hf_quant_config.json",
+        "tokenizer.json",
+        "tokenizer.model",
+    ),
     *("chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
 ]
 UNWANTED = [
-    *("pytorch_model.bin", "modeling_evil.py", "consolidated.safetensors", "x.pt", "model.onnx", "tf_model.h5"),
+    *(
+        "pytorch_model.bin",
+        "modeling_evil.py",
+        "consolidated.safetensors",
+        "x.pt",
+        "model.onnx",
+        "tf_model.h5",
+    ),
     *("README.md", "original/model-00001.safetensors", "model.fp16.safetensors"),
 ]
 
@@ -986,13 +1224,25 @@ def test_all_files_of_a_hub_model_come_from_one_pinned_snapshot(
     shards = [name for name in weights if name.endswith(".safetensors")]
     for name in (*WANTED, *UNWANTED, *weights):
         (tmp_path / "repository" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "repository" / name).write_text(json.dumps({"weight_map": dict(enumerate([*shards, "x.pt"]))}))
+        (tmp_path / "repository" / name).write_text(
+            json.dumps({"weight_map": dict(enumerate([*shards, "x.pt"]))})
+        )
     hub = use_hub(monkeypatch, tmp_path / "repository")
     snapshot = resolve_model("org/name", "main")
-    assert [(call["repo_id"], call["revision"]) for call in hub.calls] == [("org/name", "main"), ("org/name", "c0ffee")]
-    assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == {*WANTED, *weights}
+    assert [(call["repo_id"], call["revision"]) for call in hub.calls] == [
+        ("org/name", "main"),
+        ("org/name", "c0ffee"),
+    ]
+    assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*") if path.is_file()} == {
+        *WANTED,
+        *weights,
+    }
     shutil.rmtree(snapshot)
-    found = {str(path.relative_to(snapshot)) for path in resolve_tokenizer("org/name").rglob("*") if path.is_file()}
+    found = {
+        str(path.relative_to(snapshot))
+        for path in resolve_tokenizer("org/name").rglob("*")
+        if path.is_file()
+    }
     assert found == {*WANTED} - {"generation_config.json", "hf_quant_config.json"}
 
 
@@ -1000,7 +1250,8 @@ def test_a_hub_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     use_hub(monkeypatch, ConnectionError("no route to host\nand more"))
     with pytest.raises(
-        ModelNotFoundError, match=r"'org/name'.*at revision 'v2' \(ConnectionError: no route to host\)$"
+        ModelNotFoundError,
+        match=r"'org/name'.*at revision 'v2' \(ConnectionError: no route to host\)$",
     ):
         resolve_model("org/name", "v2")
     with pytest.raises(ModelNotFoundError, match="Did you mean 'demo'"):
@@ -1011,15 +1262,23 @@ def test_the_real_hub_client_offline(tmp_path: Path) -> None:
     code = "from jaxpage.checkpoints import resolve_model; resolve_model('some-org/some-model')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert "jaxpage.errors.ModelNotFoundError: model = 'some-org/some-model'" in done.stderr
 
 
 # ---- Any bytes at all ----
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**70)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
     max_leaves=6,
 )
 
@@ -1069,7 +1328,9 @@ fuzz = settings(
 @pytest.mark.parametrize("name", ["model.safetensors", INDEX, "config.json"])
 @fuzz
 @given(data=st.data())
-def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path: Path, name: str, data: st.DataObject) -> None:
+def test_damaged_files_raise_nothing_but_checkpoint_errors(
+    tmp_path: Path, name: str, data: st.DataObject
+) -> None:
     config = data.draw(st.sampled_from([LLAMA, GPT2, OPT])) if name == "config.json" else LLAMA
     if not (tmp_path / "keep").exists():
         random_checkpoint(tmp_path / "keep", LLAMA, shards=2 if name == INDEX else 1)
@@ -1078,11 +1339,15 @@ def test_damaged_files_raise_nothing_but_checkpoint_errors(tmp_path: Path, name:
         content = json.dumps(config).encode()
     else:
         content = (tmp_path / "keep" / name).read_bytes()
-    header_end = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    header_end = (
+        8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    )
     if data.draw(st.booleans()):
         content = damaged(data, content[:header_end]) + content[header_end:]
     elif name == "model.safetensors":
-        content = safetensors(replaced(data, json.loads(content[8:header_end])), content[header_end:])
+        content = safetensors(
+            replaced(data, json.loads(content[8:header_end])), content[header_end:]
+        )
     else:
         content = json.dumps(replaced(data, json.loads(content))).encode()
     (tmp_path / "x" / name).write_bytes(content)

@@ -43,8 +43,24 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return FakeLLM
 
 
-def test_generated_text_alone_goes_to_standard_output(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("generate", "Once", "--temperature", "0.5", "--stop", "a", "--stop", "b", "--block-size", "8") == 0
+def test_generated_text_alone_goes_to_standard_output(
+    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            "generate",
+            "Once",
+            "--temperature",
+            "0.5",
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--block-size",
+            "8",
+        )
+        == 0
+    )
     out, err = capsys.readouterr()
     assert out == "Hello wörld\n"
     assert "top_k=40" in err and "generation_config.json" in err and "2 tokens" in err
@@ -56,7 +72,11 @@ def test_generated_text_alone_goes_to_standard_output(fake: type[FakeLLM], capsy
 
 def test_penalties_are_parameters_of_the_request(fake: type[FakeLLM]) -> None:
     penalties = {"presence_penalty": -1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}
-    words = [word for name, value in penalties.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    words = [
+        word
+        for name, value in penalties.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     assert run("generate", "x", *words) == 0
     [(_, params)] = fake.calls
     assert params == SamplingParams(**penalties, top_k=40, max_tokens=200)
@@ -69,7 +89,8 @@ def test_the_prompt_may_be_printed_before_the_text(
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe "))
     assert run("generate", "-", "--echo") == 0
     assert capsys.readouterr().out == "Once: Hello wörld\nfrom a pipe Hello wörld\n"
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # where a person reads on, unless they do not want it
+    # where a person reads on, unless they do not want it
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert run("generate", "Once: ") == run("generate", "Once: ", "--no-echo") == 0
     assert capsys.readouterr().out == "Once: Hello wörld\nHello wörld\n"
 
@@ -85,7 +106,9 @@ def test_seed_of_generate_is_that_of_the_noise(fake: type[FakeLLM]) -> None:
     assert fake.calls[0][1].seed == 7 and "seed" not in fake.settings
 
 
-def test_one_request_at_a_time_compiles_for_one(fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_request_at_a_time_compiles_for_one(
+    fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert run("generate", "x") == 0
     assert fake.settings["max_num_seqs"] == 1
     monkeypatch.setenv("JAXPAGE_MAX_NUM_SEQS", "3")
@@ -114,7 +137,10 @@ def test_one_request_at_a_time_compiles_for_one(fake: type[FakeLLM], monkeypatch
     ids=" ".join,
 )
 def test_the_model_by_position_or_as_a_flag(
-    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Each looks for it there, before anything else."""
     monkeypatch.chdir(tmp_path)
@@ -125,21 +151,32 @@ def test_the_model_by_position_or_as_a_flag(
 
 def test_one_word_is_a_prompt_and_two_are_model_and_prompt(fake: type[FakeLLM]) -> None:
     assert (
-        run("generate", "demon") == run("generate", "demo", "Once") == run("generate", "--model", "demo", "demo") == 0
+        run("generate", "demon")
+        == run("generate", "demo", "Once")
+        == run("generate", "--model", "demo", "demo")
+        == 0
     )
     assert [prompt for prompt, _ in fake.calls] == ["demon", "Once", "demo"]
     assert fake.settings["model"] == "demo"
 
 
 def test_quiet_and_verbose(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    for words, want in (((), (True, False)), (("-v",), (True, True)), (("--quiet",), (False, False))):
+    for words, want in (
+        ((), (True, False)),
+        (("-v",), (True, True)),
+        (("--quiet",), (False, False)),
+    ):
         assert run("generate", "x", *words) == 0
         out, err = capsys.readouterr()
-        assert out == "Hello wörld\n" and (fake.settings["use_tqdm"], fake.settings["verbose"]) == want
+        assert (
+            out == "Hello wörld\n" and (fake.settings["use_tqdm"], fake.settings["verbose"]) == want
+        )
         assert ("2 tokens" in err and "top_k=40" in err) == (words != ("--quiet",))
     assert err == ""
     assert run("compile") == 0 and fake.settings["verbose"]
-    assert run("compile", "-q") == 0 and not fake.settings["verbose"] and not fake.settings["use_tqdm"]
+    assert (
+        run("compile", "-q") == 0 and not fake.settings["verbose"] and not fake.settings["use_tqdm"]
+    )
     assert capsys.readouterr().err.count("All executables") == 1
 
 
@@ -147,8 +184,12 @@ def test_a_failed_text_is_told_even_quietly(
     fake: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing(self: FakeLLM) -> Iterator[RequestOutput]:
-        output = CompletionOutput(index=0, text="a", token_ids=[0], finish_reason="error", stop_reason="no token left")
-        yield RequestOutput(request_id="0", prompt=None, prompt_token_ids=[1], outputs=[output], finished=True)
+        output = CompletionOutput(
+            index=0, text="a", token_ids=[0], finish_reason="error", stop_reason="no token left"
+        )
+        yield RequestOutput(
+            request_id="0", prompt=None, prompt_token_ids=[1], outputs=[output], finished=True
+        )
 
     monkeypatch.setattr(FakeLLM, "_chunks", failing)
     assert run("generate", "x", "-q") == 1
@@ -156,7 +197,10 @@ def test_a_failed_text_is_told_even_quietly(
 
 
 def test_a_model_without_text_is_told_before_it_is_loaded(
-    fake: type[FakeLLM], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    fake: type[FakeLLM],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     packaged, mute = Path(jaxpage.__file__).parent / "demo", tmp_path / "mute"
     mute.mkdir()
@@ -165,7 +209,9 @@ def test_a_model_without_text_is_told_before_it_is_loaded(
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hi\n"))
     for command in (("generate", str(mute), "Once"), ("chat", str(mute))):
         assert run(*command) == 2 and not fake.settings
-        assert "has no tokenizer, so it cannot read text: set --tokenizer" in capsys.readouterr().err
+        assert (
+            "has no tokenizer, so it cannot read text: set --tokenizer" in capsys.readouterr().err
+        )
     assert run("generate", str(mute), "Once", "--tokenizer", str(packaged)) == 0
     shutil.copy(packaged / "tokenizer.json", mute)
     fake.forget()
@@ -174,7 +220,9 @@ def test_a_model_without_text_is_told_before_it_is_loaded(
     assert run("chat", str(tmp_path)) == 1, "of what is no model more is missing than a tokenizer"
 
 
-def test_compile_reports_what_was_compiled(fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_reports_what_was_compiled(
+    fake: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("compile", "--max-num-seqs", "4") == 0
     assert "All executables are in the compile cache; this took 1.5 s" in capsys.readouterr().err
 
@@ -220,17 +268,29 @@ def test_an_interrupt_is_a_line(
 
 WRONG_USE = [
     (("generate",), "PROMPT"),
-    (("generate", "smollm2"), "'smollm2' is a model, and the prompt is missing: jaxpage generate smollm2 PROMPT"),
+    (
+        ("generate", "smollm2"),
+        "'smollm2' is a model, and the prompt is missing: jaxpage generate smollm2 PROMPT",
+    ),
     (("serve", "demo", "--disable-log-requests"), "requests are logged only with --log-requests"),
     (("serve", "demo", "--disable-ui"), "error: unknown argument '--disable-ui'\n"),
-    (("serve", "demo", "--swap-space=4"), "unknown argument '--swap-space'; use --swap-space-blocks N"),
+    (
+        ("serve", "demo", "--swap-space=4"),
+        "unknown argument '--swap-space'; use --swap-space-blocks N",
+    ),
     (("plan", "demo", "--prot", "80"), "error: unknown argument '--prot'\n"),
     (("generate", "x", "--max-tokns", "3"), "did you mean '--max-tokens'?"),
     (("generate", "x", "--max-token", "3"), "did you mean '--max-tokens'?"),
     (("generate", "x", "--max-tokens", "many"), "invalid int value: 'many'"),
     (("generate", "x", "--max-tokens", "0"), "max_tokens must be an integer from 1"),
-    (("generate", "x", "--temperature", "nan"), "temperature must be a finite number from 0 to 2, got nan"),
-    (("generate", "x", "--temperature", "3"), "temperature must be a finite number from 0 to 2, got 3.0"),
+    (
+        ("generate", "x", "--temperature", "nan"),
+        "temperature must be a finite number from 0 to 2, got nan",
+    ),
+    (
+        ("generate", "x", "--temperature", "3"),
+        "temperature must be a finite number from 0 to 2, got 3.0",
+    ),
     (("generate", "x", "--stop", ""), "must be a string that is not empty"),
     (("generate", ""), "the prompt is empty"),
     (("generate", "x", "--block-size", "3"), "command line: block_size: must be a power of two"),
@@ -242,22 +302,39 @@ WRONG_USE = [
     (("genrate", "x"), "invalid choice: 'genrate'; did you mean 'generate'?"),
     (("bench", "throughputs"), "invalid choice: 'throughputs'; did you mean 'throughput'?"),
     (("config", "validat"), "invalid choice: 'validat'; did you mean 'validate'?"),
-    (("generate", "Once", "upon", "a", "time"), "unexpected argument 'a'; a text of several words needs quotes"),
+    (
+        ("generate", "Once", "upon", "a", "time"),
+        "unexpected argument 'a'; a text of several words needs quotes",
+    ),
     (("chat", "a", "--model", "b"), "the model is given twice: 'a' and 'b'"),
     (("generate", "-q", "-v", "x"), "not allowed with argument"),
-    (("compile", "--kv-cache-memory-bytes", "24"), "24 without a unit is 24 bytes; write 24GiB or 24MiB"),
+    (
+        ("compile", "--kv-cache-memory-bytes", "24"),
+        "24 without a unit is 24 bytes; write 24GiB or 24MiB",
+    ),
     (("serve",), "serve which model? jaxpage serve demo"),
     (("serve", "demo", "--port", "eighty"), "invalid int value: 'eighty'"),
-    (("serve", "demo", "--port", "65536"), "command line: port: must be less than 65536, got 65536"),
+    (
+        ("serve", "demo", "--port", "65536"),
+        "command line: port: must be less than 65536, got 65536",
+    ),
     (("serve", "demo", "--prot", "80"), "unknown argument '--prot'; did you mean '--port'?"),
-    (("serve", "demo", "--tool-call-parser", "xml"), "command line: tool_parser: must be 'hermes' or 'llama3_json'"),
-    (("serve", "demo", "--ui-show-prompts"), "command line: ui_show_prompts: cannot be true while ui is false"),
+    (
+        ("serve", "demo", "--tool-call-parser", "xml"),
+        "command line: tool_parser: must be 'hermes' or 'llama3_json'",
+    ),
+    (
+        ("serve", "demo", "--ui-show-prompts"),
+        "command line: ui_show_prompts: cannot be true while ui is false",
+    ),
     (("serve", "demo", "--max-body-bytes", "lots"), "not an amount of memory"),
     (("bench",), "required"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE])
+@pytest.mark.parametrize(
+    ("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE]
+)
 def test_wrong_use_is_status_2(
     fake: type[FakeLLM], words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,7 +347,10 @@ def test_wrong_use_is_status_2(
     ("words", "message"),
     [
         (("generate", "x", "--n", "2"), "n=2 is not supported on the command line"),
-        (("generate", "x", "--enable-lora", "--event-log", "y"), "event_log: is not supported with enable_lora"),
+        (
+            ("generate", "x", "--enable-lora", "--event-log", "y"),
+            "event_log: is not supported with enable_lora",
+        ),
     ],
 )
 def test_what_is_not_supported_is_one_line_and_status_2(
@@ -299,7 +379,10 @@ def test_words_are_broken_at_the_edge_of_the_terminal(cut: int) -> None:
     """The oracle is textwrap, for a text in which every word fits; wide characters count two columns."""
     text = "Once upon a time there lived a young rabbit in an old town with a crooked tower and nothing else"
     wrapper = Wrapper(20)
-    found = "".join(wrapper.feed(text[at : at + cut]) for at in range(0, len(text), cut)) + wrapper.finish()
+    found = (
+        "".join(wrapper.feed(text[at : at + cut]) for at in range(0, len(text), cut))
+        + wrapper.finish()
+    )
     assert [line.rstrip() for line in found.split("\n")] == textwrap.wrap(text, 20)
     wide = Wrapper(6)
     assert wide.feed("日本 日本 x\ny ") + wide.finish() == "日本 \n日本 x\ny "
@@ -312,7 +395,9 @@ def test_config_show_prints_values_and_origins(
     path.write_text("max_num_seqs: 4\nblock_size: 8\n")
     monkeypatch.setenv("JAXPAGE_BLOCK_SIZE", "32")
     assert run("config", "show", str(path), "--dtype", "float32") == 0
-    lines = {line.split(":")[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines()}
+    lines = {
+        line.split(":")[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines()
+    }
     assert lines["max_num_seqs"] == f"max_num_seqs: 4 # {path}:1"
     assert lines["block_size"] == "block_size: 32 # JAXPAGE_BLOCK_SIZE"
     assert lines["dtype"] == "dtype: float32 # command line"
@@ -323,7 +408,10 @@ def test_config_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     path = tmp_path / "engine.yaml"
     path.write_text("max_model_length: 4\n")
     assert run("config", "validate", str(path)) == 2
-    assert f"{path}:1: max_model_length: unknown setting; did you mean 'max_model_len'?" in capsys.readouterr().err
+    assert (
+        f"{path}:1: max_model_length: unknown setting; did you mean 'max_model_len'?"
+        in capsys.readouterr().err
+    )
     path.write_text("max_model_len: 4\n")
     assert run("config", "validate", str(path)) == 0
     out, err = capsys.readouterr()
@@ -334,9 +422,17 @@ def test_doctor_reports_and_does_not_fail(capsys: pytest.CaptureFixture[str]) ->
     assert run("doctor") == 0
     report = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert report["jaxpage"] == __version__
-    assert {"jax", "jaxlib", "flax", "transformers", "devices", "host", "compile", "demo", "JAX_PLATFORMS"} <= set(
-        report
-    )
+    assert {
+        "jax",
+        "jaxlib",
+        "flax",
+        "transformers",
+        "devices",
+        "host",
+        "compile",
+        "demo",
+        "JAX_PLATFORMS",
+    } <= set(report)
 
 
 def test_doctor_looks_at_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -363,15 +459,27 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(
     monkeypatch.setenv("JAXPAGE_HOSTS_SECRET", "nobody may read this")
     assert run("doctor") == 0
     out = capsys.readouterr().out
-    assert re.search(r"^tensor parallel +1 cpu device\(s\), so tensor_parallel_size can be up to 1$", out, re.M)
-    assert re.search(r"^several hosts +jax.distributed detects no job of Slurm, .*--num-hosts", out, re.M)
+    assert re.search(
+        r"^tensor parallel +1 cpu device\(s\), so tensor_parallel_size can be up to 1$", out, re.M
+    )
+    assert re.search(
+        r"^several hosts +jax.distributed detects no job of Slurm, .*--num-hosts", out, re.M
+    )
     assert re.search(r"^JAXPAGE_HOSTS_SECRET +set$", out, re.M)
-    job = {"JOB_ID": "4095", "STEP_NODELIST": "node[007,009]", "NTASKS": "2", "PROCID": "1", "LOCALID": "0"}
+    job = {
+        "JOB_ID": "4095",
+        "STEP_NODELIST": "node[007,009]",
+        "NTASKS": "2",
+        "PROCID": "1",
+        "LOCALID": "0",
+    }
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     assert run("doctor") == 0
     assert re.search(
-        r"^several hosts +process 1 of 2 of a job, process 0 on node007: --coord", capsys.readouterr().out, re.M
+        r"^several hosts +process 1 of 2 of a job, process 0 on node007: --coord",
+        capsys.readouterr().out,
+        re.M,
     )
 
 
@@ -380,13 +488,20 @@ def test_doctor_says_what_several_devices_and_hosts_could_do(
     [
         ("echo 580.95.05; echo 580.95.05", r"580\.95\.05"),
         ("echo 570.00", r"570\.00"),
-        ("echo 565.57.01", r"565\.57\.01 \(warning: steps may hang, .* install r570 or newer, or XLA_FLAGS=--xla_gpu"),
+        (
+            "echo 565.57.01",
+            r"565\.57\.01 \(warning: steps may hang, .* install r570 or newer, or XLA_FLAGS=--xla_gpu",
+        ),
         ("echo NVIDIA-SMI has failed; exit 9", "unknown: nvidia-smi says 'NVIDIA-SMI has failed'"),
         (None, "none found"),
     ],
 )
 def test_doctor_warns_of_an_old_nvidia_driver(
-    printed: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    printed: str | None,
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if printed is not None:
         program = tmp_path / "nvidia-smi"
@@ -397,7 +512,9 @@ def test_doctor_warns_of_an_old_nvidia_driver(
     assert re.search(rf"^NVIDIA driver +{told}", capsys.readouterr().out, re.M)
 
 
-def test_doctor_reports_a_broken_jax(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_reports_a_broken_jax(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import jax
 
     def broken() -> list[Any]:
@@ -410,7 +527,9 @@ def test_doctor_reports_a_broken_jax(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "jaxpage", *words]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=600)
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=600
+    )
 
 
 @pytest.mark.parametrize(
@@ -433,7 +552,9 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
         f"with contextlib.suppress(SystemExit): main({words!r})\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+    )
     assert result.stdout.startswith("usage: jaxpage")
     loaded = set(ast.literal_eval(result.stderr))
     assert not loaded & {
@@ -456,7 +577,18 @@ def test_help_is_quick_because_it_loads_nothing_heavy(words: list[str]) -> None:
 
 def test_help_lists_what_exists_and_nothing_else() -> None:
     text = process("--help").stdout
-    for command in ("generate", "chat", "serve", "convert", "plan", "compile", "config", "bench", "replay", "doctor"):
+    for command in (
+        "generate",
+        "chat",
+        "serve",
+        "convert",
+        "plan",
+        "compile",
+        "config",
+        "bench",
+        "replay",
+        "doctor",
+    ):
         assert f"\n    {command} " in text
     assert process("--version").stdout == f"jaxpage {__version__}\n"
 
@@ -478,7 +610,12 @@ def test_bash_completes_commands_flags_and_files() -> None:
     for words, _ in COMPLETIONS:
         program += f'COMP_WORDS=(jaxpage {" ".join(words)}) COMP_CWORD={len(words)} COMPREPLY=(); $function; echo "${{COMPREPLY[@]}}"\n'
     found = subprocess.run(
-        ["bash", "-c", program], capture_output=True, text=True, cwd=Path(__file__).parents[1], timeout=60, check=True
+        ["bash", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        timeout=60,
+        check=True,
     )
     assert found.stdout.split() == [wanted for _, wanted in COMPLETIONS]
     assert process("--print-completion", "zsh").stdout.startswith("#compdef jaxpage")
@@ -493,7 +630,9 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
 def test_the_first_command_of_the_readme() -> None:
     """The packaged model, end to end, in a process of its own: what the README quotes is what everybody reads."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    quoted = " ".join(line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">"))
+    quoted = " ".join(
+        line.removeprefix(">").strip() for line in readme.splitlines() if line.startswith(">")
+    )
     result = process("generate", "Once upon a time", "--echo")
     assert result.returncode == 0, result.stderr
     assert len(quoted) > 100 and " ".join(result.stdout.split()).startswith(quoted)
@@ -510,6 +649,10 @@ def test_nobody_is_told_that_torch_is_missing() -> None:
         "from transformers.utils import is_torch_available\n"
         "print(is_torch_available())"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRANSFORMERS_VERBOSITY"
+    }
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment
+    )
     assert (result.stdout, result.stderr) == ("False\n", "")

@@ -29,7 +29,10 @@ def test_a_report_by_hand() -> None:
     head, table = report(answers, "tiny", TRACE, SIZES).split("\n\n")
     sizes = "--num-prompts 2 --batches 1 8 --context 20 --steps 4"
     assert f"`python tools/compare_engines.py models/tiny --engines jaxpage other {sizes}`" in head
-    assert "tiny: 2 requests with lengths of `sharegpt`, 4 tokens in, 6 out" in head and "context of 20 to 24." in head
+    assert (
+        "tiny: 2 requests with lengths of `sharegpt`, 4 tokens in, 6 out" in head
+        and "context of 20 to 24." in head
+    )
     assert table.splitlines()[2:] == [
         "| jaxpage | 3.0 | 1.00 | 2 of 2 | 12.3 | 20.0 | jax 1 |",
         "| other | 1.5 | 0.50 | 1 of 2 | 500.0 | 1000.0 | other 3 |",
@@ -47,22 +50,35 @@ def test_the_command_over_the_table_makes_the_table(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     assert sys.executable not in command
     found = compare_engines._arguments()
-    assert (found.model, found.engines, found.python) == ("models/tiny", names, [("jaxpage", sys.executable)])
+    assert (found.model, found.engines, found.python) == (
+        "models/tiny",
+        names,
+        [("jaxpage", sys.executable)],
+    )
     assert (found.num_prompts, found.batches, found.context, found.steps) == (2, [1, 8], 20, 4)
-    everything = report(dict.fromkeys(compare_engines.CASES, answers[names[0]]), "tiny", TRACE, SIZES)
+    everything = report(
+        dict.fromkeys(compare_engines.CASES, answers[names[0]]), "tiny", TRACE, SIZES
+    )
     assert "--engines" not in everything
 
 
 def test_its_section_of_a_file_is_replaced() -> None:
     text = f"before\n{BEGIN}\nold\n{END}\nafter\n"
-    assert replaced(text, "new") == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n" == replaced(replaced(text, "x"), "new")
+    assert (
+        replaced(text, "new")
+        == f"before\n{BEGIN}\n\nnew\n\n{END}\nafter\n"
+        == replaced(replaced(text, "x"), "new")
+    )
     with pytest.raises(SystemExit, match="no section between"):
         replaced("before", "new")
 
 
 @pytest.mark.parametrize(
     ("name", "module", "packages"),
-    [("CTranslate2 int8", "ctranslate2", "ctranslate2"), ("llama.cpp", "llama_cpp", "llama-cpp-python gguf")],
+    [
+        ("CTranslate2 int8", "ctranslate2", "ctranslate2"),
+        ("llama.cpp", "llama_cpp", "llama-cpp-python gguf"),
+    ],
 )
 def test_an_engine_without_its_packages_is_left_out(
     name: str, module: str, packages: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -81,7 +97,10 @@ def test_an_engine_without_its_packages_is_left_out(
     [
         (["--python", "jaxpage=/no/such"], "'jaxpage=/no/such': there is no such program"),
         (["--python", "vllm=python3"], "'vllm=python3' is not one of"),
-        (["--chart", "x.svg"], "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"),
+        (
+            ["--chart", "x.svg"],
+            "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'",
+        ),
     ],
 )
 def test_wrong_use_is_told_before_engines_run(
@@ -89,7 +108,9 @@ def test_wrong_use_is_told_before_engines_run(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["compare_engines.py", "models/tiny", *words])
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
+    )
     with pytest.raises(SystemExit) as exit_info:
         compare_engines.main()
     assert exit_info.value.code == 2 and said in capsys.readouterr().err
@@ -109,8 +130,21 @@ def test_two_engines_for_real(
     model = random_checkpoint(tmp_path / "llama", {**LLAMA, "max_position_embeddings": 1024})
     path = tmp_path / "benchmarks.md"
     path.write_text(f"{BEGIN}\n{END}\n")
-    words = ["--engines", "jaxpage", "transformers", "--num-prompts", "3", "--batches", "1", "2", "--steps", "4"]
-    monkeypatch.setattr(sys, "argv", ["compare_engines.py", str(model), *words, "--write", str(path)])
+    words = [
+        "--engines",
+        "jaxpage",
+        "transformers",
+        "--num-prompts",
+        "3",
+        "--batches",
+        "1",
+        "2",
+        "--steps",
+        "4",
+    ]
+    monkeypatch.setattr(
+        sys, "argv", ["compare_engines.py", str(model), *words, "--write", str(path)]
+    )
     compare_engines.main()
     shown = capsys.readouterr().out
     assert json.loads((model / "config.json").read_text())["vocab_size"] == 257

@@ -36,7 +36,9 @@ def write(directory: Path, text: str | bytes) -> Path:
     return path
 
 
-def resolve(path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any) -> EngineConfig:
+def resolve(
+    path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any
+) -> EngineConfig:
     return resolve_config(path, settings, environment=environment or {}).config
 
 
@@ -100,11 +102,27 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         ("max_num_seqs", True, "max_num_seqs: must be a valid integer, got True"),
         ("num_blocks", 1, "num_blocks: must be greater than or equal to 2, got 1"),
         ("max_model_len", 0, "max_model_len: must be greater than or equal to 2, got 0"),
-        ("max_num_batched_tokens", 8, "max_num_batched_tokens: must be at least block_size (16), got 8"),
-        ("max_num_batched_tokens", 63, "max_num_batched_tokens: must be at least max_num_seqs (64), got 63"),
+        (
+            "max_num_batched_tokens",
+            8,
+            "max_num_batched_tokens: must be at least block_size (16), got 8",
+        ),
+        (
+            "max_num_batched_tokens",
+            63,
+            "max_num_batched_tokens: must be at least max_num_seqs (64), got 63",
+        ),
         ("gpu_memory_utilization", 0.0, "gpu_memory_utilization: must be greater than 0, got 0.0"),
-        ("gpu_memory_utilization", 1.1, "gpu_memory_utilization: must be less than or equal to 1, got 1.1"),
-        ("gpu_memory_utilization", float("nan"), "gpu_memory_utilization: must be a finite number, got nan"),
+        (
+            "gpu_memory_utilization",
+            1.1,
+            "gpu_memory_utilization: must be less than or equal to 1, got 1.1",
+        ),
+        (
+            "gpu_memory_utilization",
+            float("nan"),
+            "gpu_memory_utilization: must be a finite number, got nan",
+        ),
         ("dtype", "int3", "dtype: must be 'auto', 'float32', 'bfloat16' or 'float16', got 'int3'"),
         ("seed", -1, "seed: must be greater than or equal to 0, got -1"),
         ("model", "", "model: must have at least 1 character, got ''"),
@@ -113,7 +131,9 @@ def test_fields_and_defaults_are_those_of_the_interface() -> None:
         ("zebra", 9, "zebra: unknown setting; settings are model, tokenizer"),
     ],
 )
-def test_a_bad_value_is_refused_with_name_value_and_what_is_allowed(name: str, value: object, message: str) -> None:
+def test_a_bad_value_is_refused_with_name_value_and_what_is_allowed(
+    name: str, value: object, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(**{name: value})
     assert message in str(error.value).splitlines() or str(error.value).startswith(message)
@@ -122,7 +142,11 @@ def test_a_bad_value_is_refused_with_name_value_and_what_is_allowed(name: str, v
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(block_size=0, dtype="int3", zebra=1)  # type: ignore[arg-type, call-arg]
-    assert [line.split(":")[0] for line in str(error.value).splitlines()] == ["dtype", "block_size", "zebra"]
+    assert [line.split(":")[0] for line in str(error.value).splitlines()] == [
+        "dtype",
+        "block_size",
+        "zebra",
+    ]
 
 
 def test_contradictions_are_told_beside_other_mistakes() -> None:
@@ -139,7 +163,9 @@ def test_contradictions_are_told_beside_other_mistakes() -> None:
     lines = str(error.value).splitlines()
     assert [line.split(":")[0] for line in lines] == [
         *("block_size", "max_num_seqs", "zebra", "swap_space_blocks", "attention_backend"),
-    ], "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
+    ], (
+        "and nothing that comes of a default in the place of a mistake: 40 are fewer than 64 max_num_seqs"
+    )
     assert lines[0] == "block_size: must be a power of two from 1 to 128, got 13"
 
 
@@ -174,11 +200,16 @@ def test_amounts_of_memory(value: object, want: int | str) -> None:
 
 def test_an_amount_of_memory_in_a_file_and_in_a_variable(tmp_path: Path) -> None:
     assert resolve(write(tmp_path, "kv_cache_memory_bytes: 4GiB\n")).kv_cache_memory_bytes == 2**32
-    assert resolve(environment={"JAXPAGE_KV_CACHE_MEMORY_BYTES": "4GiB"}).kv_cache_memory_bytes == 2**32
+    assert (
+        resolve(environment={"JAXPAGE_KV_CACHE_MEMORY_BYTES": "4GiB"}).kv_cache_memory_bytes
+        == 2**32
+    )
 
 
 def test_two_sizes_of_one_pool_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match="num_blocks: cannot be 10 while kv_cache_memory_bytes is 1000"):
+    with pytest.raises(
+        ConfigError, match="num_blocks: cannot be 10 while kv_cache_memory_bytes is 1000"
+    ):
         EngineConfig(num_blocks=10, kv_cache_memory_bytes=1000)
 
 
@@ -203,7 +234,9 @@ def test_two_sizes_of_one_pool_contradict_each_other() -> None:
         ),
     ],
 )
-def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[str, Any], message: str) -> None:
+def test_swapping_and_nowhere_to_swap_to_contradict_each_other(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**settings)
 
@@ -216,15 +249,29 @@ def test_swapping_and_nowhere_to_swap_to_contradict_each_other(settings: dict[st
     ],
 )
 def test_what_this_version_does_not_honour_is_refused_not_ignored(name: str, value: object) -> None:
-    with pytest.raises(UnsupportedError, match=f"^{name}: .* is not supported: this version .*; use "):
+    with pytest.raises(
+        UnsupportedError, match=f"^{name}: .* is not supported: this version .*; use "
+    ):
         EngineConfig(**{name: value})
 
 
 NESTED = [
-    ({"num_speculative_tokens": 0}, r"num_speculative_tokens: must be greater than or equal to 1 or 'auto', got 0$"),
-    ({"num_speculative_tokens": "4"}, r"num_speculative_tokens: must be a valid integer or 'auto', got '4'$"),
-    ({"num_speculative_tokens": 64}, r"num_speculative_tokens: must be less than or equal to 63 or 'auto', got 64$"),
-    ({"num_speculative_token": 4}, r"num_speculative_token: unknown setting; did you mean 'num_speculative_tokens'\?$"),
+    (
+        {"num_speculative_tokens": 0},
+        r"num_speculative_tokens: must be greater than or equal to 1 or 'auto', got 0$",
+    ),
+    (
+        {"num_speculative_tokens": "4"},
+        r"num_speculative_tokens: must be a valid integer or 'auto', got '4'$",
+    ),
+    (
+        {"num_speculative_tokens": 64},
+        r"num_speculative_tokens: must be less than or equal to 63 or 'auto', got 64$",
+    ),
+    (
+        {"num_speculative_token": 4},
+        r"num_speculative_token: unknown setting; did you mean 'num_speculative_tokens'\?$",
+    ),
     ({"max_num_seqs": 4}, r"max_num_seqs: unknown setting; settings are method, model, "),
     ({"method": "ngrams"}, r"method: must be 'ngram', .*, got 'ngrams'$"),
     ({"acceptance": 1}, r"acceptance: must be 'coupled', .*, got 1$"),
@@ -240,7 +287,9 @@ NESTED = [
 
 
 @pytest.mark.parametrize(("change", "message"), NESTED, ids=[str(change) for change, _ in NESTED])
-def test_settings_of_speculation_are_named_in_full(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_settings_of_speculation_are_named_in_full(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     """In one line each, also from a file, with the place of the whole."""
     with pytest.raises(ConfigError, match=rf"^speculative_config\.{message}"):
         EngineConfig(speculative_config={"method": "ngram", **change})
@@ -254,11 +303,17 @@ def test_settings_of_speculation_are_named_in_full(change: dict[str, Any], messa
 def test_settings_of_speculation_that_contradict_or_are_missing() -> None:
     with pytest.raises(ConfigError, match=r"^speculative_config\.method: is required$"):
         EngineConfig(speculative_config={"num_speculative_tokens": 3})
-    with pytest.raises(ConfigError, match="^speculative_config: prompt_lookup_min is 5, above prompt_lookup_max, 4$"):
-        EngineConfig(speculative_config={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4})
+    with pytest.raises(
+        ConfigError,
+        match="^speculative_config: prompt_lookup_min is 5, above prompt_lookup_max, 4$",
+    ):
+        EngineConfig(
+            speculative_config={"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}
+        )
     for acceptance in ("coupled", "rejection"):
         with pytest.raises(
-            ConfigError, match=rf"typical_acceptance_posterior_alpha is 0.2, but acceptance is '{acceptance}'"
+            ConfigError,
+            match=rf"typical_acceptance_posterior_alpha is 0.2, but acceptance is '{acceptance}'",
         ):
             EngineConfig(
                 speculative_config={
@@ -273,7 +328,8 @@ def test_settings_of_speculation_that_contradict_or_are_missing() -> None:
 
 def test_speculation_that_this_version_does_not_do_is_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match="^speculative_config: tree=True is not supported: method 'ngram' drafts chains"
+        UnsupportedError,
+        match="^speculative_config: tree=True is not supported: method 'ngram' drafts chains",
     ):
         EngineConfig(speculative_config={"method": "ngram", "tree": True})
     with pytest.raises(
@@ -282,17 +338,26 @@ def test_speculation_that_this_version_does_not_do_is_refused() -> None:
     ):
         EngineConfig(speculative_config={"method": "lookahead", "acceptance": "rejection"})
     with pytest.raises(
-        ConfigError, match="^speculative_config: model is 'there', but method is 'ngram': it belongs to"
+        ConfigError,
+        match="^speculative_config: model is 'there', but method is 'ngram': it belongs to",
     ):
         EngineConfig(speculative_config={"method": "ngram", "model": "there"})
 
 
 def test_which_drafts_become_tokens() -> None:
-    assert EngineConfig().acceptance == EngineConfig(speculative_config={"method": "ngram"}).acceptance
+    assert (
+        EngineConfig().acceptance == EngineConfig(speculative_config={"method": "ngram"}).acceptance
+    )
     assert EngineConfig().acceptance.name == "coupled"
-    given = {"method": "suffix", "acceptance": "typical", "typical_acceptance_posterior_threshold": 0.2}
+    given = {
+        "method": "suffix",
+        "acceptance": "typical",
+        "typical_acceptance_posterior_threshold": 0.2,
+    }
     assert EngineConfig(speculative_config=given).acceptance == ("typical", 0.2, 0.3)
-    assert EngineConfig(speculative_config={"method": "medusa", "model": "m", "acceptance": "typical"}).acceptance == (
+    assert EngineConfig(
+        speculative_config={"method": "medusa", "model": "m", "acceptance": "typical"}
+    ).acceptance == (
         "typical",
         0.09,
         0.3,
@@ -302,19 +367,28 @@ def test_which_drafts_become_tokens() -> None:
 def test_settings_of_speculation_from_every_source(tmp_path: Path) -> None:
     wanted = {"method": "ngram", "num_speculative_tokens": 3}
     for config in (
-        resolve(write(tmp_path, "speculative_config:\n  method: ngram\n  num_speculative_tokens: 3")),
+        resolve(
+            write(tmp_path, "speculative_config:\n  method: ngram\n  num_speculative_tokens: 3")
+        ),
         resolve(environment={"JAXPAGE_SPECULATIVE_CONFIG": json.dumps(wanted)}),
         resolve(speculative_config=wanted),
     ):
         assert config == EngineConfig(speculative_config=wanted)
     resolved = resolve_config(None, {"speculative_config": wanted}, environment={})
     assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
-    assert EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
+    assert (
+        EngineConfig(**resolved.config.model_dump()) == resolved.config == resolved.config.replace()
+    )
 
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [(jnp.bfloat16, "bfloat16"), (np.float16, "float16"), (np.dtype("float32"), "float32"), ("half", "float16")],
+    [
+        (jnp.bfloat16, "bfloat16"),
+        (np.float16, "float16"),
+        (np.dtype("float32"), "float32"),
+        ("half", "float16"),
+    ],
 )
 def test_a_dtype_may_be_a_type(given: Any, name: str) -> None:
     assert EngineConfig(dtype=given).dtype == name
@@ -336,7 +410,8 @@ def test_every_kernel_set_can_be_chosen_and_nothing_else() -> None:
     for backend in attention_backends():
         EngineConfig(attention_backend=backend)
     with pytest.raises(
-        UnsupportedError, match=r"'tritn' .* no such kernel set \(did you mean 'triton'\?\); use auto or"
+        UnsupportedError,
+        match=r"'tritn' .* no such kernel set \(did you mean 'triton'\?\); use auto or",
     ):
         EngineConfig(attention_backend="tritn")
     with pytest.raises(ConfigError, match="^attention_backend: must be a valid string, got 7$"):
@@ -361,7 +436,9 @@ try:
 except ValueError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "block_size: must be a power of two from 1 to 128, got 3"
 
 
@@ -390,7 +467,10 @@ def test_scalars_mean_what_they_look_like(text: str, value: object) -> None:
         ("- model\n", "engine.yaml:1: the top level must be a mapping, not a list"),
         ("\ndemo\n", "engine.yaml:2: the top level must be a mapping, not a single value"),
         ("model: a\nmodel: b\n", "engine.yaml:2: 'model' is given twice, first in line 1"),
-        ("speculative_config:\n  a: 1\n  a: 2\n", "engine.yaml:3: 'a' is given twice, first in line 2"),
+        (
+            "speculative_config:\n  a: 1\n  a: 2\n",
+            "engine.yaml:3: 'a' is given twice, first in line 2",
+        ),
         ("model: &name demo\n", "engine.yaml:1: anchors and aliases are not allowed"),
         ("model: demo\ntokenizer: *model\n", "engine.yaml:2: anchors and aliases are not allowed"),
         ("model: !!python/object/apply:os.system [ls]\n", "engine.yaml:1: tags are not allowed"),
@@ -405,7 +485,9 @@ def test_scalars_mean_what_they_look_like(text: str, value: object) -> None:
         ("#" * 1_000_001, "a configuration has at most 1000000"),
     ],
 )
-def test_a_file_that_is_not_a_strict_mapping_is_refused(tmp_path: Path, text: str | bytes, message: str) -> None:
+def test_a_file_that_is_not_a_strict_mapping_is_refused(
+    tmp_path: Path, text: str | bytes, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load_mapping(write(tmp_path, text))
     assert message in str(error.value) and str(tmp_path) in str(error.value)
@@ -434,9 +516,20 @@ def test_an_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 def test_precedence_and_origins(tmp_path: Path) -> None:
     path = write(tmp_path, "model: from-file\nmax_num_seqs: 2\nblock_size: 8\n")
-    environment = {"JAXPAGE_MAX_NUM_SEQS": "3", "JAXPAGE_BLOCK_SIZE": "32", "JAXPAGE_REVISION": "1e3", "PATH": "/bin"}
-    resolved = resolve_config(path, {"block_size": 64}, environment=environment, overrides_origin="--block-size")
-    assert (resolved.config.model, resolved.config.max_num_seqs, resolved.config.block_size) == ("from-file", 3, 64)
+    environment = {
+        "JAXPAGE_MAX_NUM_SEQS": "3",
+        "JAXPAGE_BLOCK_SIZE": "32",
+        "JAXPAGE_REVISION": "1e3",
+        "PATH": "/bin",
+    }
+    resolved = resolve_config(
+        path, {"block_size": 64}, environment=environment, overrides_origin="--block-size"
+    )
+    assert (resolved.config.model, resolved.config.max_num_seqs, resolved.config.block_size) == (
+        "from-file",
+        3,
+        64,
+    )
     assert resolved.config.revision == "1e3", "text settings are not parsed"
     assert resolved.origins["model"] == f"{path}:1"
     assert resolved.origins["max_num_seqs"] == "JAXPAGE_MAX_NUM_SEQS"
@@ -448,9 +541,13 @@ def test_a_refusal_names_the_source(tmp_path: Path) -> None:
     path = write(tmp_path, "model: demo\n\nblock_size: 3\n")
     with pytest.raises(ConfigError, match=r"engine\.yaml:3: block_size: must be a power of two"):
         resolve(path)
-    with pytest.raises(ConfigError, match="JAXPAGE_MAX_NUM_SEQS: max_num_seqs: must be a valid integer, got 'abc'"):
+    with pytest.raises(
+        ConfigError, match="JAXPAGE_MAX_NUM_SEQS: max_num_seqs: must be a valid integer, got 'abc'"
+    ):
         resolve(environment={"JAXPAGE_MAX_NUM_SEQS": "abc"})
-    with pytest.raises(UnsupportedError, match=r"engine\.yaml:1: attention_backend: 'cuda' is not supported"):
+    with pytest.raises(
+        UnsupportedError, match=r"engine\.yaml:1: attention_backend: 'cuda' is not supported"
+    ):
         resolve(write(tmp_path, "attention_backend: cuda"))
     with pytest.raises(ConfigError, match="argument: max_num_batched_tokens: must be at least"):
         resolve(max_num_batched_tokens=1)
@@ -462,7 +559,9 @@ def test_a_name_too_long_to_be_one_is_compared_with_none(
 ) -> None:
     """Wherever a name comes from: comparing takes time that grows with its length."""
     name, compared = "m" * length, []
-    monkeypatch.setattr(difflib, "get_close_matches", lambda given, *_: compared.append(len(given)) or [])
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda given, *_: compared.append(len(given)) or []
+    )
     requests = context(strict_requests=True)
     for error, refused in (
         (ApiError, lambda: open_completion({"model": "demo", "prompt": "x", name: 1}, requests)),
@@ -479,15 +578,27 @@ def test_a_name_too_long_to_be_one_is_compared_with_none(
 
 
 def test_unknown_names_in_every_source(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"engine\.yaml:1: max_model_length: .*did you mean 'max_model_len'"):
+    with pytest.raises(
+        ConfigError, match=r"engine\.yaml:1: max_model_length: .*did you mean 'max_model_len'"
+    ):
         resolve(write(tmp_path, "max_model_length: 8"))
-    with pytest.raises(ConfigError, match=r"JAXPAGE_MAX_MODEL_LENGTH: .*did you mean 'max_model_len'"):
+    with pytest.raises(
+        ConfigError, match=r"JAXPAGE_MAX_MODEL_LENGTH: .*did you mean 'max_model_len'"
+    ):
         resolve(environment={"JAXPAGE_MAX_MODEL_LENGTH": "8"})
-    resolve(environment={"JAXPAGE_SERVICE_HOST": "10.0.0.1", "JAXPAGE_DEBUG": "1", "JAXPAGE_PORT": "tcp://10.0.0.1"})
+    resolve(
+        environment={
+            "JAXPAGE_SERVICE_HOST": "10.0.0.1",
+            "JAXPAGE_DEBUG": "1",
+            "JAXPAGE_PORT": "tcp://10.0.0.1",
+        }
+    )
 
 
 def test_shown_lines_are_yaml_that_loads_to_the_same_config(tmp_path: Path) -> None:
-    resolved = resolve_config(None, {"model": 'a "b": \\ #c', "revision": "1e3", "seed": 2**64 - 1}, environment={})
+    resolved = resolve_config(
+        None, {"model": 'a "b": \\ #c', "revision": "1e3", "seed": 2**64 - 1}, environment={}
+    )
     assert resolve(write(tmp_path, "\n".join(resolved.lines()))) == resolved.config
 
 
@@ -510,10 +621,16 @@ def test_keyword_arguments_are_the_settings():
     hints = get_type_hints(LLMSettings)
     assert {"model", *hints} == EngineConfig.model_fields.keys()
     for name, hint in hints.items():
-        choices, wanted = (_choices(each) for each in (hint, EngineConfig.model_fields[name].annotation))
+        choices, wanted = (
+            _choices(each) for each in (hint, EngineConfig.model_fields[name].annotation)
+        )
         assert choices - {"half", "float"} == wanted, name
 
 
 def _choices(hint: Any) -> set[Any]:
     arguments = get_args(hint)
-    return set(arguments) if get_origin(hint) is Literal else {value for each in arguments for value in _choices(each)}
+    return (
+        set(arguments)
+        if get_origin(hint) is Literal
+        else {value for each in arguments for value in _choices(each)}
+    )

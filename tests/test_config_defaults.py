@@ -56,7 +56,9 @@ def difference(config: Config) -> str | None:
         config = {**config, name: whole[name]}
         found = read(config)
     # Two statements of one thing that differ are refused here on purpose.
-    is_refused = isinstance(found, str) and (isinstance(wanted, str) or "contradict each other" in found)
+    is_refused = isinstance(found, str) and (
+        isinstance(wanted, str) or "contradict each other" in found
+    )
     return None if is_refused or found == wanted else f"{config}\n{found}\n{wanted}"
 
 
@@ -73,7 +75,9 @@ def test_a_field_that_is_left_out_is_the_default_of_transformers(name: str) -> N
     fields = [field for field in config if field not in KEPT]
     tried = [{other: config[other] for other in config if other != field} for field in fields]
     tried.append({field: config[field] for field in KEPT})
-    tried += [{**each, "max_position_embeddings": 131_072} for each in tried if "n_positions" not in each]
+    tried += [
+        {**each, "max_position_embeddings": 131_072} for each in tried if "n_positions" not in each
+    ]
     assert [text for text in map(difference, tried) if text] == []
 
 
@@ -124,13 +128,24 @@ def test_random_fields_that_are_left_out_are_the_defaults_of_transformers() -> N
     differences = []
     for _ in range(6_000):
         first = draw.choice([*CONFIGS.values()])
-        alike = [config for config in CONFIGS.values() if config["architectures"] == first["architectures"]]
-        mixed = {**first, **{name: value for name, value in draw.choice(alike).items() if draw.random() < 0.2}}
+        alike = [
+            config
+            for config in CONFIGS.values()
+            if config["architectures"] == first["architectures"]
+        ]
+        mixed = {
+            **first,
+            **{name: value for name, value in draw.choice(alike).items() if draw.random() < 0.2},
+        }
         share = draw.choice([0.2, 0.5, 0.9])
-        config = {name: value for name, value in mixed.items() if name in KEPT or draw.random() < share}
+        config = {
+            name: value for name, value in mixed.items() if name in KEPT or draw.random() < share
+        }
         for name in ("rope_parameters", "rope_scaling"):
             if isinstance(config.get(name), dict) and draw.random() < 0.5:
-                config[name] = {key: value for key, value in config[name].items() if draw.random() < 0.7}
+                config[name] = {
+                    key: value for key, value in config[name].items() if draw.random() < 0.7
+                }
         if "n_positions" not in mixed and draw.random() < 0.5:
             config["max_position_embeddings"] = draw.choice([64, 2048, 131_072])
         differences += [text for text in [difference(config)] if text]

@@ -69,20 +69,31 @@ def step(
 ) -> tuple[Any, ...]:
     """What a set makes of a step of rows behind 5, 70, 0, 130, ... positions, and the pages; slot 0 takes padding."""
     queries = [5, 1, 3, LONGEST] * (num_rows // 4)
-    contexts = [before + new for before, new in zip([5, 70, 0, 130] * (num_rows // 4), queries, strict=True)]
+    contexts = [
+        before + new for before, new in zip([5, 70, 0, 130] * (num_rows // 4), queries, strict=True)
+    ]
     case = make_case(7, contexts, queries, heads=heads, width=width, block_size=BLOCK_SIZE)
     rng, dtype = np.random.default_rng(3), PAGES[page_dtype]
     num_tokens = len(case.q_TNH)
-    k, v = (jnp.asarray(rng.standard_normal((num_tokens, heads[1], width)), dtype) for _ in range(2))
+    k, v = (
+        jnp.asarray(rng.standard_normal((num_tokens, heads[1], width)), dtype) for _ in range(2)
+    )
     rows = np.repeat(np.arange(len(queries)), queries)
     places = np.concatenate([np.arange(c - n, c) for c, n in zip(contexts, queries, strict=True)])
     slots = np.zeros(num_tokens, np.int32)
-    slots[: len(rows)] = case.block_table_BM[rows, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    slots[: len(rows)] = (
+        case.block_table_BM[rows, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+    )
     pages = [jnp.asarray(case.k_pages), jnp.asarray(case.v_pages)]
     scales: dict[str, jax.Array] = {}
     if page_dtype in ("int8", "uint8"):
-        pages = [jnp.asarray(rng.integers(0, 120, pages[0].shape).astype(page_dtype)) for _ in range(2)]
-        scales = {name: jnp.asarray(rng.random(pages[0].shape[:3]), jnp.float32) for name in ("k_scale", "v_scale")}
+        pages = [
+            jnp.asarray(rng.integers(0, 120, pages[0].shape).astype(page_dtype)) for _ in range(2)
+        ]
+        scales = {
+            name: jnp.asarray(rng.random(pages[0].shape[:3]), jnp.float32)
+            for name in ("k_scale", "v_scale")
+        }
     else:
         pages = [page.astype(page_dtype) for page in pages]
     if tree:  # the first token has two children, and the others follow the second
@@ -98,7 +109,11 @@ def step(
     if only is not None:
         kept = slice(start[only], start[only + 1])
         q, k, v, slots = q[kept], k[kept], v[kept], slots[kept]
-        table, context, start = table[only : only + 1], context[only : only + 1], np.array([0, len(slots)], np.int32)
+        table, context, start = (
+            table[only : only + 1],
+            context[only : only + 1],
+            np.array([0, len(slots)], np.int32),
+        )
 
     @jax.jit
     def run(k_pages: jax.Array, v_pages: jax.Array, scales: dict[str, jax.Array]) -> Any:
@@ -143,13 +158,19 @@ ONE_CALL = {**OPTIONS, **WIDTHS}
     ("page_dtype", "name"),
     few(
         itertools.product(PAGES, ONE_CALL),
-        [*itertools.product(PAGES, OPTIONS), *zip(("float32", "bfloat16", "int8"), WIDTHS, strict=True)],
+        [
+            *itertools.product(PAGES, OPTIONS),
+            *zip(("float32", "bfloat16", "int8"), WIDTHS, strict=True),
+        ],
     ),
 )
 def test_one_call_writes_and_attends(page_dtype: str, name: str) -> None:
     """The oracle is the kernel set that defines what the others do; what is written has its bits."""
     options = ONE_CALL[name]
-    (want, want_pages), (got, pages) = step("reference", page_dtype, **options), step("cpu", page_dtype, **options)
+    (want, want_pages), (got, pages) = (
+        step("reference", page_dtype, **options),
+        step("cpu", page_dtype, **options),
+    )
     tolerance = 5e-5 if PAGES[page_dtype] == "float32" else 2e-2
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
     for one, other in zip(pages, want_pages, strict=True):
@@ -170,7 +191,13 @@ def test_a_row_has_its_bits_among_any_others(page_dtype: str) -> None:
 
 
 def quantized(
-    code: str, *, zeros: bool = False, minima: bool = False, half: bool = False, num_out: int = 19, num_in: int = 80
+    code: str,
+    *,
+    zeros: bool = False,
+    minima: bool = False,
+    half: bool = False,
+    num_out: int = 19,
+    num_in: int = 80,
 ) -> tuple[QuantizedWeight, np.ndarray]:
     """A weight in groups of 32, of which the last is short, and its numbers in float64. half: scales and minima are in half precision."""
     rng = np.random.default_rng(5)
@@ -182,16 +209,24 @@ def quantized(
     if code in ("int4", "fp4"):
         nibbles = rng.integers(0, 16, (num_out, num_in))
         values = jnp.asarray(nibbles[:, ::2] + 16 * nibbles[:, 1::2], jnp.uint8)
-        numbers = np.arange(16.0) if code == "int4" else np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+        numbers = (
+            np.arange(16.0)
+            if code == "int4"
+            else np.arange(16).astype(np.uint8).view(ml_dtypes.float4_e2m1fn)
+        )
         exact = numbers.astype(np.float64)[nibbles]
     else:
         values = jnp.asarray(rng.integers(-128, 128, (num_out, num_in)), jnp.int8)
         if code == "fp8":  # all of its codes but its two NaNs
             bits = np.arange(num_out * num_in).reshape(num_out, num_in) % 254
-            values = jnp.asarray((bits + (bits >= 127)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn))
+            values = jnp.asarray(
+                (bits + (bits >= 127)).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+            )
         exact = np.asarray(values).astype(np.float64)
     for group, columns in enumerate((slice(0, 32), slice(32, 64), slice(64, 80))):
-        exact[:, columns] -= zero[:, group, None] if zero is not None else 8.0 * (code == "int4" and not minima)
+        exact[:, columns] -= (
+            zero[:, group, None] if zero is not None else 8.0 * (code == "int4" and not minima)
+        )
         exact[:, columns] *= scale[:, group, None]
         exact[:, columns] += minimum[:, group, None] if minimum is not None else 0.0
     of_groups = (None if each is None else jnp.asarray(each) for each in (scale, zero, minimum))
@@ -205,7 +240,9 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
     """The oracle is numpy in float64. A token has its bits among any others."""
     if "minima" in groups and code != "int4":
         pytest.skip("no format has them")
-    weight, exact = quantized(code, zeros="zeros" in groups, minima="minima" in groups, half="half" in groups)
+    weight, exact = quantized(
+        code, zeros="zeros" in groups, minima="minima" in groups, half="half" in groups
+    )
     x = np.random.default_rng(6).standard_normal((11, 80)).astype(np.float32)
     together = np.asarray(quantized_product(jnp.asarray(x), weight, backend="cpu"))
     tolerance = 1e-5 * np.abs(exact).max()
@@ -217,15 +254,21 @@ def test_one_call_multiplies_by_a_quantised_weight(code: str, groups: str) -> No
     np.testing.assert_allclose(np.asarray(by_definition), x @ exact.T, atol=tolerance, rtol=1e-5)
     narrow = quantized_product(jnp.asarray(x, jnp.bfloat16), weight, backend="cpu")
     assert narrow.dtype == jnp.bfloat16
-    np.testing.assert_allclose(np.asarray(narrow, np.float32), x @ exact.T, atol=0.03 * np.abs(exact).max(), rtol=0.02)
+    np.testing.assert_allclose(
+        np.asarray(narrow, np.float32), x @ exact.T, atol=0.03 * np.abs(exact).max(), rtol=0.02
+    )
 
 
 def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
     weight, exact = quantized("int4", num_in=72)
     x = jnp.ones((3, 72))
-    with pytest.raises(NotImplementedError, match=r"cpu: 72 inputs in groups of 32 \(multiples of 16 only\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"cpu: 72 inputs in groups of 32 \(multiples of 16 only\)"
+    ):
         quantized_product(x, weight, backend="cpu")
-    np.testing.assert_allclose(quantized_product(x, weight), np.ones((3, 72)) @ exact.T, rtol=1e-5, atol=1e-3)
+    np.testing.assert_allclose(
+        quantized_product(x, weight), np.ones((3, 72)) @ exact.T, rtol=1e-5, atol=1e-3
+    )
 
 
 @pytest.mark.parametrize("num_in", [32, 1056])  # one part of a sum, and several with a rest
@@ -237,15 +280,23 @@ def test_one_call_multiplies_few_rows(dtype: str, result: str, num_in: int) -> N
         assert (dtype, result) == ("float32", "bfloat16") or dtype not in library.load().few_rows
         pytest.skip("no kernel for it on this processor")
     rng = np.random.default_rng(5)
-    x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (few_rows.MOST_ROWS, 192))
+    x, w = (
+        jnp.asarray(rng.standard_normal((rows, num_in)), dtype)
+        for rows in (few_rows.MOST_ROWS, 192)
+    )
     together = few_rows.multiply_few(x, w, result)
     assert together.dtype == result
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     np.testing.assert_allclose(
-        np.asarray(together, np.float64), exact, atol=1e-4, rtol=1e-5 if result == "float32" else 0.01
+        np.asarray(together, np.float64),
+        exact,
+        atol=1e-4,
+        rtol=1e-5 if result == "float32" else 0.01,
     )
     for count in range(1, few_rows.MOST_ROWS):
-        np.testing.assert_array_equal(few_rows.multiply_few(x[-count:], w, result), together[-count:])
+        np.testing.assert_array_equal(
+            few_rows.multiply_few(x[-count:], w, result), together[-count:]
+        )
 
 
 @pytest.mark.parametrize("num_in", [64, 2112])
@@ -260,9 +311,14 @@ def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
     values = rng.integers(-128, 128, (192, num_in)).astype(np.int8)
 
     def few(first: int, end: int) -> list[Any]:
-        return [np.asarray(each) for each in few_rows.multiply_rounded(jnp.asarray(x[first:end]), values)]
+        return [
+            np.asarray(each)
+            for each in few_rows.multiply_rounded(jnp.asarray(x[first:end]), values)
+        ]
 
-    sums, scale = (np.concatenate(each) for each in zip(*(few(i, i + 8) for i in range(0, 40, 8)), strict=True))
+    sums, scale = (
+        np.concatenate(each) for each in zip(*(few(i, i + 8) for i in range(0, 40, 8)), strict=True)
+    )
     assert np.isnan(scale[2]) and np.isinf(scale[3]) and not sums[:2].any()
     assert np.array_equal(scale[4:], np.abs(x[4:]).max(axis=1, keepdims=True) * np.float32(1 / 127))
     rounded = np.round(x[4:] * (1 / scale[4:])).astype(np.int64)
@@ -275,9 +331,13 @@ def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("shape", [(64, 1024), (576, 960), (1056, 192), (2048, 768)], ids=str)
-def test_a_product_of_few_rows_has_its_bits_among_many_of_xla(shape: tuple[int, int], dtype: str) -> None:
+def test_a_product_of_few_rows_has_its_bits_among_many_of_xla(
+    shape: tuple[int, int], dtype: str
+) -> None:
     num_in, num_out = shape
-    if not few_rows.takes(2, num_in, num_out, dtype, dtype) or not has_xlas_bits(num_in, num_out, dtype, dtype):
+    if not few_rows.takes(2, num_in, num_out, dtype, dtype) or not has_xlas_bits(
+        num_in, num_out, dtype, dtype
+    ):
         pytest.skip("no kernel, or XLA adds in another order here")
     rng = np.random.default_rng(8)  # the whole weight: rows are asked of a part of it
     x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (200, num_out))
@@ -292,7 +352,9 @@ def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPat
         return few_rows.multiply_few(x[:, ::-1], w[:, ::-1], result)
 
     x, w = jnp.ones((2, 1056)), jnp.ones((1024, 1056))
-    assert few_rows.takes(2, 1056, 1024, x.dtype, x.dtype) == (library.load().instruction_set == "avx512")
+    assert few_rows.takes(2, 1056, 1024, x.dtype, x.dtype) == (
+        library.load().instruction_set == "avx512"
+    )
     monkeypatch.setattr("jaxpage.device.few_rows.multiply_few", other)
     has_xlas_bits.cache_clear()
     assert few_rows_product(x, w, jnp.float32) is None
@@ -302,26 +364,37 @@ def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+    ("dtype", "quantization"),
+    [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")],
 )
-def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(dtype: Any, quantization: Any) -> None:
+def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
+    dtype: Any, quantization: Any
+) -> None:
     """Generation takes them, and the score of its tokens in one chunk XLA's products."""
     weights = (256, 1152)  # gate and up of the demo model
     taken = library.load().few_rows
-    if (quantization or dtype) not in taken or (not quantization and not has_xlas_bits(*weights, dtype, dtype)):
+    if (quantization or dtype) not in taken or (
+        not quantization and not has_xlas_bits(*weights, dtype, dtype)
+    ):
         pytest.skip("no products of few rows here")
     prompts = [[5, 9, 200], [7], [20, 3, 5, 60, 60, 1, 17, 90]]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True, logprobs=0)
-    with LLM("demo", dtype=dtype, quantization=quantization, max_model_len=128, max_num_seqs=4) as llm:
+    with LLM(
+        "demo", dtype=dtype, quantization=quantization, max_model_len=128, max_num_seqs=4
+    ) as llm:
         outputs = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
         scores = llm.score(prompts, [list(each.token_ids) for each in outputs])
     for one, score in zip(outputs, scores, strict=True):
-        drawn = [entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)]
+        drawn = [
+            entry[id_].logprob for entry, id_ in zip(one.logprobs or [], one.token_ids, strict=True)
+        ]
         assert score == drawn
 
 
 def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
-    assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates("auto", "gpu")
+    assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates(
+        "auto", "gpu"
+    )
     model = random_checkpoint(tmp_path / "llama", LLAMA)
     rng = np.random.default_rng(4)
     prompts = [rng.integers(1, 257, length).tolist() for length in (5, 61, 33, 90)]
@@ -333,10 +406,15 @@ def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
     def texts(**settings: Any) -> Any:
         with make_llm(model, **settings) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            return [[(one.token_ids, one.cumulative_logprob) for one in each.outputs] for each in outputs]
+            return [
+                [(one.token_ids, one.cumulative_logprob) for one in each.outputs]
+                for each in outputs
+            ]
 
     plain = texts()
-    assert texts(attention_backend="cpu", **SMALL_POOL, preemption_mode="swap") == plain, "path independence"
+    assert texts(attention_backend="cpu", **SMALL_POOL, preemption_mode="swap") == plain, (
+        "path independence"
+    )
     xla = texts(attention_backend="scan")
     assert [each[0][0] for each in xla][::2] == [each[0][0] for each in plain][::2], "greedy texts"
 
@@ -353,11 +431,16 @@ def test_without_a_compiler_plain_xla_does_it_and_the_reason_is_said(
     with pytest.raises(UnsupportedError, match=r"'cpu' .*no C\+\+ compiler"):
         choose_backend("cpu", jax.devices()[0])
     case = make_case(7, [5, 20], [1, 3])
-    got, want = (paged_attention(*case.arrays, scale=0.2, max_query_len=3, backend=each) for each in ("auto", "scan"))
+    got, want = (
+        paged_attention(*case.arrays, scale=0.2, max_query_len=3, backend=each)
+        for each in ("auto", "scan")
+    )
     np.testing.assert_array_equal(got, want)
     copy_blocks([jax.numpy.asarray(case.k_pages)], np.array([1]), np.array([2]))
     assert "copy_blocks" not in caplog.text, "the kernels have none of their own"
-    said = re.findall(r"cpu: .*no C\+\+ compiler.*Plain XLA \(scan\) takes its place, which is slow", caplog.text)
+    said = re.findall(
+        r"cpu: .*no C\+\+ compiler.*Plain XLA \(scan\) takes its place, which is slow", caplog.text
+    )
     assert len(said) == 1
     for command, reason in {
         "/bin/false -pipe": "/bin/false failed: exit status 1",
@@ -377,15 +460,28 @@ def test_a_library_of_the_wheel_is_used_and_a_damaged_one_is_not(tmp_path: Path)
         f"from pathlib import Path; from pallas_kernels.cpu import library; library.PREBUILT = Path({str(tmp_path)!r})\n"
         "print(*library.load()[:2])"
     )
-    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), "CXX": "/bin/false"}
+    variables = {
+        **os.environ,
+        "JAXPAGE_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "CXX": "/bin/false",
+    }
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
     assert done.stdout.strip() == f"{name} None", "without a compiler"
     whole = (tmp_path / f"{name}.so").read_bytes()
-    for damaged in (b"", b"ELF", whole[: len(whole) // 2], whole[:9000] + bytes(100_000) + whole[109_000:]):
+    for damaged in (
+        b"",
+        b"ELF",
+        whole[: len(whole) // 2],
+        whole[:9000] + bytes(100_000) + whole[109_000:],
+    ):
         (tmp_path / f"{name}.so").write_bytes(damaged)
         done = subprocess.run(command, capture_output=True, text=True, env=variables, check=True)
-        assert f"{name}.so cannot be used: the file is damaged" in done.stderr and "/bin/false failed" in done.stdout
+        assert (
+            f"{name}.so cannot be used: the file is damaged" in done.stderr
+            and "/bin/false failed" in done.stdout
+        )
 
 
 def test_a_damaged_library_of_the_cache_is_compiled_again(
@@ -400,7 +496,8 @@ def test_a_damaged_library_of_the_cache_is_compiled_again(
 
     monkeypatch.setattr(build, "_run", built)
     path = library.compiled("avx2", ())
-    with monkeypatch.context() as later:  # the file system is read-only now, and there is no compiler
+    # the file system is read-only now, and there is no compiler
+    with monkeypatch.context() as later:
         later.setattr(Path, "chmod", lambda *_: 1 / 0)
         later.setenv("CXX", "/bin/false")
         assert library.compiled("avx2", ()) == path
@@ -416,8 +513,14 @@ PRODUCT_MISTAKES = {
         "{4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0, 4, 0}",
     ),
     "zeros are forgotten": ("p.zero ? p.zero[index]", "p.zero ? 0.0f"),
-    "scales of another group": ("(output + o) * p.num_groups + group;", "(output + o) * p.num_groups;"),
-    "the last outputs are left out": ("for (; output < end; ++output) few_tokens<code, kMinimum, 1>(p, output);", ""),
+    "scales of another group": (
+        "(output + o) * p.num_groups + group;",
+        "(output + o) * p.num_groups;",
+    ),
+    "the last outputs are left out": (
+        "for (; output < end; ++output) few_tokens<code, kMinimum, 1>(p, output);",
+        "",
+    ),
     "minima are forgotten": ("splat(number_of_group(p, p.minimum, index))", "splat(0.0f)"),
 }
 FEW_MISTAKES = {
@@ -434,11 +537,17 @@ FEW_MISTAKES = {
 }
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
-    "the last position is left out": ("unit.last - position + 1 : kTile", "unit.last - position : kTile"),
+    "the last position is left out": (
+        "unit.last - position + 1 : kTile",
+        "unit.last - position : kTile",
+    ),
     "softcap without its factor": ("* splat(a.softcap);", ";"),
     "a tree is taken for a chain": ("unit.branch = branch;", "unit.branch = nullptr;"),
     "a block that never ends": ("a.block_size - 1 - (position + j) % a.block_size", "kTile"),
-    "tiles that tokens see differently are shared": ("first.begin == tile.begin && first.end == tile.end", "true"),
+    "tiles that tokens see differently are shared": (
+        "first.begin == tile.begin && first.end == tile.end",
+        "true",
+    ),
     "sums are left in registers": ("heads[h].acc[i] = acc[h][i];", ";"),
     "scales of keys are forgotten": ("scores[j] *= a.k_scale", "scores[j] += 0 * a.k_scale"),
 }
@@ -451,9 +560,11 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources.mkdir()
     for source in library.SOURCES.iterdir():
         text = source.read_text()
-        mistakes = {"attention.cc": MISTAKES, "product.cc": PRODUCT_MISTAKES, "few_rows.cc": FEW_MISTAKES}.get(
-            source.name, {}
-        )
+        mistakes = {
+            "attention.cc": MISTAKES,
+            "product.cc": PRODUCT_MISTAKES,
+            "few_rows.cc": FEW_MISTAKES,
+        }.get(source.name, {})
         if mistake in mistakes:
             assert text.count(mistakes[mistake][0]) == 1
             text = text.replace(*mistakes[mistake])
@@ -463,9 +574,14 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.skipif(library.instruction_set() is None or library.instruction_set()[0] != "avx512", reason="no AVX-512")
+@pytest.mark.skipif(
+    library.instruction_set() is None or library.instruction_set()[0] != "avx512",
+    reason="no AVX-512",
+)
 def test_a_processor_without_avx512_does_the_same(tmp_path: Path) -> None:
-    done = _in_process('del build.X86["avx512"]; assert library.instruction_set()[0] == "avx2"', tmp_path)
+    done = _in_process(
+        'del build.X86["avx512"]; assert library.instruction_set()[0] == "avx2"', tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -483,16 +599,23 @@ def test_no_memory_beyond_the_arrays_is_touched(beyond: bool, tmp_path: Path) ->
     sources = tmp_path / "src"
     shutil.copytree(build.SOURCES, sources)
     if beyond:
-        text, loop = (sources / "product.cc").read_text(), "for (; output < end; ++output) few_tokens"
+        text, loop = (
+            (sources / "product.cc").read_text(),
+            "for (; output < end; ++output) few_tokens",
+        )
         assert text.count(loop) == 1
         (sources / "product.cc").write_text(text.replace(loop, loop.replace("<", "<=", 1)))
     found = [_of_compiler(name) for name in ("libasan.so", "libstdc++.so")]
     change = f'build.FLAGS = (*build.FLAGS, "-fsanitize=address", "-O1")\n    library.SOURCES = Path({str(sources)!r})'
     done = _in_process(
-        change, tmp_path, LD_PRELOAD=" ".join(found), ASAN_OPTIONS=f"detect_leaks=0:log_path={tmp_path}/log"
+        change,
+        tmp_path,
+        LD_PRELOAD=" ".join(found),
+        ASAN_OPTIONS=f"detect_leaks=0:log_path={tmp_path}/log",
     )
     assert (done.returncode != 0) == beyond, done.stdout + done.stderr
-    logs = [path.read_text() for path in tmp_path.glob("log.*")]  # pytest captures what is written elsewhere
+    # pytest captures what is written elsewhere
+    logs = [path.read_text() for path in tmp_path.glob("log.*")]
     assert any("AddressSanitizer: heap-buffer-overflow" in log for log in logs) == beyond
 
 
@@ -508,7 +631,21 @@ def _in_process(change: str, cache: Path, **more: str) -> subprocess.CompletedPr
     """The tests of one call, with another library."""
     plugin = "from pathlib import Path\ndef pytest_collection_finish():\n    from pallas_kernels.cpu import build, library\n    "
     (cache / "another_library.py").write_text(plugin + change)
-    variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), "PYTHONPATH": f"{ROOT}:{cache}", **more}
-    words = ("-n", "0", "-q", "-p", "another_library", "tests/test_cpu_kernels.py", "-k", "one_call")
+    variables = {
+        **os.environ,
+        "JAXPAGE_CACHE_DIR": str(cache),
+        "PYTHONPATH": f"{ROOT}:{cache}",
+        **more,
+    }
+    words = (
+        "-n",
+        "0",
+        "-q",
+        "-p",
+        "another_library",
+        "tests/test_cpu_kernels.py",
+        "-k",
+        "one_call",
+    )
     command = [sys.executable, "-m", "pytest", *words]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=variables)

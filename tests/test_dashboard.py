@@ -21,15 +21,29 @@ _SELECTOR = re.compile(r"\b((?:jaxpage|process)_\w+)(?:\{([^}]*)\})?(\[\$__rate_
 
 def samples() -> dict[str, tuple[str, set[str]]]:
     """Of every series that the server tells: the type of its family, and its labels."""
-    stats: dict[str, Any] = {name: {"x": 0} if name in LABELS else 0 for name in HELP} | Latencies().snapshot()
+    stats: dict[str, Any] = {
+        name: {"x": 0} if name in LABELS else 0 for name in HELP
+    } | Latencies().snapshot()
     families = text_string_to_metric_families(ServerMetrics("m").exposition(stats).decode())
-    return {sample.name: (family.type, set(sample.labels)) for family in families for sample in family.samples}
+    return {
+        sample.name: (family.type, set(sample.labels))
+        for family in families
+        for sample in family.samples
+    }
 
 
 def expressions() -> list[tuple[str, str]]:
     dashboard = json.loads(DASHBOARD.read_text())
-    found = [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
-    return found + [(one["name"], one["definition"]) for one in dashboard["templating"]["list"] if "definition" in one]
+    found = [
+        (panel["title"], target["expr"])
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", [])
+    ]
+    return found + [
+        (one["name"], one["definition"])
+        for one in dashboard["templating"]["list"]
+        if "definition" in one
+    ]
 
 
 def problems(expression: str) -> list[str]:
@@ -51,24 +65,34 @@ def problems(expression: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("title", "expression"), expressions(), ids=[f"{title}: {text}" for title, text in expressions()]
+    ("title", "expression"),
+    expressions(),
+    ids=[f"{title}: {text}" for title, text in expressions()],
 )
 def test_queries_name_what_the_server_has(title: str, expression: str) -> None:
     assert _SELECTOR.search(expression) and not problems(expression)
-    assert expression.count("(") == expression.count(")") and expression.count("{") == expression.count("}")
+    assert expression.count("(") == expression.count(")") and expression.count(
+        "{"
+    ) == expression.count("}")
 
 
 @pytest.mark.parametrize(
     ("expression", "problem"),
     [
         ("sum(jaxpage_num_request_running)", "there is no jaxpage_num_request_running"),
-        ("sum(rate(jaxpage_kv_free_slots{}[$__rate_interval]))", "jaxpage_kv_free_slots is a gauge"),
+        (
+            "sum(rate(jaxpage_kv_free_slots{}[$__rate_interval]))",
+            "jaxpage_kv_free_slots is a gauge",
+        ),
         (
             "sum by (mode) (rate(jaxpage_rejected_total{}[$__rate_interval]))",
             "jaxpage_rejected_total has no label mode",
         ),
         ('jaxpage_compile_total{model="x"}', "jaxpage_compile_total has no label model"),
-        ("histogram_quantile(0.5, rate(jaxpage_engine_step_seconds_bucket[$__rate_interval]))", "a quantile needs le"),
+        (
+            "histogram_quantile(0.5, rate(jaxpage_engine_step_seconds_bucket[$__rate_interval]))",
+            "a quantile needs le",
+        ),
     ],
 )
 def test_a_wrong_query_would_be_found(expression: str, problem: str) -> None:
@@ -81,11 +105,15 @@ def test_the_dashboard_can_be_imported_anywhere() -> None:
     panels = dashboard["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 15
     assert dashboard.get("id") is None, "Grafana gives the number"
-    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {"${datasource}"}
+    assert {panel["datasource"]["uid"] for panel in panels if panel["type"] != "row"} == {
+        "${datasource}"
+    }
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        cells = {
+            (place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])
+        }
         assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
         taken |= cells
 
@@ -94,9 +122,24 @@ def test_what_matters_is_on_it() -> None:
     asked = " ".join(text for _, text in expressions())
     shown = {name for name in HELP if re.search(rf"jaxpage_{name}(_bucket|_sum)?\b", asked)}
     assert set(HELP) - shown <= {
-        *("compile_seconds_total", "engine_steps_total", "prefix_cache_resumed_hits_total", "tokens_per_target_step"),
-        *(f"prefix_files_{what}_blocks_total" for what in ("written", "restored", "skipped", "dropped")),
-        *("kv_saved_by_sharing_blocks", "spec_decode_num_drafts_total", "spec_decode_wasted_slots_total"),
-        *("spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_drafts_by_length_total"),
+        *(
+            "compile_seconds_total",
+            "engine_steps_total",
+            "prefix_cache_resumed_hits_total",
+            "tokens_per_target_step",
+        ),
+        *(
+            f"prefix_files_{what}_blocks_total"
+            for what in ("written", "restored", "skipped", "dropped")
+        ),
+        *(
+            "kv_saved_by_sharing_blocks",
+            "spec_decode_num_drafts_total",
+            "spec_decode_wasted_slots_total",
+        ),
+        *(
+            "spec_decode_num_accepted_tokens_per_pos_total",
+            "spec_decode_num_drafts_by_length_total",
+        ),
         *("spec_decode_draft_seconds_total", "spec_decode_verify_seconds_total"),
     }

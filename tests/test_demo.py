@@ -23,7 +23,10 @@ pytestmark = pytest.mark.optimized
 
 DEMO = Path(jaxpage.__file__).parent / "demo"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
-TOOL = {"type": "function", "function": {"name": "meet", "description": "Somebody", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "meet", "description": "Somebody", "parameters": {"type": "object"}},
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +56,9 @@ def test_size_and_card():
 
 def test_it_speaks_from_the_prompt_of_the_readme(llm):
     """Most of what it says are words of its tokenizer's own language: no run of letters longer than words are, few fragments."""
-    text = one(llm, "Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=150)).text
+    text = one(
+        llm, "Once upon a time", SamplingParams(temperature=0.7, seed=1, max_tokens=150)
+    ).text
     words = text.split()
     assert len(words) > 60 and max(map(len, words)) < 25
     common = {
@@ -85,7 +90,11 @@ def test_tokens_are_those_of_transformers(llm):
     for prompt in ("Once upon a time", "It was a dark night, and", "{"):
         ids = torch.tensor([llm.tokenizer(prompt)["input_ids"]])
         want = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=48,
+            do_sample=False,
+            pad_token_id=0,
         )
         assert one(llm, prompt, GREEDY).token_ids == want[0, ids.shape[1] :].tolist()
 
@@ -103,9 +112,14 @@ def test_the_loss_on_held_out_text_is_what_a_trained_model_has(llm):
 
 
 def test_text_is_the_tokenizers_own_decoding(llm):
-    params = [SamplingParams(temperature=1.3, seed=seed, max_tokens=60, ignore_eos=True) for seed in range(6)]
+    params = [
+        SamplingParams(temperature=1.3, seed=seed, max_tokens=60, ignore_eos=True)
+        for seed in range(6)
+    ]
     for output in llm.generate(["Once upon a time"] * 6, params, use_tqdm=False):
-        assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+        assert output.outputs[0].text == llm.tokenizer.decode(
+            output.outputs[0].token_ids, skip_special_tokens=True
+        )
 
 
 def detokenized(tokenizer, ids, cut):
@@ -141,10 +155,19 @@ def test_a_prompt_that_ends_in_a_replacement_character_stays_out_of_the_text(llm
 
 def test_tokenizers_with_byte_fallback_never_raise():
     """As Llama 2's: a byte that is no character becomes text of its own, and may change what stood before it."""
-    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581ab": 256, "c": 257, "\u2581": 258}
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        "\u2581ab": 256,
+        "c": 257,
+        "\u2581": 258,
+    }
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     backend.decoder = decoders.Sequence(
-        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     rng = np.random.default_rng(0)
@@ -162,10 +185,16 @@ def test_stop_strings_cut_exactly_and_never_leak_into_a_stream(llm):
         params = SamplingParams(temperature=0.0, max_tokens=48, stop=[stop, "never said"])
         place = free.text.index(stop)
         ended = one(llm, "Once upon a time", params)
-        assert (ended.text, ended.finish_reason, ended.stop_reason) == (free.text[:place], "stop", stop)
+        assert (ended.text, ended.finish_reason, ended.stop_reason) == (
+            free.text[:place],
+            "stop",
+            stop,
+        )
         pieces = [chunk.outputs[0].text for chunk in llm.stream("Once upon a time", params)]
         assert "".join(pieces) == free.text[:place]
-    kept = SamplingParams(temperature=0.0, max_tokens=48, stop=stop, include_stop_str_in_output=True)
+    kept = SamplingParams(
+        temperature=0.0, max_tokens=48, stop=stop, include_stop_str_in_output=True
+    )
     assert one(llm, "Once upon a time", kept).text == free.text[: free.text.index(stop) + len(stop)]
 
 
@@ -173,9 +202,13 @@ def test_chat_goes_through_the_template(llm):
     messages = [{"role": "user", "content": "Tell me a tale."}]
     prompt = llm.chat_prompt(messages)
     assert "Tell me a tale." in prompt["prompt"]
-    assert prompt["prompt_token_ids"] == llm.tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
     assert (
-        llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs == llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs
+        prompt["prompt_token_ids"]
+        == llm.tokenizer(prompt["prompt"], add_special_tokens=False)["input_ids"]
+    )
+    assert (
+        llm.chat(messages, GREEDY, use_tqdm=False)[0].outputs
+        == llm.generate(prompt, GREEDY, use_tqdm=False)[0].outputs
     )
     assert len(llm.chat([messages, messages], GREEDY, use_tqdm=False)) == 2
 
@@ -197,28 +230,42 @@ def test_tools_and_variables_reach_the_template(llm, monkeypatch):
             llm.chat([wrong], GREEDY)
     with pytest.raises(ValueError, match="chat_template_kwargs cannot have add_generation_prompt"):
         llm.chat(messages, GREEDY, chat_template_kwargs={"add_generation_prompt": False})
-    parts = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hel", "lo")]}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("Hel", "lo")]}
+    ]
     assert llm.chat_prompt(parts) == llm.chat_prompt([{"role": "user", "content": "Hel\nlo"}])
     monkeypatch.setattr(llm.tokenizer, "chat_template", CHATML)
     prompt = llm.chat_prompt(messages, tools, {"enable_thinking": True})
     assert prompt["prompt"] == "[meet]<|user|>Hello<|assistant|><think>\n"
-    (chatted,) = llm.chat(messages, GREEDY, False, tools=tools, chat_template_kwargs={"enable_thinking": True})
+    (chatted,) = llm.chat(
+        messages, GREEDY, False, tools=tools, chat_template_kwargs={"enable_thinking": True}
+    )
     assert chatted.prompt_token_ids == prompt["prompt_token_ids"]
 
 
 def test_small_things_that_scripts_ask_for(llm):
-    assert repr(llm).startswith("LLM(model='demo', dtype='float32', max_model_len=") and "device=" in repr(llm)
+    assert repr(llm).startswith(
+        "LLM(model='demo', dtype='float32', max_model_len="
+    ) and "device=" in repr(llm)
     token_ids = llm.get_tokenizer()("Once upon a time")["input_ids"]
     for form in (list, tuple, np.array, jnp.array):
         assert llm.detokenize(form(token_ids)) == "Once upon a time"
     for wrong in ("Once", None, 5, [1.0], [True], np.array([[1]]), np.array(1)):
-        with pytest.raises(TypeError, match="token_ids must be a list of integers, or an array of them with one axis"):
+        with pytest.raises(
+            TypeError,
+            match="token_ids must be a list of integers, or an array of them with one axis",
+        ):
             llm.detokenize(wrong)
     for wrong in (-1, 2048, 2**80):
-        with pytest.raises(ValueError, match=f"token_ids has {wrong}, but the model's token ids are 0 to 2047"):
+        with pytest.raises(
+            ValueError, match=f"token_ids has {wrong}, but the model's token ids are 0 to 2047"
+        ):
             llm.detokenize([5, wrong])
     beams = BeamSearchParams(2, max_tokens=4)
-    assert llm.beam_search("Once", beams, False)[0].outputs == llm.generate("Once", beams, use_tqdm=False)[0].outputs
+    assert (
+        llm.beam_search("Once", beams, False)[0].outputs
+        == llm.generate("Once", beams, use_tqdm=False)[0].outputs
+    )
     with pytest.raises(TypeError, match="params must be BeamSearchParams, not SamplingParams"):
         llm.beam_search("Once", GREEDY)
 

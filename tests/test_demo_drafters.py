@@ -30,7 +30,16 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation.medusa import assumed_accuracies, search
 from tests.support.engines import invariants
 from tests.support.medusa import CYCLE, random_heads, write_vllm
-from tools.demo_model import acceptance, draft_model, drafters, eagle_head, exporting, medusa_heads, own_text, training
+from tools.demo_model import (
+    acceptance,
+    draft_model,
+    drafters,
+    eagle_head,
+    exporting,
+    medusa_heads,
+    own_text,
+    training,
+)
 from tools.demo_model.distillation import Teacher, soft_cross_entropy
 from tools.demo_model.model import (
     ModelSpec,
@@ -44,7 +53,9 @@ from tools.demo_model.model import (
 
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 
-TOY = ModelSpec(vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64)
+TOY = ModelSpec(
+    vocabulary=48, width=32, layers=4, heads=2, kv_heads=1, feed_forward=48, max_positions=64
+)
 TARGET: Any = SimpleNamespace(spec=load_family(CYCLE).Spec.from_config(CYCLE))
 FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
 
@@ -53,14 +64,18 @@ FREQUENT = np.sort(np.random.default_rng(3).permutation(48)[:40])
 def teacher() -> Teacher:
     """Of random weights, but with an opinion, so that there is something to learn."""
     params = init_params(TOY, jax.random.key(1))
-    return Teacher(TOY, {name: value if name.endswith("norm") else 8 * value for name, value in params.items()})
+    return Teacher(
+        TOY, {name: value if name.endswith("norm") else 8 * value for name, value in params.items()}
+    )
 
 
 @pytest.fixture(scope="module")
 def text(teacher: Teacher) -> np.ndarray:
     starts = np.random.default_rng(0).integers(0, 48, (96, 2)).astype(np.int32)
     heat = np.full((96, 64), 0.7, np.float32)
-    return np.asarray(own_text.continue_rows(TOY, teacher.params, starts, np.full(96, 2), heat, jax.random.key(2)))
+    return np.asarray(
+        own_text.continue_rows(TOY, teacher.params, starts, np.full(96, 2), heat, jax.random.key(2))
+    )
 
 
 class Trained(NamedTuple):
@@ -77,7 +92,10 @@ def train(teacher: Teacher, text: np.ndarray) -> Callable[[str], Trained]:
     def trained(name: str) -> Trained:
         drafter = drafters.make_drafter(name, teacher, FREQUENT, 0)
         plan = training.Plan(80, 0, 2e-2)
-        run, step = training.start_run(drafter.params, plan), training.make_step(drafter.objective, plan)
+        run, step = (
+            training.start_run(drafter.params, plan),
+            training.make_step(drafter.objective, plan),
+        )
         loss, rng = jax.jit(drafter.objective), np.random.default_rng(0)
         for _ in range(plan.steps):
             rows = text[rng.integers(0, 64, 8)]
@@ -103,13 +121,18 @@ def test_what_the_model_writes_is_what_it_would_draw(teacher: Teacher) -> None:
     starts = np.tile(np.array([[5, 7, 11]], np.int32), (2000, 1))
     lengths = np.where(np.arange(2000) < 4, 1 + np.arange(2000), 3).astype(np.int32).clip(max=3)
     heat = np.where(np.arange(2000) < 4, 0.0, 1.0)[:, None] * np.ones((1, 12))
-    rows = np.asarray(own_text.continue_rows(TOY, teacher.params, starts, lengths, heat, jax.random.key(0)))
+    rows = np.asarray(
+        own_text.continue_rows(TOY, teacher.params, starts, lengths, heat, jax.random.key(0))
+    )
     logits = np.asarray(teacher(rows).logits_BTV)
     for row in range(4):
         np.testing.assert_array_equal(rows[row, : lengths[row]], starts[row, : lengths[row]])
-        np.testing.assert_array_equal(rows[row, lengths[row] :], logits[row, lengths[row] - 1 : -1].argmax(-1))
+        np.testing.assert_array_equal(
+            rows[row, lengths[row] :], logits[row, lengths[row] - 1 : -1].argmax(-1)
+        )
     assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2]))) < 4
-    assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2] / 0.7))) > 10  # another temperature is noticed
+    # another temperature is noticed
+    assert z_of(rows[4:, 3], np.asarray(jax.nn.softmax(logits[4, 2] / 0.7))) > 10
 
 
 def z_of(drawn: np.ndarray, chances: np.ndarray) -> float:
@@ -129,10 +152,14 @@ def test_a_part_of_a_distribution_counts_as_much_as_it_is() -> None:
     p, logits = rng.dirichlet(np.ones(6), 5), rng.standard_normal((5, 4))
     q = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     wanted = -(p[:, :4] * np.log(q)).sum(-1)
-    np.testing.assert_allclose(soft_cross_entropy(jnp.asarray(p[:, :4]), jnp.asarray(logits)), wanted, rtol=1e-5)
+    np.testing.assert_allclose(
+        soft_cross_entropy(jnp.asarray(p[:, :4]), jnp.asarray(logits)), wanted, rtol=1e-5
+    )
 
 
-def drafting_step_by_step(teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int) -> Any:
+def drafting_step_by_step(
+    teacher: Teacher, params: Params, tokens: np.ndarray, place: int, drafted: int
+) -> Any:
     """Logits at `place` of EAGLE-3 as it drafts: with the target's hidden states up to `place` - `drafted`, then from itself."""
     streams = teacher(tokens[None]).streams
     features = jnp.concatenate([streams[tap][0] for tap in eagle_head.TAPS], -1) @ params["fc_proj"]
@@ -141,7 +168,9 @@ def drafting_step_by_step(teacher: Teacher, params: Params, tokens: np.ndarray, 
     for at in range(place + 1):
         if at <= place - drafted:
             feature = features[at]
-        embedding = rms_norm(teacher.params["embed"][tokens[at + 1]], params["input_norm"], TOY.norm_epsilon)
+        embedding = rms_norm(
+            teacher.params["embed"][tokens[at + 1]], params["input_norm"], TOY.norm_epsilon
+        )
         y = jnp.concatenate([embedding, rms_norm(feature, params["hidden_norm"], TOY.norm_epsilon)])
         q, k, v = ((y @ params[f"{part}_proj"]).reshape(1, -1, TOY.head_width) for part in "qkv")
         keys.append(rotate(k, cos[at : at + 1], sin[at : at + 1])[0, 0])
@@ -155,15 +184,20 @@ def drafting_step_by_step(teacher: Teacher, params: Params, tokens: np.ndarray, 
 
 
 @pytest.mark.parametrize(("place", "drafted"), [(0, 0), (6, 0), (6, 1), (6, 3), (3, 3)])
-def test_training_time_test_is_what_drafting_does(teacher: Teacher, text: np.ndarray, place: int, drafted: int) -> None:
+def test_training_time_test_is_what_drafting_does(
+    teacher: Teacher, text: np.ndarray, place: int, drafted: int
+) -> None:
     params = eagle_head.first_params(teacher, FREQUENT, 0)
-    params = {name: 8 * value if name.endswith("_proj") else value for name, value in params.items()}
+    params = {
+        name: 8 * value if name.endswith("_proj") else value for name, value in params.items()
+    }
     tokens = text[0, :10]
     passes = eagle_head.unrolled(teacher, params, teacher(tokens[None]), tokens[None], 4)
     wanted = drafting_step_by_step(teacher, params, tokens, place, drafted)
     np.testing.assert_allclose(passes[drafted][0, place], wanted, rtol=1e-3, atol=1e-4)
     other = drafting_step_by_step(teacher, params, tokens, place, (drafted + 1) % (place + 1))
-    assert place == 0 or np.abs(passes[drafted][0, place] - other).max() > 0.01  # which pass it is matters
+    # which pass it is matters
+    assert place == 0 or np.abs(passes[drafted][0, place] - other).max() > 0.01
 
 
 # --- what is written is what others read
@@ -183,13 +217,19 @@ def test_a_draft_model_is_an_ordinary_model(
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, local_files_only=True
+    )
     with torch.no_grad():
         wanted = theirs(torch.tensor(text[:2].tolist())).logits.numpy()
-    np.testing.assert_allclose(draft_model.logits(teacher, again, text[:2]), wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        draft_model.logits(teacher, again, text[:2]), wanted, rtol=1e-3, atol=1e-4
+    )
 
 
-def test_heads_are_read_as_they_were_trained(train: Callable[[str], Trained], teacher: Teacher, tmp_path: Path) -> None:
+def test_heads_are_read_as_they_were_trained(
+    train: Callable[[str], Trained], teacher: Teacher, tmp_path: Path
+) -> None:
     drafter, params, _ = train("medusa")
     measured = {"accuracies": [[0.5, 0.25]] * 4}
     drafter.export(params, tmp_path, measured)
@@ -203,7 +243,9 @@ def test_heads_are_read_as_they_were_trained(train: Callable[[str], Trained], te
     for head in range(4):
         ours = medusa_heads.head_logits(rounded, head, hidden)
         np.testing.assert_allclose(heads.head_logits(head, hidden), ours, rtol=1e-4, atol=1e-4)
-    assert np.abs(np.diff([heads.head_logits(head, hidden) for head in range(4)], axis=0)).max() > 0.1
+    assert (
+        np.abs(np.diff([heads.head_logits(head, hidden) for head in range(4)], axis=0)).max() > 0.1
+    )
 
 
 def test_an_eagle_head_has_the_names_of_its_authors(
@@ -237,7 +279,9 @@ def test_an_eagle_head_has_the_names_of_its_authors(
         tensors["fc.weight"].astype(np.float32), exporting.round_to_bfloat16(params)["fc_proj"].T
     )
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    assert (
+        config["architectures"] == ["LlamaForCausalLMEagle3"] and config["num_hidden_layers"] == 1
+    )
     assert (config["vocab_size"], config["draft_vocab_size"]) == (48, 40)
 
 
@@ -276,9 +320,15 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
                 assert ranks[0, place, draft] > 48
                 continue
             logits = {
-                "draft": lambda p, d: draft_model.logits(teacher, params, known(p + 1 + d))[0, p + d],
-                "medusa": lambda p, d: medusa_heads.head_logits(params, d, teacher(known(p)).hidden_BTD[0, p - 1]),
-                "eagle3": lambda p, d: drafting_step_by_step(teacher, params, known(p + 1 + d)[0], p - 1 + d, d),
+                "draft": lambda p, d: draft_model.logits(teacher, params, known(p + 1 + d))[
+                    0, p + d
+                ],
+                "medusa": lambda p, d: medusa_heads.head_logits(
+                    params, d, teacher(known(p)).hidden_BTD[0, p - 1]
+                ),
+                "eagle3": lambda p, d: drafting_step_by_step(
+                    teacher, params, known(p + 1 + d)[0], p - 1 + d, d
+                ),
             }[name](place, draft)
             words = np.arange(48) if name == "draft" else FREQUENT
             order = words[np.argsort(-np.asarray(logits), kind="stable")].tolist()
@@ -293,8 +343,12 @@ def test_ranks_are_those_of_guesses_made_one_by_one(
 
 
 def heads_with(tmp_path: Path, accuracies: Any) -> SpeculativeConfig:
-    write_vllm(tmp_path, random_heads(2, rows=8), token_map=np.arange(8), jaxpage_accuracies=accuracies)
-    return SpeculativeConfig(method="medusa", model=str(tmp_path), tree=True, num_speculative_tokens=4)
+    write_vllm(
+        tmp_path, random_heads(2, rows=8), token_map=np.arange(8), jaxpage_accuracies=accuracies
+    )
+    return SpeculativeConfig(
+        method="medusa", model=str(tmp_path), tree=True, num_speculative_tokens=4
+    )
 
 
 def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) -> None:
@@ -310,7 +364,8 @@ def test_a_tree_is_searched_from_the_accuracies_in_the_config(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "accuracies", [[[0.5]], [[0.5], []], [[0.5], [0.6, 0.5]], [[0.5], [-0.1]], [[0.5], ["a"]], 1, []]
+    "accuracies",
+    [[[0.5]], [[0.5], []], [[0.5], [0.6, 0.5]], [[0.5], [-0.1]], [[0.5], ["a"]], 1, []],
 )
 def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -> None:
     with pytest.raises(CheckpointError, match="jaxpage_accuracies must be a list of shares"):
@@ -323,15 +378,23 @@ def test_accuracies_that_are_none_are_refused(tmp_path: Path, accuracies: Any) -
 def test_they_are_there_and_small() -> None:
     for name in ("draft", "medusa", "eagle3"):
         assert resolve_model(f"demo/{name}") == DEMO / name
-    files = [path for name in drafters.RECIPES for path in (DEMO / name).rglob("*") if path.is_file()]
+    files = [
+        path for name in drafters.RECIPES for path in (DEMO / name).rglob("*") if path.is_file()
+    ]
     assert len(files) >= 9 and sum(path.stat().st_size for path in files) <= 5_500_000
     assert all(path.stat().st_mode & 0o444 == 0o444 for path in files)
     card = (DEMO / "DRAFTERS.md").read_text()
-    for word in ("python tools/train_demo_model.py --drafters", "Apache-2.0", "tokens per step", "`demo/eagle3`"):
+    for word in (
+        "python tools/train_demo_model.py --drafters",
+        "Apache-2.0",
+        "tokens per step",
+        "`demo/eagle3`",
+    ):
         assert word in card
     for name, recipe in drafters.RECIPES.items():
         facts = json.loads((DEMO / name / "training.json").read_text())
-        assert facts["steps"] == recipe.steps and facts["seed"] == 0  # so that the command of the card makes these
+        # so that the command of the card makes these
+        assert facts["steps"] == recipe.steps and facts["seed"] == 0
         for sample, row in facts["acceptance"].items():
             line = " | ".join(map(str, [name, sample, *row["positions"], row["tokens_per_step"]]))
             assert f"| {line} |" in card
@@ -365,7 +428,9 @@ def test_the_packaged_eagle_head_belongs_to_the_model() -> None:
     tensors = load_file(DEMO / "eagle3" / "model.safetensors")
     token_map = np.arange(config["draft_vocab_size"]) + tensors["d2t"]
     np.testing.assert_array_equal(np.flatnonzero(tensors["t2d"]), token_map)
-    np.testing.assert_array_equal(token_map, load_file(DEMO / "medusa" / "model.safetensors")["token_map"])
+    np.testing.assert_array_equal(
+        token_map, load_file(DEMO / "medusa" / "model.safetensors")["token_map"]
+    )
     assert config["eagle_aux_hidden_state_layer_ids"] == list(eagle_head.TAPS)
 
 
@@ -376,7 +441,9 @@ def load_bytes(name: str) -> int:
 
 @pytest.fixture(scope="module")
 def plain() -> Any:
-    with LLM(model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=160, use_tqdm=False) as llm:
+    with LLM(
+        model="demo", max_num_seqs=2, max_num_batched_tokens=32, max_model_len=160, use_tqdm=False
+    ) as llm:
         yield llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -387,7 +454,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=96)
 @pytest.mark.parametrize(
     ("method", "name", "settings", "at_least"),
     [
-        pytest.param("medusa", "medusa", {"num_speculative_tokens": 4}, 1.3, marks=pytest.mark.sweep),
+        pytest.param(
+            "medusa", "medusa", {"num_speculative_tokens": 4}, 1.3, marks=pytest.mark.sweep
+        ),
         ("medusa", "medusa", {"num_speculative_tokens": 7, "tree": True}, 1.5),
         ("draft_model", "draft", {"num_speculative_tokens": 4}, 2.5),
         ("eagle3", "eagle3", {"num_speculative_tokens": 4}, 2.5),

@@ -36,12 +36,19 @@ class Counting(StreamDetokenizer):
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 4), st.sampled_from([1, 1, 1, 12])), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(PIECES), st.integers(1, 4), st.sampled_from([1, 1, 1, 12])),
+        max_size=12,
+    )
+)
 @example(
     [(PIECES[0], 2, 1), (PIECES[0], 2, 1), (PIECES[1], 3, 1), (PIECES[0], 3, 1)]
 )  # one broken character after the other
 @example([(PIECES[2], 1, 1), (END, 1, 12), (PIECES[0], 3, 1)])
-def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces: list[tuple[tuple[int, ...], int, int]]) -> None:
+def test_the_text_is_the_tokenizers_and_the_window_has_an_end(
+    pieces: list[tuple[tuple[int, ...], int, int]],
+) -> None:
     """Broken characters, bytes that no character has, and special tokens, up to twelve times in a row."""
     token_ids = [token_id for piece, cut, times in pieces for token_id in times * piece[:cut]]
     stream = Counting(TOKENIZER, (), skip_special_tokens=True)
@@ -50,11 +57,15 @@ def test_the_text_is_the_tokenizers_and_the_window_has_an_end(pieces: list[tuple
     assert stream.most <= MOST_AT_ONCE
 
 
-@pytest.mark.parametrize("piece", [PIECES[3], END, PIECES[0][:1]], ids=["a byte", "special", "beginnings"])
+@pytest.mark.parametrize(
+    "piece", [PIECES[3], END, PIECES[0][:1]], ids=["a byte", "special", "beginnings"]
+)
 @pytest.mark.parametrize("skip", [True, False])
 def test_a_thousand_of_them_are_shown_as_they_come(piece: tuple[int, ...], skip: bool) -> None:
     stream = Counting(TOKENIZER, (), skip_special_tokens=skip)
     shown = "".join([stream.push(piece[0]) for _ in range(1000)])
     whole = TOKENIZER.decode(1000 * piece, skip_special_tokens=skip)
-    assert len(whole) - len(shown) <= 3 and whole.startswith(shown) and shown + stream.flush() == whole
+    assert (
+        len(whole) - len(shown) <= 3 and whole.startswith(shown) and shown + stream.flush() == whole
+    )
     assert stream.most <= MOST_AT_ONCE

@@ -49,13 +49,17 @@ def test_menus_are_small_and_hold_their_limits(rows, tokens):
     assert menu.decode[-1].num_rows == max(2, rows) and menu.chunk[-1].num_tokens == tokens
     assert len(menu.buckets) <= 2 + np.log2(max(rows, 2)) + np.log2(tokens)
     assert all(bucket.num_rows >= 2 and bucket.num_tokens >= 2 for bucket in menu.buckets)
-    assert list(menu.decode) == sorted(set(menu.decode)) and list(menu.chunk) == sorted(set(menu.chunk))
+    assert list(menu.decode) == sorted(set(menu.decode)) and list(menu.chunk) == sorted(
+        set(menu.chunk)
+    )
 
 
 @given(st.integers(1, 40), st.integers(4, 200), st.sampled_from([(4,), (1,), (1, 3, 7), (63,)]))
 def test_drafts_have_shapes_from_one_row_on(rows, tokens, lengths):
     menu = make_menu(rows, 256, num_drafts=lengths, max_verified_tokens=tokens)
-    assert list(menu.verify) == sorted(set(menu.verify)) and all(b.num_tokens <= tokens for b in menu.verify)
+    assert list(menu.verify) == sorted(set(menu.verify)) and all(
+        b.num_tokens <= tokens for b in menu.verify
+    )
     for length in lengths:
         if 1 + length <= tokens:
             bucket = menu.choose([1 + length], 1 + length, verifies=True)
@@ -82,8 +86,12 @@ def test_blocks_are_counted_from_what_is_left():
     assert choose_num_blocks(PLAN, wanted=None, pool_bytes=2_050, max_num_seqs=8).num_blocks == 20
     assert choose_num_blocks(PLAN, wanted=7, pool_bytes=None, max_num_seqs=8).num_slots == 6 * 16
     on_host = MemoryPlan(**{**PLAN.__dict__, "device": "cpu (test)"})
-    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 21  # 320, halved
-    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9  # no use for more
+    # 320, halved
+    assert (
+        choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=80).num_blocks == 21
+    )
+    # no use for more
+    assert choose_num_blocks(on_host, wanted=None, pool_bytes=None, max_num_seqs=2).num_blocks == 9
 
 
 def test_a_default_does_not_follow_what_happens_to_be_free():
@@ -93,12 +101,20 @@ def test_a_default_does_not_follow_what_happens_to_be_free():
         plan = dataclasses.replace(PLAN, device=device, available_bytes=available, **fields)
         return choose_num_blocks(plan, wanted=None, pool_bytes=None, max_num_seqs=64).num_blocks
 
-    assert {num_blocks("cpu (test)", available) for available in range(60_000, 10**7, 99_991)} == {64 * 4 + 1}
-    on_gpu = [num_blocks("gpu (test)", available) for available in range(10**7, 10**7 + 100_000, 100)]
+    assert {num_blocks("cpu (test)", available) for available in range(60_000, 10**7, 99_991)} == {
+        64 * 4 + 1
+    }
+    on_gpu = [
+        num_blocks("gpu (test)", available) for available in range(10**7, 10**7 + 100_000, 100)
+    ]
     assert len(set(on_gpu)) <= 2 and min(on_gpu) * 1.04 * PLAN.block_bytes > 10**7
     long = {"max_model_len": 131_072, "block_bytes": 2**20}
-    assert num_blocks("cpu (test)", 2**36, **long) == 4096, "a sequence of max_model_len would take 8 GiB"
-    assert num_blocks("cpu (test)", 2**36, max_model_len=40_000, block_bytes=1000) == 40_000 // 16 + 1
+    assert num_blocks("cpu (test)", 2**36, **long) == 4096, (
+        "a sequence of max_model_len would take 8 GiB"
+    )
+    assert (
+        num_blocks("cpu (test)", 2**36, max_model_len=40_000, block_bytes=1000) == 40_000 // 16 + 1
+    )
 
 
 def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypatch):
@@ -113,27 +129,41 @@ def test_jax_is_given_the_part_of_a_gpu_that_the_engine_is_asked_to_use(monkeypa
         monkeypatch.setattr(gpu_memory, "_fraction", told)
         monkeypatch.setattr(gpu_memory, "_are_open", lambda: is_open)
         monkeypatch.setattr(
-            jax, "devices", lambda: limit.append(int(1e11 * float(os.environ[gpu_memory.VARIABLES[0]])))
+            jax,
+            "devices",
+            lambda: limit.append(int(1e11 * float(os.environ[gpu_memory.VARIABLES[0]]))),
         )
         gpu_memory.open_devices(utilization)
-        assert set(variables) == {name for name in gpu_memory.VARIABLES if name in os.environ}, "nobody else is told"
-        return round(gpu_memory.share(limit[-1], utilization) / 1e9, 6), limit[-1] / 1e9, gpu_memory.notice(utilization)
+        assert set(variables) == {name for name in gpu_memory.VARIABLES if name in os.environ}, (
+            "nobody else is told"
+        )
+        return (
+            round(gpu_memory.share(limit[-1], utilization) / 1e9, 6),
+            limit[-1] / 1e9,
+            gpu_memory.notice(utilization),
+        )
 
     assert planned(0.9) == (90, 95, "")
     assert planned(0.3) == (30, 35, "") and planned(1.0) == (95, 95, "")
     assert planned(0.45, is_open=True, told=0.75) == (45, 75, ""), "a second engine"
-    assert planned(0.9, is_open=True)[:2] == (67.5, 75) and "had opened the GPU before" in planned(0.9, is_open=True)[2]
+    assert (
+        planned(0.9, is_open=True)[:2] == (67.5, 75)
+        and "had opened the GPU before" in planned(0.9, is_open=True)[2]
+    )
     for name in gpu_memory.VARIABLES:
         *sizes, notice = planned(0.8, **{name: "0.75"})
         assert (
             sizes == [60, 75]
-            and f"0.8 is a share of what JAX may take of the GPU, not of all its memory: {name}=0.75" in notice
+            and f"0.8 is a share of what JAX may take of the GPU, not of all its memory: {name}=0.75"
+            in notice
         )
 
 
 def test_jax_says_whether_its_devices_are_open():
     program = "from jaxpage.device import gpu_memory as g; a = g._are_open(); import jax; jax.devices(); print(a, g._are_open())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "True"]
 
 
@@ -143,7 +173,9 @@ from collections import namedtuple
 import psutil
 psutil.virtual_memory = lambda: namedtuple("Memory", "available total")(int(sys.argv[1]), 2**36)
 """
-_COMPILES = "from jaxpage.cli import main; main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2'])"
+_COMPILES = (
+    "from jaxpage.cli import main; main(['compile', '--model', sys.argv[2], '--max-num-seqs', '2'])"
+)
 _SERVES = """
 from jaxpage import LLM
 LLM(sys.argv[2], max_num_seqs=2).generate([[1, 2, 3]], use_tqdm=False)
@@ -158,27 +190,47 @@ def test_settings_of_cuda_graphs_become_options_of_xla(monkeypatch):
     usual = compiler_options("gpu")
     assert set(usual) == {graphs} and "COLLECTIVES" not in usual[graphs]
     asked = GraphSettings("skip_profiled", collectives=True)
-    assert compiler_options("gpu", asked) == {graphs: f"{usual[graphs]},COLLECTIVES", update: "SKIP_PROFILED"}
+    assert compiler_options("gpu", asked) == {
+        graphs: f"{usual[graphs]},COLLECTIVES",
+        update: "SKIP_PROFILED",
+    }
     assert compiler_options("cpu", asked) == {}
 
 
 @pytest.mark.parametrize(
     ("graphs", "platform", "flags", "text"),
     [
-        ({"update_mode": "skip_profiled"}, "cpu", "", "cudagraph_update_mode 'skip_profiled' is for GPUs, .* is a cpu"),
-        ({"collectives": True}, "cpu", "", "cudagraph_collectives true is for GPUs, and the device is a cpu"),
+        (
+            {"update_mode": "skip_profiled"},
+            "cpu",
+            "",
+            "cudagraph_update_mode 'skip_profiled' is for GPUs, .* is a cpu",
+        ),
+        (
+            {"collectives": True},
+            "cpu",
+            "",
+            "cudagraph_collectives true is for GPUs, and the device is a cpu",
+        ),
         (
             {"collectives": True},
             "gpu",
             "--xla_gpu_enable_command_buffer=",
             "cudagraph_collectives true: XLA_FLAGS has xla_gpu_enable_command_buffer too",
         ),
-        ({"update_mode": "nonsense"}, "gpu", "", "cudagraph_update_mode 'nonsense': XLA of jax .* does not know it"),
+        (
+            {"update_mode": "nonsense"},
+            "gpu",
+            "",
+            "cudagraph_update_mode 'nonsense': XLA of jax .* does not know it",
+        ),
         ({}, "cpu", "", None),
         ({"update_mode": "always_update", "collectives": True}, "gpu", "", None),
     ],
 )
-def test_settings_of_cuda_graphs_are_honoured_or_refused_by_name(monkeypatch, graphs, platform, flags, text):
+def test_settings_of_cuda_graphs_are_honoured_or_refused_by_name(
+    monkeypatch, graphs, platform, flags, text
+):
     monkeypatch.setenv("XLA_FLAGS", flags)
     if text is None:
         check_graphs(GraphSettings(**graphs), platform)
@@ -216,13 +268,21 @@ def test_a_second_start_finds_every_executable(tmp_path):
 @pytest.mark.parametrize(
     ("change", "asked", "advice"),
     [
-        ({}, {"wanted": 51}, r"51 KV blocks take 4\.98 KiB: .* Lower num_blocks to 50 or less, or leave it out"),
+        (
+            {},
+            {"wanted": 51},
+            r"51 KV blocks take 4\.98 KiB: .* Lower num_blocks to 50 or less, or leave it out",
+        ),
         (
             {},
             {"pool_bytes": 5_100},
             r"51 KV blocks take .* Lower kv_cache_memory_bytes to 5000 or less, or leave it out",
         ),
-        ({}, {"wanted": 1}, r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the pool\.$"),
+        (
+            {},
+            {"wanted": 1},
+            r"A pool of 1 blocks .* Set num_blocks to 2 or more; 4\.88 KiB are free for the pool\.$",
+        ),
         (
             {},
             {"pool_bytes": 199},
@@ -280,7 +340,8 @@ def test_what_does_not_fit_says_so_in_numbers_and_what_helps(change, asked, advi
         ("gpu (test)", None, 150, 0),
         ("gpu (test)", 20, 2_100, 20),  # what was asked for may take all
         ("gpu (test)", 70, 10**6, 70),
-        ("cpu (test)", None, 12_100, 6),  # weights, workspace and pool take 10,000 of the same memory
+        # weights, workspace and pool take 10,000 of the same memory
+        ("cpu (test)", None, 12_100, 6),
         ("cpu (test)", None, 5_000, 0),
         ("cpu (test)", 20, 12_100, 20),
     ],
@@ -306,7 +367,11 @@ def test_host_blocks_that_do_not_fit_say_so_in_numbers(device, available):
 def test_the_table_names_every_part():
     plan = choose_num_blocks(PLAN, wanted=None, pool_bytes=None, max_num_seqs=8)
     rows = dict(plan.rows())
-    assert rows["KV tokens"] == "784" and rows["sequences of 64 tokens"] == "12.2" and rows["weights"] == "3.91 KiB"
+    assert (
+        rows["KV tokens"] == "784"
+        and rows["sequences of 64 tokens"] == "12.2"
+        and rows["weights"] == "3.91 KiB"
+    )
 
 
 def test_the_compile_cache_is_the_users_alone(tmp_path, caplog):

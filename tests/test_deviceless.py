@@ -20,7 +20,15 @@ from jaxpage.layers import norms
 from pallas_kernels.sets import fa3, triton
 from pallas_kernels.triton import backend as triton_backend
 from tests.support.sweeps import few
-from tools.kernel_lab.inspection import Findings, compile_for, compile_with_thunks, inspect, sass, thunks, unavailable
+from tools.kernel_lab.inspection import (
+    Findings,
+    compile_for,
+    compile_with_thunks,
+    inspect,
+    sass,
+    thunks,
+    unavailable,
+)
 from tools.kernel_lab.inspection.compiled_cases import (
     Case,
     attention_case,
@@ -39,13 +47,25 @@ pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 LAYERS = 2
 ATTENTION = {  # a call of each kind, and what its kernel must be made of
     "llama-3-8b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA"), "mosaic": ("UTMALDG", "HGMMA")},
-    "llama-3-8b verify chain 16x8": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "llama-3-8b verify chain 16x8": {
+        "triton": ("LDGSTS.128", "HGMMA"),
+        "mosaic": ("UTMALDG", "HGMMA"),
+    },
     "llama-3-8b chunk 2048+0": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
     "qwen2-0.5b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA")},
     "mistral-7b chunk 2048+6144": {"triton": ("LDGSTS.128", "HGMMA")},
-    "gpt-oss-20b decode 64x2048": {"triton": ("LDGSTS.128", "HMMA"), "mosaic": ("UTMALDG", "HGMMA")},
-    "gpt-oss-20b chunk 2048+2048": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
-    "llama-3-8b verify tree 16x16": {"triton": ("LDGSTS.128", "HGMMA"), "mosaic": ("UTMALDG", "HGMMA")},
+    "gpt-oss-20b decode 64x2048": {
+        "triton": ("LDGSTS.128", "HMMA"),
+        "mosaic": ("UTMALDG", "HGMMA"),
+    },
+    "gpt-oss-20b chunk 2048+2048": {
+        "triton": ("LDGSTS.128", "HGMMA"),
+        "mosaic": ("UTMALDG", "HGMMA"),
+    },
+    "llama-3-8b verify tree 16x16": {
+        "triton": ("LDGSTS.128", "HGMMA"),
+        "mosaic": ("UTMALDG", "HGMMA"),
+    },
 }
 
 
@@ -82,7 +102,9 @@ def test_attention_keeps_its_sums_in_registers(name: str, backend: str) -> None:
     if sass.disassembler() is None:
         return  # what follows needs NVIDIA's disassembler
     (main,) = (
-        kernel for kernel in found.kernels if kernel.name.startswith("paged_attention") and "reduce" not in kernel.name
+        kernel
+        for kernel in found.kernels
+        if kernel.name.startswith("paged_attention") and "reduce" not in kernel.name
     )
     instructions = sass.opcodes(main.image)
     for wanted in ATTENTION[name][backend]:
@@ -99,7 +121,9 @@ def test_latents_keep_their_sums_in_registers(page_dtype: str) -> None:
         found = compiled_case(attention_case(spec, "triton", value_width=512))
         assert found.calls["paged_attention"] == 1 and found.spilled_bytes == 0, name
         tiles = triton.heuristic(dataclasses.replace(shape_of_spec(spec), group=16), (8, 9))
-        for kernel in compiled_case(attention_case(spec, "triton", value_width=512, tiles=tiles)).kernels:
+        for kernel in compiled_case(
+            attention_case(spec, "triton", value_width=512, tiles=tiles)
+        ).kernels:
             assert (kernel.shared_bytes or 0) <= 99 * 1024 and not kernel.machine.stack_bytes, name
 
 
@@ -139,7 +163,11 @@ def test_attention_over_quantised_pages_keeps_its_sums_in_registers(page_dtype: 
     "name",
     few(
         [spec.name for spec in PRODUCTS],
-        ["qwen3-30b-a3b experts, 64 tokens", "llama-3-8b gate_up, 16 tokens, int4", "llama-3-8b down, 16 tokens, fp8"],
+        [
+            "qwen3-30b-a3b experts, 64 tokens",
+            "llama-3-8b gate_up, 16 tokens, int4",
+            "llama-3-8b down, 16 tokens, fp8",
+        ],
     ),
 )
 def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
@@ -152,7 +180,10 @@ def test_a_product_is_one_launch_that_makes_no_weight(name: str) -> None:
     if sass.disassembler() is not None:
         instructions = sass.opcodes(main.image)
         assert sass.count(instructions, "LDGSTS", "128") > 0
-        assert sass.count(instructions, "HGMMA" if "2048" in name or "512 tokens" in name else "HMMA") > 0
+        assert (
+            sass.count(instructions, "HGMMA" if "2048" in name or "512 tokens" in name else "HMMA")
+            > 0
+        )
 
 
 @pytest.mark.parametrize("page_dtype", ["int8", "bfloat16"])
@@ -160,7 +191,9 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
     """An H200 reads 4.8 TB/s, which takes about 33 KiB in flight on each multiprocessor: those of the next turn of its programs."""
     spec = dataclasses.replace(find("llama-3-8b decode 64x2048"), page_dtype=page_dtype)
     tiles = triton.heuristic(shape_of_spec(spec))
-    (main,) = (k for k in compiled_case(attention_case(spec, "triton")).kernels if "reduce" not in k.name)
+    (main,) = (
+        k for k in compiled_case(attention_case(spec, "triton")).kernels if "reduce" not in k.name
+    )
     registers = -(-main.machine.registers // 8) * 8 * (main.threads or 0)
     programs = min(65536 // registers, 233472 // ((main.shared_bytes or 0) + 1024))
     turn = 2 * tiles.context * spec.head_width * jnp.dtype(page_dtype).itemsize
@@ -168,7 +201,8 @@ def test_decode_has_enough_bytes_on_their_way(page_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_dtype", "backend"), [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")]
+    ("page_dtype", "backend"),
+    [*((each, "triton") for each in ("bfloat16", "int8", "uint8")), ("bfloat16", "mosaic")],
 )
 def test_new_keys_and_values_are_written_in_place(page_dtype: str, backend: str) -> None:
     case = write_case(64, page_dtype=page_dtype, backend=backend)
@@ -196,23 +230,37 @@ def assert_in_place(found: Findings, pages: Any, *, own: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "backend", "reduced"),
     [
-        *(("decode", "triton", 1), ("verify", "triton", 1), ("chunk", "triton", 0), ("chunk", "mosaic", 0)),
+        *(
+            ("decode", "triton", 1),
+            ("verify", "triton", 1),
+            ("chunk", "triton", 0),
+            ("chunk", "mosaic", 0),
+        ),
         ("several steps", "triton", 1),
     ],
 )
-def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(kind: str, backend: str, reduced: int) -> None:
+def test_a_step_is_one_cuda_graph_and_changes_its_pages_in_place(
+    kind: str, backend: str, reduced: int
+) -> None:
     shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=LAYERS)
-    compiled, thunks_text = compile_with_thunks(shapes.step, *shapes.arguments, options=compiler_options("gpu"))
+    compiled, thunks_text = compile_with_thunks(
+        shapes.step, *shapes.arguments, options=compiler_options("gpu")
+    )
     assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == 1
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     written = LAYERS if backend == "triton" else 0  # Mosaic leaves it to XLA
-    expected = {"paged_attention": LAYERS, "write_kv": written, "paged_attention_reduce": reduced * LAYERS}
+    expected = {
+        "paged_attention": LAYERS,
+        "write_kv": written,
+        "paged_attention_reduce": reduced * LAYERS,
+    }
     selecting = {"cutoffs", "likeliest"}
     calls = {name: number for name, number in found.calls.items() if name not in selecting}
     assert calls == {name: number for name, number in expected.items() if number}
     if backend == "triton":
-        # The loops are over processed rows, over steps, and over prompt tokens that are scored: no cut-off is bisected, no row is sorted.
+        # The loops are over processed rows, over steps, and over prompt tokens that are scored: no
+        # cut-off is bisected, no row is sorted.
         assert selecting <= set(found.calls)
         processes_some = BUCKETS[kind].num_processed > PROCESSED_AT_ONCE
         assert thunks_text.count("kWhile") == processes_some + (kind in ("several steps", "chunk"))
@@ -237,14 +285,23 @@ CARDS = {  # bytes of shared memory that a program may have
 WITHOUT_FP8 = ("a100", "rtx3090")
 CALLS = ("decode 64x2048", "verify chain 16x8", "verify tree 16x16", "chunk 2048+0")
 HEADS = {"8b": {}, "1b": {"head_width": 64}}  # of Llama 3, else alike
-LLAMA_3_1B = {**LLAMA_3_8B, "hidden_size": 2048, "intermediate_size": 8192, "head_dim": 64, "tie_word_embeddings": True}
+LLAMA_3_1B = {
+    **LLAMA_3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.mark.parametrize(
     ("gpu", "call", "heads", "page_dtype"),
     few(
         itertools.product(CARDS, CALLS, HEADS, ("bfloat16", "int8", "uint8")),
-        [("rtx3090", "chunk 2048+0", "8b", "bfloat16"), ("rtx3090", "decode 64x2048", "8b", "uint8")],
+        [
+            ("rtx3090", "chunk 2048+0", "8b", "bfloat16"),
+            ("rtx3090", "decode 64x2048", "8b", "uint8"),
+        ],
     ),
 )
 def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: str) -> None:
@@ -252,7 +309,8 @@ def test_attention_fits_the_card(gpu: str, call: str, heads: str, page_dtype: st
     case = attention_case(spec, "triton")
     if page_dtype == "uint8" and gpu in WITHOUT_FP8:
         with pytest.raises(
-            NotImplementedError, match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8"
+            NotImplementedError,
+            match=r"needs a GPU of compute capability 8\.9 or more for pages of uint8",
         ):
             compile_for(case.function, *case.arguments, gpu=gpu)
         return
@@ -269,7 +327,11 @@ def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
         *(write_case(64, page_dtype=page_dtype) for page_dtype in ("bfloat16", "int8", "uint8")),
     ):
         if "uint8" not in case.name or gpu not in WITHOUT_FP8:
-            assert_in_place(inspect(compile_for(case.function, *case.arguments, gpu=gpu)), case.arguments[0], own=True)
+            assert_in_place(
+                inspect(compile_for(case.function, *case.arguments, gpu=gpu)),
+                case.arguments[0],
+                own=True,
+            )
 
 
 @pytest.mark.sweep
@@ -281,10 +343,17 @@ def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
         ("rtx4090", LLAMA_3_1B, "decode", 16),
     ],
 )
-def test_a_step_on_the_card_is_one_cuda_graph(gpu: str, config: Any, kind: str, num_layers: int) -> None:
-    # Of so many blocks a layer's keys are larger than the logits, and their copies, of what is verified.
-    shapes = step_shapes(BUCKETS[kind], backend="auto", config=config, num_layers=num_layers, num_blocks=32768)
-    compiled, text = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=compiler_options("gpu"))
+def test_a_step_on_the_card_is_one_cuda_graph(
+    gpu: str, config: Any, kind: str, num_layers: int
+) -> None:
+    # Of so many blocks a layer's keys are larger than the logits, and their copies, of what is
+    # verified.
+    shapes = step_shapes(
+        BUCKETS[kind], backend="auto", config=config, num_layers=num_layers, num_blocks=32768
+    )
+    compiled, text = compile_with_thunks(
+        shapes.step, *shapes.arguments, gpu=gpu, options=compiler_options("gpu")
+    )
     assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
@@ -295,12 +364,22 @@ def test_a_step_on_the_card_is_one_cuda_graph(gpu: str, config: Any, kind: str, 
 def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() -> None:
     """XLA has no Triton for a T4. Plain XLA computes a step of float16 there without a copy of a weight in float32."""
     case = attention_case(find("llama-3-8b decode 64x2048"), "auto")
-    with pytest.raises(NotImplementedError, match=r"8\.0 or more, but Tesla T4 has 7\.5.* by name: scan or reference"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"8\.0 or more, but Tesla T4 has 7\.5.* by name: scan or reference",
+    ):
         compile_for(case.function, *case.arguments, gpu="t4")
     shapes = step_shapes(
-        BUCKETS["decode"], backend="scan", config=LLAMA_3_1B, num_layers=1, dtype="float16", num_blocks=2048
+        BUCKETS["decode"],
+        backend="scan",
+        config=LLAMA_3_1B,
+        num_layers=1,
+        dtype="float16",
+        num_blocks=2048,
     )
-    compiled, text = compile_with_thunks(shapes.step, *shapes.arguments, gpu="t4", options=compiler_options("gpu"))
+    compiled, text = compile_with_thunks(
+        shapes.step, *shapes.arguments, gpu="t4", options=compiler_options("gpu")
+    )
     assert thunks.on_host(text) == [] and thunks.num_command_buffers(text) == 1
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2048 * 128256
 
@@ -310,8 +389,12 @@ def test_a_card_without_kernels_is_refused_them_and_runs_plain_xla_in_float16() 
 def test_a_step_with_a_library_is_a_cuda_graph_between_its_calls(kind: str) -> None:
     """Its memory for scheduling lives during the call alone, so that it must not be recorded."""
     shapes = step_shapes(BUCKETS[kind], backend="fa3", num_layers=LAYERS)
-    compiled, thunks_text = compile_with_thunks(shapes.step, *shapes.arguments, options=compiler_options("gpu"))
-    assert thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == LAYERS + 1
+    compiled, thunks_text = compile_with_thunks(
+        shapes.step, *shapes.arguments, options=compiler_options("gpu")
+    )
+    assert (
+        thunks.on_host(thunks_text) == [] and thunks.num_command_buffers(thunks_text) == LAYERS + 1
+    )
     found = inspect(compiled)
     assert found.problems(pages_bytes=shapes.pages_bytes, array_bytes=shapes.array_bytes) == []
     assert compiled.as_text().count('custom_call_target="flash_mha_fwd"') == LAYERS
@@ -342,7 +425,10 @@ def test_a_loop_that_waits_for_the_host_is_found() -> None:
 
 
 def test_xla_flags_have_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler_options("cpu") == {} and "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+    assert (
+        compiler_options("cpu") == {}
+        and "WHILE" in compiler_options("gpu")["xla_gpu_enable_command_buffer"]
+    )
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
     assert compiler_options("gpu") == {}
 
@@ -388,7 +474,9 @@ def test_a_kernel_that_spills_is_found() -> None:
     x = jax.ShapeDtypeStruct((128, 128), jnp.bfloat16)
     found = inspect(compile_for(kernel(square, "square", x, num_warps=1), x))
     assert found.spilled_bytes > 0
-    assert any("square spills" in problem for problem in found.problems(pages_bytes=0, array_bytes=1 << 40))
+    assert any(
+        "square spills" in problem for problem in found.problems(pages_bytes=0, array_bytes=1 << 40)
+    )
 
 
 def test_an_array_that_a_kernel_does_not_change_in_place_is_found() -> None:
@@ -399,8 +487,12 @@ def test_an_array_that_a_kernel_does_not_change_in_place_is_found() -> None:
     x = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
     listed = {}
     for aliases in (True, False):
-        jitted = kernel(add_one, "add_one", x, num_warps=4, input_output_aliases={0: 0} if aliases else {})
+        jitted = kernel(
+            add_one, "add_one", x, num_warps=4, input_output_aliases={0: 0} if aliases else {}
+        )
         found = inspect(compile_for(jitted, x))
         assert found.calls == {"add_one": 1}
         listed[aliases] = found.problems(pages_bytes=4 << 20, array_bytes=4 << 20)
-    assert listed[True] == [] and any("makes 4194304 bytes (custom-call)" in problem for problem in listed[False])
+    assert listed[True] == [] and any(
+        "makes 4194304 bytes (custom-call)" in problem for problem in listed[False]
+    )

@@ -37,7 +37,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("sphinx", reason="jaxpage[docs] is not installed")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "LLM.generate" in (tmp_path / "reference" / "python.html").read_text()
@@ -49,7 +55,9 @@ def test_commands_have_flags_that_exist(path: Path, capsys: pytest.CaptureFixtur
     text, parser = path.read_text(encoding="utf-8"), make_parser()
     spans = re.findall(r"`(jaxpage [^`]*)`", FENCE.sub("", text))
     wrong = []
-    for source, whole in [(block, True) for block in shell_blocks(text)] + [(span, False) for span in spans]:
+    for source, whole in [(block, True) for block in shell_blocks(text)] + [
+        (span, False) for span in spans
+    ]:
         for words in jaxpage_commands(source):
             try:
                 parser.parse_args(words)
@@ -68,9 +76,7 @@ def test_links_are_called_by_what_they_lead_to() -> None:
         for link in links_called_by_files(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
-    planted = (
-        "[a.md](a.md) [`x/y.md`](../x/y.md#z) [docs/](docs/README.md) [a page](a.md) [x.py](x.py) [lab\nlog.md](b.md)"
-    )
+    planted = "[a.md](a.md) [`x/y.md`](../x/y.md#z) [docs/](docs/README.md) [a page](a.md) [x.py](x.py) [lab\nlog.md](b.md)"
     assert list(links_called_by_files(planted)) == [
         "[a.md](a.md)",
         "[`x/y.md`](../x/y.md#z)",
@@ -85,7 +91,9 @@ def links_called_by_files(text: str) -> Iterator[str]:
             yield link[0]
 
 
-def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_architecture_is_what_the_engine_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told = (ROOT / "docs" / "internals" / "architecture.md").read_text(encoding="utf-8")
     steps: list[tuple[StepPlan, StepResult]] = []
     with make_llm("demo", **BLOCKS_OF_4, dtype="float32") as llm:
@@ -98,7 +106,9 @@ def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch: py
         plans: list[StepPlan] = []
         build = llm._engine.builder.build
         monkeypatch.setattr(
-            llm._engine.builder, "build", lambda plan, *rest: (plans.append(plan), build(plan, *rest))[1]
+            llm._engine.builder,
+            "build",
+            lambda plan, *rest: (plans.append(plan), build(plan, *rest))[1],
         )
         monkeypatch.setattr(llm._engine.runner, "run", recorded)
         params = SamplingParams(n=2, temperature=1.0, seed=5, max_tokens=3)
@@ -106,7 +116,9 @@ def test_the_example_of_the_architecture_is_what_the_engine_does(monkeypatch: py
     table = told.partition("step  rows")[2].partition("```")[0]
     for plan, result in steps:
         for row in plan.rows:
-            assert f"{row.sequence_id}: {row.start}, {row.token_ids}, {row.block_tables[0]}" in table
+            assert (
+                f"{row.sequence_id}: {row.start}, {row.token_ids}, {row.block_tables[0]}" in table
+            )
         for source, target in plan.copies:
             assert f"{source} to {target}" in table
         assert " ".join(map(str, result.token_ids.tolist())) in table
@@ -126,7 +138,11 @@ END
     echo 'jaxpage no' | FOO="b c" jaxpage generate "a | b" && (jaxpage doctor) # jaxpage no
 ```"""
     (script,) = shell_blocks(page)
-    assert list(jaxpage_commands(script)) == [["serve", "x", "--port", "1"], ["generate", "a | b"], ["doctor"]]
+    assert list(jaxpage_commands(script)) == [
+        ["serve", "x", "--port", "1"],
+        ["generate", "a | b"],
+        ["doctor"],
+    ]
 
 
 @pytest.mark.sweep
@@ -144,7 +160,12 @@ def test_the_commands_of_a_tutorial_run(tutorial: Path, tmp_path: Path) -> None:
         pytest.skip("the package index is not wanted")
     script = "set -euo pipefail\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + "".join(parts)
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
 
@@ -158,7 +179,9 @@ def jaxpage_commands(script: str) -> Iterator[list[str]]:
     for line in HEREDOC.sub("", script).replace("\\\n", " ").splitlines():
         if "jaxpage" not in line:
             continue  # the output of a command may have any quotes
-        lexer = shlex.shlex(re.sub(r"\d*[<>]+&? *[^\s(]+", "", line), posix=True, punctuation_chars=True)
+        lexer = shlex.shlex(
+            re.sub(r"\d*[<>]+&? *[^\s(]+", "", line), posix=True, punctuation_chars=True
+        )
         lexer.whitespace_split = True
         words: list[str] = []
         for word in [*lexer, ";"]:
@@ -172,4 +195,10 @@ def jaxpage_commands(script: str) -> Iterator[list[str]]:
 
 def environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "JAXPAGE_SOURCE": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return {
+        **os.environ,
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "JAXPAGE_SOURCE": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+    }

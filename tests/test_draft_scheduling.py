@@ -99,8 +99,19 @@ class SpeculatingInASmallPool(Scheduling):
         seed=st.integers(0, 2**16),
     )
     def start(self, seed: int, **settings_: Any) -> None:
-        rest = {"max_num_seqs": 6, "max_tokens": 12, "max_chunk_rows": 6, "mixed": False, "windows": (None,)}
-        shapes = {"verified": ((6, 9),), "trees": True, "policy": "fcfs", "preemption": Preemption("swap")}
+        rest = {
+            "max_num_seqs": 6,
+            "max_tokens": 12,
+            "max_chunk_rows": 6,
+            "mixed": False,
+            "windows": (None,),
+        }
+        shapes = {
+            "verified": ((6, 9),),
+            "trees": True,
+            "policy": "fcfs",
+            "preemption": Preemption("swap"),
+        }
         super().start(**settings_, **rest, **shapes)
         self.driver.propose = Guesses(seed, branches=True)
 
@@ -120,7 +131,9 @@ def test_with_drafts_every_request_draws_what_it_draws_alone(machine: type[Sched
 
 class GivesWayForDrafts(Scheduler):
     def _plan_drafts(self, step, drafts):
-        needed = sum(len(draft.token_ids) for draft in drafts.values()) // self.block_manager.block_size
+        needed = (
+            sum(len(draft.token_ids) for draft in drafts.values()) // self.block_manager.block_size
+        )
         if self.num_running > 1 and self.block_manager.groups[0].pool.num_free < needed:
             group = self._requests.preempt_last(step)
             step.work = [work for work in step.work if work[0] is not group]
@@ -134,8 +147,12 @@ class KeepsWhatWrongDraftsHad(BlockManager):
 
 class CountsWrongDraftsAsComputed(Scheduler):
     def commit(self, plan, edits):
-        edits = [replace(edit, drafted=False) if hasattr(edit, "drafted") else edit for edit in edits]
-        return super().commit(replace(plan, rows=tuple(row._replace(parents=()) for row in plan.rows)), edits)
+        edits = [
+            replace(edit, drafted=False) if hasattr(edit, "drafted") else edit for edit in edits
+        ]
+        return super().commit(
+            replace(plan, rows=tuple(row._replace(parents=()) for row in plan.rows)), edits
+        )
 
 
 class HashesDrafts(Scheduler):
@@ -145,7 +162,10 @@ class HashesDrafts(Scheduler):
         for row in plan.rows:
             if row.parents and row.sequence_id in self.block_manager.sequence_ids:
                 group, sequence = self._requests.sequences[row.sequence_id]
-                tokens, digests = [*sequence.token_ids, *row.token_ids[1:]], [*sequence.block_digests]
+                tokens, digests = (
+                    [*sequence.token_ids, *row.token_ids[1:]],
+                    [*sequence.block_digests],
+                )
                 salt = group.request.params.cache_salt
                 self.block_manager.cache(row.sequence_id, row.context_length, tokens, digests, salt)
         return super().commit(plan, edits)
@@ -218,13 +238,16 @@ class BranchesWhereShapesHoldChains(Scheduler):
 def test_the_machines_see_planted_mistakes(mistaken: type) -> None:
     machine = mistaken_machine(Speculating, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+        )
 
 
 def forgets_the_branch(sample, draft, sequence, request):
     """What may be drawn behind a draft, as if the drafts before it were not there."""
     return [
-        sample._replace(offset=1 + index, position=sample.position + depth) for index, depth in enumerate(draft.depths)
+        sample._replace(offset=1 + index, position=sample.position + depth)
+        for index, depth in enumerate(draft.depths)
     ]
 
 
@@ -237,11 +260,14 @@ right_samples = opening.drafted_samples
 
 
 @pytest.mark.parametrize("mistaken", [forgets_the_branch, counts_places_for_depths])
-def test_the_machines_see_mistakes_in_what_is_drawn(mistaken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_machines_see_mistakes_in_what_is_drawn(
+    mistaken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(opening, "drafted_samples", mistaken)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
-            Speculating, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+            Speculating,
+            settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500),
         )
 
 
@@ -249,7 +275,10 @@ def test_the_machines_see_that_nothing_is_moved(monkeypatch: pytest.MonkeyPatch)
     verify = FakeDevice.verify
 
     def stays(self, row, drawn):
-        slots, contexts = [each.copy() for each in self.slots], [each.copy() for each in self.contexts]
+        slots, contexts = (
+            [each.copy() for each in self.slots],
+            [each.copy() for each in self.contexts],
+        )
         path = verify(self, row, drawn)
         self.slots, self.contexts = slots, contexts
         return path
@@ -257,7 +286,8 @@ def test_the_machines_see_that_nothing_is_moved(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(FakeDevice, "verify", stays)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
-            Speculating, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+            Speculating,
+            settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500),
         )
 
 
@@ -276,13 +306,19 @@ def test_drafts_are_cut_to_the_blocks_that_are_free() -> None:
     driver = make_driver(num_blocks=6, block_size=4, verified=((2, 9),))
     wrong = chain((NUM_TOKEN_IDS - 1,) * 8)
     for request_id in ("a", "b"):
-        driver.scheduler.add(make_group(request_id, ord(request_id), range(6), max_tokens=14, ignore_eos=True))
+        driver.scheduler.add(
+            make_group(request_id, ord(request_id), range(6), max_tokens=14, ignore_eos=True)
+        )
     driver.step()
     drafting(driver, wrong, wrong)
     assert driver.scheduler.block_manager.groups[0].pool.num_free == 1
     driver.step()
-    assert [len(row.parents) for row in driver.plans[-1].rows] == [5, 1]  # up to position 11, and up to 7
-    assert driver.scheduler.block_manager.groups[0].pool.num_free == 1 and not driver.plans[-1].preempted
+    # up to position 11, and up to 7
+    assert [len(row.parents) for row in driver.plans[-1].rows] == [5, 1]
+    assert (
+        driver.scheduler.block_manager.groups[0].pool.num_free == 1
+        and not driver.plans[-1].preempted
+    )
 
 
 def test_a_tree_is_a_chain_where_shapes_hold_chains_only() -> None:

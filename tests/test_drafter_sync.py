@@ -25,8 +25,12 @@ LONG = 10_000
 def plan_of(*rows: tuple[int, int], forks: dict[int, int] | None = None) -> StepPlan:
     """rows: sequences and where they begin. forks: of a new sequence, the row that it is drawn from."""
     made = tuple(Row(sequence_id, start, (1,), ((1,),)) for sequence_id, start in rows)
-    drawn = [(index, row.sequence_id) for index, row in enumerate(made)] + [(r, s) for s, r in (forks or {}).items()]
-    samples = tuple(Sample(row, 0, sequence_id, SamplingParams(), 0, 0, 1) for row, sequence_id in drawn)
+    drawn = [(index, row.sequence_id) for index, row in enumerate(made)] + [
+        (r, s) for s, r in (forks or {}).items()
+    ]
+    samples = tuple(
+        Sample(row, 0, sequence_id, SamplingParams(), 0, 0, 1) for row, sequence_id in drawn
+    )
     return StepPlan(0, made, samples)
 
 
@@ -38,7 +42,9 @@ def wishes(*, drafts: bool = False, depth: int = 3, run: float = 0.1, each: floa
     return SimpleNamespace(drafts=drafts, depth=depth, costs=costs)
 
 
-def run(sync: DrafterSync, plan: StepPlan, num_tokens: int | None = None, drafted: bool = True) -> int | None:
+def run(
+    sync: DrafterSync, plan: StepPlan, num_tokens: int | None = None, drafted: bool = True
+) -> int | None:
     """A step that gave so many tokens; None: one to each row."""
     depth = sync.depth(plan)
     sync.ran(dataclasses.replace(plan, draft_depth=depth), num_tokens or len(plan.rows), drafted)
@@ -47,7 +53,9 @@ def run(sync: DrafterSync, plan: StepPlan, num_tokens: int | None = None, drafte
 
 def prompt_of(sequence_id: int, num_tokens: int = 5) -> StepPlan:
     plan = plan_of((sequence_id, 0))
-    return dataclasses.replace(plan, rows=(Row(sequence_id, 0, (1,) * num_tokens, ((sequence_id,),)),))
+    return dataclasses.replace(
+        plan, rows=(Row(sequence_id, 0, (1,) * num_tokens, ((sequence_id,),)),)
+    )
 
 
 def test_without_a_controller_it_always_drafts_as_far_as_there_is_room() -> None:
@@ -65,13 +73,17 @@ def test_it_is_off_when_it_has_lost_too_much_and_on_again_with_a_new_request() -
     assert run(sync, plan_of((1, 5), (2, 0))) == 0, "a new request comes"
     assert sync.is_stale(1) and not sync.is_stale(2)
     fresh = [run(sync, plan_of((number, 0))) for number in range(3, LONG)]
-    assert 0.1 * sum(depth is not None for depth in fresh) <= 1.1 * PROBE_SHARE * LONG + MAX_LOSS + 1
+    assert (
+        0.1 * sum(depth is not None for depth in fresh) <= 1.1 * PROBE_SHARE * LONG + MAX_LOSS + 1
+    )
 
 
 def test_while_drafts_gain_it_stays_on() -> None:
     sync = DrafterSync(LIMITS, wishes(drafts=True, each=0.1), block_size=4)
     assert {run(sync, plan_of((1, 5)), 2) for _ in range(500)} == {3}
-    assert None in {run(sync, plan_of((1, 5)), 1) for _ in range(LONG)}, "drafts are wanted and never right"
+    assert None in {run(sync, plan_of((1, 5)), 1) for _ in range(LONG)}, (
+        "drafts are wanted and never right"
+    )
 
 
 @pytest.mark.parametrize(("prompt_token", "is_off"), [(0.05, False), (0.5, True)])
@@ -102,7 +114,9 @@ def test_many_prompts_in_a_row_do_not_turn_off_what_pays() -> None:
 def test_heads_without_a_kv_cache_run_only_where_they_draft() -> None:
     controller = wishes(depth=0)
     sync = DrafterSync(LIMITS, controller, block_size=4, has_kv=False)
-    assert {run(sync, plan_of((1, 5))) for _ in range(LONG)} == {None} and not (sync.is_off or sync.is_stale(1))
+    assert {run(sync, plan_of((1, 5))) for _ in range(LONG)} == {None} and not (
+        sync.is_off or sync.is_stale(1)
+    )
     controller.depth = 3
     assert run(sync, plan_of((1, 5))) == 3 and sync.ready == {1}
 
@@ -143,7 +157,10 @@ def test_a_fork_of_as_many_draws_as_its_prompt_has_tokens_is_no_decoding() -> No
 
 SIZE = 2  # slots of a block
 events = st.lists(
-    st.tuples(st.booleans(), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), st.booleans()), max_size=40
+    st.tuples(
+        st.booleans(), st.integers(0, 3), st.integers(1, 3), st.integers(0, 2), st.booleans()
+    ),
+    max_size=40,
 )
 
 
@@ -164,7 +181,10 @@ def test_it_drafts_for_those_alone_whose_every_token_it_has_computed(
         if sequence_id not in tables:
             source = min(tables, default=None)
             full = 0 if source is None else min(adopted, lengths[source] // SIZE)
-            tables[sequence_id], lengths[sequence_id] = tables[source][:full] if source is not None else [], full * SIZE
+            tables[sequence_id], lengths[sequence_id] = (
+                tables[source][:full] if source is not None else [],
+                full * SIZE,
+            )
         elif adopted == 2 and forks:  # it starts over
             tables[sequence_id], lengths[sequence_id] = [], 0
         start = lengths[sequence_id]

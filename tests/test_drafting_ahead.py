@@ -20,7 +20,13 @@ from tests.support.engines import LLAMA, invariants, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.sweeps import few
 
-SMALL = {**LLAMA, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {
+    **LLAMA,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 HEAD = {**LLAMA, "num_hidden_layers": 1, "rms_norm_eps": 1e-3, "rope_theta": 500.0}
 TAPS = (1, 0, 1)
 NUM_DRAFTS = 12
@@ -58,15 +64,31 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_heads(root: Path) -> None:
-    write(root / "eagle", HEAD, heads()["eagle"].tensors(), without=("lm_head.weight", "embed_tokens.weight"))
-    config = {**HEAD, "architectures": ["LlamaForCausalLMEagle3"], "eagle_aux_hidden_state_layer_ids": TAPS}
-    write(root / "eagle3", {**config, "draft_vocab_size": HEAD["vocab_size"]}, heads()["eagle3"].tensors())
+    write(
+        root / "eagle",
+        HEAD,
+        heads()["eagle"].tensors(),
+        without=("lm_head.weight", "embed_tokens.weight"),
+    )
+    config = {
+        **HEAD,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "eagle_aux_hidden_state_layer_ids": TAPS,
+    }
+    write(
+        root / "eagle3",
+        {**config, "draft_vocab_size": HEAD["vocab_size"]},
+        heads()["eagle3"].tensors(),
+    )
 
 
 @functools.cache
 def heads() -> dict[str, Eagle | Eagle3]:
     """Of EAGLE-1 both tables are the target's. It has no norm: as drawn it makes an error ten times as large from one level to the next."""
-    eagle, eagle3 = Eagle(**HEAD), Eagle3(rows=HEAD["vocab_size"], target_width=HEAD["hidden_size"], **HEAD)
+    eagle, eagle3 = (
+        Eagle(**HEAD),
+        Eagle3(rows=HEAD["vocab_size"], target_width=HEAD["hidden_size"], **HEAD),
+    )
     eagle.take(random_tensors(LLAMA, 1), "tokens", "head")
     with torch.no_grad():
         eagle.fc.weight[:, HEAD["hidden_size"] :] *= 0.125
@@ -74,9 +96,19 @@ def heads() -> dict[str, Eagle | Eagle3]:
 
 
 def start(root: Path, case: Case, **settings: Any) -> LLM:
-    config: dict[str, Any] = {"method": case.method, "model": str(root / case.drafter), "tree": case.tree}
+    config: dict[str, Any] = {
+        "method": case.method,
+        "model": str(root / case.drafter),
+        "tree": case.tree,
+    }
     config["num_speculative_tokens"] = NUM_DRAFTS
-    return make_llm(root / "target", speculative_config=config, max_num_seqs=2, max_num_batched_tokens=32, **settings)
+    return make_llm(
+        root / "target",
+        speculative_config=config,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        **settings,
+    )
 
 
 @pytest.fixture(scope="module", params=[_param(case) for case in CASES])
@@ -88,7 +120,9 @@ def case(request: pytest.FixtureRequest) -> Case:
 def tight(case: Case, root: Path) -> Iterator[LLM]:
     """An engine whose requests preempt each other, with blocks that no draft ends on evenly."""
     mode = "swap" if case.tree else "recompute"
-    with start(root, case, block_size=4, num_blocks=26, max_model_len=96, preemption_mode=mode) as llm:
+    with start(
+        root, case, block_size=4, num_blocks=26, max_model_len=96, preemption_mode=mode
+    ) as llm:
         yield llm
 
 
@@ -122,7 +156,9 @@ class Reference:
         """logprobs: of what follows known tokens and drafts behind them."""
         self._logprobs = logprobs
 
-    def paths(self, known: tuple[int, ...], levels: int, branches: int, num_drafts: int) -> list[tuple[int, ...]]:
+    def paths(
+        self, known: tuple[int, ...], levels: int, branches: int, num_drafts: int
+    ) -> list[tuple[int, ...]]:
         """Of the best drafts, each with what leads to it, best first."""
         frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
         found = []
@@ -130,7 +166,9 @@ class Reference:
             grown = []
             for score, path in frontier:
                 logprobs = self._logprobs(known, path)
-                grown += [(score + logprobs[t], (*path, int(t))) for t in np.argsort(-logprobs)[:branches]]
+                grown += [
+                    (score + logprobs[t], (*path, int(t))) for t in np.argsort(-logprobs)[:branches]
+                ]
             grown.sort(key=lambda draft: -draft[0])
             frontier = grown[:branches]
             found += grown
@@ -158,7 +196,9 @@ def of_a_head(head: Eagle | Eagle3, directory: Path) -> Reference:
         with torch.no_grad():
             states = model(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
         numbers = [state[0].numpy() for state in states]
-        return head.fuse([numbers[tap] for tap in TAPS]) if isinstance(head, Eagle3) else numbers[-1]
+        return (
+            head.fuse([numbers[tap] for tap in TAPS]) if isinstance(head, Eagle3) else numbers[-1]
+        )
 
     @functools.cache
     def run(known: tuple[int, ...], path: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -182,20 +222,29 @@ def reference(case: Case, root: Path) -> Reference:
     return of_a_head(heads()[case.method], root / "target")
 
 
-def assert_as_the_reference(llm: LLM, drafts: list[tuple[tuple[int, ...], Draft]], reference: Reference) -> None:
+def assert_as_the_reference(
+    llm: LLM, drafts: list[tuple[tuple[int, ...], Draft]], reference: Reference
+) -> None:
     options = llm._engine.runner.executables.options.drafter
     assert options is not None and drafts
     for known, draft in drafts:
-        paths = reference.paths(known, options.shape.num_levels, options.shape.num_branches, NUM_DRAFTS)
+        paths = reference.paths(
+            known, options.shape.num_levels, options.shape.num_branches, NUM_DRAFTS
+        )
         assert [draft.path(index) for index in range(len(draft.parents))] == paths
 
 
 def outputs(llm: LLM, params: SamplingParams) -> list[Any]:
-    return [result.outputs for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts()], params)]
+    return [
+        result.outputs
+        for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts()], params)
+    ]
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, n=2, seed=5, logprobs=2, max_tokens=8, ignore_eos=True)
+SAMPLED = SamplingParams(
+    temperature=1.0, top_p=0.9, top_k=40, n=2, seed=5, logprobs=2, max_tokens=8, ignore_eos=True
+)
 
 
 @pytest.fixture(scope="module")
@@ -211,7 +260,9 @@ def test_it_drafts_what_the_reference_does(tight: LLM, reference: Reference) -> 
     tight._engine.reset_prefix_cache()
     outputs(tight, GREEDY)
     stats = tight.stats()
-    assert sum(stats["num_preemptions_total"].values()) > sum(before["num_preemptions_total"].values())
+    assert sum(stats["num_preemptions_total"].values()) > sum(
+        before["num_preemptions_total"].values()
+    )
     assert stats["spec_decode_wasted_slots_total"] > before["spec_decode_wasted_slots_total"]
     assert_as_the_reference(tight, drafts, reference)
     invariants(tight)
@@ -225,9 +276,13 @@ def test_no_draft_changes_a_text(tight: LLM, plain: list[tuple[SamplingParams, l
     invariants(tight)
 
 
-def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight: LLM, case: Case, reference: Reference) -> None:
+def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(
+    tight: LLM, case: Case, reference: Reference
+) -> None:
     if case.method != "draft_model":
-        pytest.skip("a head's numbers for a token follow from the token behind it, which is another where texts part")
+        pytest.skip(
+            "a head's numbers for a token follow from the token behind it, which is another where texts part"
+        )
     drafts = record(tight)
     params = SamplingParams(temperature=1e-6, n=2, seed=1, max_tokens=8, ignore_eos=True)
     found = tight.stats()["prefix_cache_hits_total"]
@@ -238,7 +293,9 @@ def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(tight: LLM, ca
 
 
 @pytest.mark.parametrize("mistake", few(["_fork_last_blocks", "_inherit"], ["_inherit"]))
-def test_a_planted_mistake_is_seen(mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_is_seen(
+    mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pages as they were: scratch does not hold what stands before the drafts."""
     unmoved: dict[str, Any] = {
         "_fork_last_blocks": lambda pages, *_: pages,
@@ -253,7 +310,10 @@ def test_a_planted_mistake_is_seen(mistake: str, root: Path, monkeypatch: pytest
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(
-    tight: LLM, case: Case, plain: list[tuple[SamplingParams, list[Any]]], monkeypatch: pytest.MonkeyPatch
+    tight: LLM,
+    case: Case,
+    plain: list[tuple[SamplingParams, list[Any]]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At any temperature. To executables parameters are arguments."""
     if case.drafter != "alike":

@@ -44,7 +44,11 @@ def test_what_is_cut_keeps_its_own() -> None:
     [
         (IDS[:3], ODDS[:3], "4 drafts with q of"),
         (IDS, ODDS[:, :2], "4 drafts with q of"),
-        (np.full((4, MOST_CANDIDATES + 1), 5), np.full((4, MOST_CANDIDATES + 1), 0.03), "33 tokens; 32 are possible"),
+        (
+            np.full((4, MOST_CANDIDATES + 1), 5),
+            np.full((4, MOST_CANDIDATES + 1), 0.03),
+            "33 tokens; 32 are possible",
+        ),
         (IDS, ODDS * 0.9, "no distribution"),
         (IDS, ODDS * [[1], [1], [np.nan], [1]], "no distribution"),
         (IDS, np.where(IDS == 3, -0.5, ODDS) + np.where(IDS == 5, 1.0, 0), "no distribution"),
@@ -77,15 +81,25 @@ def test_a_log_gives_them_back() -> None:
     sequence_id, draft = _draft(*json.loads(json.dumps(_drafts(row))), vocab_size=20)
     assert sequence_id == 4
     assert_same(draft, DRAFT)
-    assert DRAFT.q is not None and [len(ids) for ids, _ in DRAFT.q.as_lists()] == [2, 2, 3, 3]  # no padding
-    for wrong in ([], [[[5], [0]]] * 4, [[5, 3]] * 4, [[["x"], [1]]] * 4, [[[2**40], [2**40]]] * 4, 7):
+    # no padding
+    assert DRAFT.q is not None and [len(ids) for ids, _ in DRAFT.q.as_lists()] == [2, 2, 3, 3]
+    for wrong in (
+        [],
+        [[[5], [0]]] * 4,
+        [[5, 3]] * 4,
+        [[["x"], [1]]] * 4,
+        [[[2**40], [2**40]]] * 4,
+        7,
+    ):
         with pytest.raises((OverflowError, TypeError, ValueError)):
             _draft(4, [5, 3, 8, 1], [-1, -1, 0, 1], wrong, vocab_size=20)
 
 
 def test_a_step_is_told_what_each_draft_was_drawn_from() -> None:
     """Of chosen drafts, and of what is no draft, the token itself."""
-    menu = make_menu(4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES)
+    menu = make_menu(
+        4, 16, num_drafts=(7,), max_verified_tokens=64, trees=True, q_width=MOST_CANDIDATES
+    )
     builder = BatchBuilder(menu, table_width=4, block_size=16, blocks=[range(1, 9)], vocab_size=20)
     rows = (
         Row(0, 0, (6, 9), ((1,),), parents=(0,)),

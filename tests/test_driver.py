@@ -36,7 +36,12 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
-    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 33, "max_model_len": 256}
+    settings = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_blocks": 33,
+        "max_model_len": 256,
+    }
     built = build_engine(EngineConfig(model=str(directory), **settings))
     yield built
     built.engine.runner.close()
@@ -49,11 +54,18 @@ def nothing_left_behind(built):
     engine.scheduler.check()
     stats = engine.stats()
     assert stats["num_blocks_free"] == stats["num_blocks_total"]
-    assert not engine.has_unfinished and not engine._groups and not engine._strategies and not engine.metrics.requests
+    assert (
+        not engine.has_unfinished
+        and not engine._groups
+        and not engine._strategies
+        and not engine.metrics.requests
+    )
 
 
 def unfinished_ids(engine):
-    return {group.request.request_id for group in (*engine.scheduler.running, *engine.scheduler.waiting)}
+    return {
+        group.request.request_id for group in (*engine.scheduler.running, *engine.scheduler.waiting)
+    }
 
 
 @asynccontextmanager
@@ -114,7 +126,11 @@ class Clock:
 
 
 def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
-    orders = [order(built), order(built, PROMPT[:3], n=2, temperature=1.0, seed=7), order(built, [5] * 40, logprobs=2)]
+    orders = [
+        order(built),
+        order(built, PROMPT[:3], n=2, temperature=1.0, seed=7),
+        order(built, [5] * 40, logprobs=2),
+    ]
     expected = [alone(built, one) for one in orders]
 
     async def main():
@@ -129,7 +145,9 @@ def test_whole_and_streamed_outputs_are_those_of_the_engine(built):
                 assert [delta.finished for delta in deltas] == [False] * (len(deltas) - 1) + [True]
                 for index, completion in enumerate(wanted.outputs):
                     parts = [d.outputs[index] for d in deltas if index < len(d.outputs)]
-                    assert [token for part in parts for token in part.token_ids] == completion.token_ids
+                    assert [
+                        token for part in parts for token in part.token_ids
+                    ] == completion.token_ids
                     assert parts[-1].finish_reason == completion.finish_reason
 
     asyncio.run(main())
@@ -203,7 +221,9 @@ def test_the_queue_is_bounded_and_has_room_again(built, monkeypatch):
             taken += await last
             outputs = await asyncio.gather(*(one.whole() for one in taken))
             assert len({str(token_ids(output)) for output in outputs}) == 1
-            assert [await one.whole() for one in await loop.submit([order(built)] * 6, stream=False)]
+            assert [
+                await one.whole() for one in await loop.submit([order(built)] * 6, stream=False)
+            ]
 
     asyncio.run(main())
 
@@ -226,7 +246,9 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
                 submitting.cancel()
                 with suppress(asyncio.CancelledError):
                     await submitting
-            for _ in range({"inbox": 1, "waiting": 1, "prompt": 3, "decoding": 8, "finished": 8}[phase]):
+            for _ in range(
+                {"inbox": 1, "waiting": 1, "prompt": 3, "decoding": 8, "finished": 8}[phase]
+            ):
                 gate.permits.release()
                 await gate.reached()
             if phase == "finished":
@@ -241,7 +263,8 @@ def test_a_cancelled_request_is_gone_before_the_next_step(built, monkeypatch, ph
                 one.cancel()
             looking = asyncio.ensure_future(loop.snapshot(unfinished_ids))
             await asyncio.sleep(0)
-            gate.permits.release()  # the step that is under way; before the next one the victim is gone
+            # the step that is under way; before the next one the victim is gone
+            gate.permits.release()
             assert await looking <= {others[0].request_id} and loop.num_open == 1
             gate.open()
             assert token_ids(await others[0].whole()) == token_ids(expected)
@@ -288,7 +311,10 @@ def test_who_stops_waiting_ends_the_request(built, monkeypatch, stream):
             with pytest.raises(asyncio.CancelledError):
                 await reading
             gate.permits.release()
-            assert not await loop.snapshot(lambda engine: engine.has_unfinished) and gate.num_steps == 1
+            assert (
+                not await loop.snapshot(lambda engine: engine.has_unfinished)
+                and gate.num_steps == 1
+            )
 
     asyncio.run(main())
 
@@ -302,7 +328,9 @@ def test_a_request_has_its_time_and_no_more(built, monkeypatch):
             [streamed] = await gate.until(loop.submit([order(built, max_tokens=200)], stream=True))
             clock.now += 300
             [later] = await gate.until(loop.submit([order(built)], stream=False))
-            [early] = await gate.until(loop.submit([order(built)], stream=False, arrived=clock.now - 300))
+            [early] = await gate.until(
+                loop.submit([order(built)], stream=False, arrived=clock.now - 300)
+            )
             clock.now += 301
             reading = [
                 asyncio.ensure_future(early.whole()),
@@ -319,7 +347,10 @@ def test_a_request_has_its_time_and_no_more(built, monkeypatch):
 
 def test_a_failed_device_step_ends_what_ran_and_the_next_request_is_served(built, monkeypatch):
     expected = alone(built, order(built))
-    run, failures = built.engine.runner.run, iter([RuntimeError("RESOURCE_EXHAUSTED: out of memory at 0x7f")])
+    run, failures = (
+        built.engine.runner.run,
+        iter([RuntimeError("RESOURCE_EXHAUSTED: out of memory at 0x7f")]),
+    )
 
     def failing(inputs):
         if (error := next(failures, None)) is not None:
@@ -339,7 +370,9 @@ def test_a_failed_device_step_ends_what_ran_and_the_next_request_is_served(built
 
 
 @pytest.mark.parametrize("place", ["propose", "plan", "commit", "build", "detokenize"])
-def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(built, monkeypatch, place):
+def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(
+    built, monkeypatch, place
+):
     expected = alone(built, order(built))
     engine = built.engine
     owner, name = {
@@ -354,7 +387,8 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(bu
     def failing(*arguments):
         nonlocal num_calls
         num_calls += 1
-        result = real(*arguments)  # it happens, and then it fails: the worst that can be left behind
+        # it happens, and then it fails: the worst that can be left behind
+        result = real(*arguments)
         if num_calls == 3:
             raise RuntimeError("planted")
         return result
@@ -364,8 +398,13 @@ def test_a_step_that_breaks_off_anywhere_ends_the_requests_and_not_the_server(bu
             monkeypatch.setattr(owner, name, failing)
             running = [*await loop.submit([order(built, max_tokens=50)] * 6, stream=False)]
             running += await loop.submit([order(built, max_tokens=50)], stream=True)
-            ends = await asyncio.gather(*(one.next_delta() for one in running), return_exceptions=True)
-            assert all(isinstance(e, EngineFailed) or e.outputs[0].finish_reason == "error" for e in ends[:4])
+            ends = await asyncio.gather(
+                *(one.next_delta() for one in running), return_exceptions=True
+            )
+            assert all(
+                isinstance(e, EngineFailed) or e.outputs[0].finish_reason == "error"
+                for e in ends[:4]
+            )
             for one in running:
                 one.cancel()
             assert loop.healthy
@@ -414,7 +453,12 @@ def test_when_the_thread_dies_everybody_hears_of_it_at_once(built, monkeypatch):
         ends = await asyncio.gather(submitting, looking, waiting, return_exceptions=True)
         assert [type(end) for end in ends] == [EngineFailed] * 3
         assert not loop.healthy and not loop.ready
-        for attempt in (loop.submit([order(built)], stream=False), loop.stats(), whole.whole(), loop.drained(0)):
+        for attempt in (
+            loop.submit([order(built)], stream=False),
+            loop.stats(),
+            whole.whole(),
+            loop.drained(0),
+        ):
             with pytest.raises(EngineFailed):
                 await attempt
         assert isinstance(loop.ended.exception(0).__cause__, SystemExit)
@@ -436,7 +480,9 @@ def test_an_engine_that_cannot_be_made_whole_dies_instead_of_serving_on(built, m
         raise RuntimeError("planted")
 
     async def main():
-        monkeypatch.setattr(engine.builder, "build", lambda *_: (_ for _ in ()).throw(KeyError("device")))
+        monkeypatch.setattr(
+            engine.builder, "build", lambda *_: (_ for _ in ()).throw(KeyError("device"))
+        )
         monkeypatch.setattr(engine, "_fail", failing)
         loop = AsyncDriver(built)
         loop.start()
@@ -548,7 +594,12 @@ def test_a_function_that_fails_between_steps_is_its_callers_affair(built):
 
 action = st.one_of(
     st.tuples(
-        st.just("submit"), st.integers(1, 3), st.integers(1, 150), st.integers(1, 30), st.booleans(), st.integers(1, 3)
+        st.just("submit"),
+        st.integers(1, 3),
+        st.integers(1, 150),
+        st.integers(1, 30),
+        st.booleans(),
+        st.integers(1, 3),
     ),
     st.tuples(st.just("read"), st.integers(0, 20)),
     st.tuples(st.just("cancel"), st.integers(0, 20)),
@@ -578,7 +629,14 @@ def test_whatever_happens_every_block_and_every_place_comes_back(built, actions)
                 for kind, *arguments in actions:
                     if kind == "submit":
                         number, length, max_tokens, stream, n = arguments
-                        one = order(built, [2] * length, max_tokens=max_tokens, n=n, temperature=1.0, seed=length)
+                        one = order(
+                            built,
+                            [2] * length,
+                            max_tokens=max_tokens,
+                            n=n,
+                            temperature=1.0,
+                            seed=length,
+                        )
                         with suppress(QueueFull, CapacityError):
                             known += await loop.submit([one] * number, stream=stream)
                     elif kind in ("read", "cancel") and known:

@@ -49,7 +49,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     directory = random_checkpoint(tmp_path_factory.mktemp("models") / "target", TARGET)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
     with torch.no_grad():
-        *states, output = model(torch.tensor(TOKENS[:LENGTH])[None], output_hidden_states=True).hidden_states
+        *states, output = model(
+            torch.tensor(TOKENS[:LENGTH])[None], output_hidden_states=True
+        ).hidden_states
     files = open_model(directory)
     parameters = load_weights(files.plan, "float32", jnp.asarray)
     states = [state[0].numpy() for state in states]
@@ -73,7 +75,9 @@ def growing(
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
     k_CKH, v_CKH = (
-        (k_TKH, v_TKH) if pages is None else (jnp.concatenate(pair) for pair in zip(pages, (k_TKH, v_TKH), strict=True))
+        (k_TKH, v_TKH)
+        if pages is None
+        else (jnp.concatenate(pair) for pair in zip(pages, (k_TKH, v_TKH), strict=True))
     )
     group = q_TNH.shape[1] // k_CKH.shape[1]
     k_CNH, v_CNH = (jnp.repeat(array, group, axis=1) for array in (k_CKH, v_CKH))
@@ -86,7 +90,10 @@ def growing(
 
 def both(drafter: ModelDrafterFiles, target: Target, dtype: str = "float32") -> Any:
     """The parameters of a step."""
-    return {"target": target.parameters, "drafter": drafter.load(dtype, jnp.asarray, progress=False)}
+    return {
+        "target": target.parameters,
+        "drafter": drafter.load(dtype, jnp.asarray, progress=False),
+    }
 
 
 class Run(NamedTuple):
@@ -99,11 +106,17 @@ class Run(NamedTuple):
 
 def run(drafter: ModelDrafterFiles, target: Target) -> Run:
     parameters = both(drafter, target)
-    states = [target.output] if not drafter.aux_layers else [target.states[layer] for layer in drafter.aux_layers]
+    states = (
+        [target.output]
+        if not drafter.aux_layers
+        else [target.states[layer] for layer in drafter.aux_layers]
+    )
     graph, none = drafter.graph("float32"), (None,) * drafter.kv.num_layers
 
     @functools.partial(jax.jit, static_argnames="fuse")
-    def forward(parameters: Any, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool) -> Any:
+    def forward(
+        parameters: Any, token_ids: Any, feature: Any, start: Any, pages: Any, fuse: bool
+    ) -> Any:
         model = join(graph, parameters)
         feature = model.fuse(feature) if fuse else feature
         positions = start + jnp.arange(len(token_ids))
@@ -114,7 +127,9 @@ def run(drafter: ModelDrafterFiles, target: Target) -> Run:
     first, last = TOKENS[behind:LENGTH], TOKENS[LENGTH : LENGTH + 1]
     states = [state[: len(first)] for state in states]
     features, outputs, logits, pages = forward(parameters, first, states, 0, none, fuse=True)
-    *_, output, next_logits, _ = forward(parameters, last, outputs[-1:], len(first), pages, fuse=False)
+    *_, output, next_logits, _ = forward(
+        parameters, last, outputs[-1:], len(first), pages, fuse=False
+    )
     assert logits.dtype == jnp.float32 and logits.shape == (len(first), VOCAB)
     return Run(features, np.concatenate([outputs, output]), np.concatenate([logits, next_logits]))
 
@@ -161,7 +176,11 @@ def test_eagle_as_its_authors_publish_it(tmp_path: Path, target: Target, fc_bias
     tensors = head.tensors()
     directory = write(tmp_path, AUTHORS, tensors, without=("lm_head.weight", "embed_tokens.weight"))
     drafter = check_eagle(directory, head, target)
-    own = sum(tensor.size for name, tensor in tensors.items() if name not in ("lm_head.weight", "embed_tokens.weight"))
+    own = sum(
+        tensor.size
+        for name, tensor in tensors.items()
+        if name not in ("lm_head.weight", "embed_tokens.weight")
+    )
     assert drafter.num_bytes("float32") == 4 * own and drafter.num_bytes("bfloat16") == 2 * own
     copies = write(tmp_path / "copies", AUTHORS, tensors)  # of the tables
     assert check_eagle(copies, head, target).num_bytes("float32") == 4 * own
@@ -172,7 +191,8 @@ def test_eagle_as_vllm_has_it(tmp_path: Path, target: Target) -> None:
     head = Eagle(num_hidden_layers=2)
     tensors = head.tensors()
     prefixed = {
-        name if name.startswith(("fc", "lm_head")) else f"model.{name}": tensor for name, tensor in tensors.items()
+        name if name.startswith(("fc", "lm_head")) else f"model.{name}": tensor
+        for name, tensor in tensors.items()
     }
     drafter = check_eagle(write(tmp_path, NESTED, prefixed), head, target)
     assert drafter.num_bytes("float32") == 4 * sum(tensor.size for tensor in tensors.values())
@@ -197,7 +217,8 @@ def check_spread(ours: np.ndarray, theirs: np.ndarray, known: np.ndarray) -> Non
 
 # --- EAGLE-3
 
-KNOWN = np.sort(np.random.default_rng(4).permutation(VOCAB)[:60])  # the tokens that a head chooses among
+# the tokens that a head chooses among
+KNOWN = np.sort(np.random.default_rng(4).permutation(VOCAB)[:60])
 D2T = {"d2t": KNOWN - np.arange(len(KNOWN)), "t2d": np.isin(np.arange(VOCAB), KNOWN)}
 EAGLE3 = {**AUTHORS, "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(KNOWN)}
 
@@ -223,12 +244,21 @@ def speculators(**fields: Any) -> dict[str, Any]:
 
 
 def check_eagle3(
-    directory: Path, head: Eagle3, target: Target, aux_layers: Sequence[int] = DEFAULT_LAYERS, known: np.ndarray = KNOWN
+    directory: Path,
+    head: Eagle3,
+    target: Target,
+    aux_layers: Sequence[int] = DEFAULT_LAYERS,
+    known: np.ndarray = KNOWN,
 ) -> None:
     drafter = opened(directory, "eagle3", target)
-    assert drafter.aux_layers == tuple(aux_layers) and drafter.kv.num_layers == head.config.num_hidden_layers
+    assert (
+        drafter.aux_layers == tuple(aux_layers)
+        and drafter.kv.num_layers == head.config.num_hidden_layers
+    )
     found = run(drafter, target)
-    features = head.fuse([target.states[layer][: LENGTH - 1].astype(np.float64) for layer in aux_layers])
+    features = head.fuse(
+        [target.states[layer][: LENGTH - 1].astype(np.float64) for layer in aux_layers]
+    )
     outputs, logits = expected(head, features)
     assert_same(found.features, features)
     assert_same(found.outputs, outputs)
@@ -243,31 +273,62 @@ def test_eagle3_as_its_authors_publish_it(tmp_path: Path, target: Target) -> Non
 
 
 @pytest.mark.parametrize("norm_before_residual", [True, False, None])
-def test_eagle3_of_speculators(tmp_path: Path, target: Target, norm_before_residual: bool | None) -> None:
+def test_eagle3_of_speculators(
+    tmp_path: Path, target: Target, norm_before_residual: bool | None
+) -> None:
     """A residual without a word on it is normed here, and nowhere else."""
     head = Eagle3(rows=len(KNOWN), norm_before_residual=norm_before_residual is not False)
     said = {} if norm_before_residual is None else {"norm_before_residual": norm_before_residual}
     config = speculators(eagle_aux_hidden_state_layer_ids=[1, 6, 0], **said)
-    check_eagle3(write(tmp_path, config, {**head.tensors(), **D2T}), head, target, aux_layers=(1, 6, 0))
+    check_eagle3(
+        write(tmp_path, config, {**head.tensors(), **D2T}), head, target, aux_layers=(1, 6, 0)
+    )
 
 
 def test_eagle3_with_all_its_norms_of_speculators(tmp_path: Path, target: Target) -> None:
     """Two layers of Qwen3's kind, with norms of heads, one with a window; four states; all tokens, in another order than the model's."""
-    norms = {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True}
-    layers = {**LAYERS, "model_type": "qwen3", "head_dim": 20, "num_hidden_layers": 2, "attention_bias": True}
-    layers |= {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+    norms = {
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "fc_norm": True,
+        "norm_output": True,
+    }
+    layers = {
+        **LAYERS,
+        "model_type": "qwen3",
+        "head_dim": 20,
+        "num_hidden_layers": 2,
+        "attention_bias": True,
+    }
+    layers |= {
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     head = Eagle3(num_states=4, rows=VOCAB, **norms, **layers)
     order = np.random.default_rng(5).permutation(VOCAB)
-    config = speculators(transformer_layer_config=layers, eagle_aux_hidden_state_layer_ids=[3, 1, 5, 5], **norms)
+    config = speculators(
+        transformer_layer_config=layers, eagle_aux_hidden_state_layer_ids=[3, 1, 5, 5], **norms
+    )
     config["draft_vocab_size"] = VOCAB
     tensors = {**head.tensors(), "d2t": order - np.arange(VOCAB)}
-    check_eagle3(write(tmp_path, config, tensors), head, target, aux_layers=(3, 1, 5, 5), known=order)
+    check_eagle3(
+        write(tmp_path, config, tensors), head, target, aux_layers=(3, 1, 5, 5), known=order
+    )
 
 
 @pytest.mark.parametrize(
     ("ids", "aux_layers"),
     [
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3], "use_aux_hidden_state": True}}, (2, 3, 4)),
+        (
+            {
+                "eagle_config": {
+                    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+                    "use_aux_hidden_state": True,
+                }
+            },
+            (2, 3, 4),
+        ),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [5, 0, 3]}}, (6, 1, 4)),
         ({"eagle_aux_hidden_state_layer_ids": [5, 0, 3]}, (5, 0, 3)),
         (
@@ -285,7 +346,10 @@ def test_where_layer_ids_stand_says_what_they_count(
 ) -> None:
     """At the top level layers that are entered, in `eagle_config` layers that are left; the former outrank the latter."""
     tensors = {**Eagle3(rows=len(KNOWN)).tensors(), **D2T}
-    assert opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers == aux_layers
+    assert (
+        opened(write(tmp_path, {**EAGLE3, **ids}, tensors), "eagle3", target).aux_layers
+        == aux_layers
+    )
 
 
 def test_eagle3_narrower_than_its_target_that_takes_the_states_of_its_last_layer(
@@ -304,7 +368,9 @@ def test_eagle3_without_a_head_takes_the_target_s(tmp_path: Path, target: Target
     head = Eagle3()
     head.take(target.tensors, "head", "tokens")
     config = {**EAGLE3, "draft_vocab_size": VOCAB}
-    directory = write(tmp_path, config, head.tensors(), without=("lm_head.weight", "embed_tokens.weight"))
+    directory = write(
+        tmp_path, config, head.tensors(), without=("lm_head.weight", "embed_tokens.weight")
+    )
     check_eagle3(directory, head, target, known=np.arange(VOCAB))
 
 
@@ -325,7 +391,9 @@ def test_a_head_on_what_the_target_itself_computes(tmp_path: Path, target: Targe
         context = ForwardContext(positions, growing, aux_layers=drafter.aux_layers)
         _, _, states = model(token_ids[:LENGTH], (None,) * 7, context)
         module = join(drafter.graph("float32"), parameters)
-        output, _ = module(token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing))
+        output, _ = module(
+            token_ids[1:], module.fuse(states), (None,), ForwardContext(positions, growing)
+        )
         return module.logits(output)
 
     features = head.fuse([target.states[layer].astype(np.float64) for layer in DEFAULT_LAYERS])
@@ -338,13 +406,19 @@ def test_a_head_in_half_precision(tmp_path: Path, target: Target) -> None:
     head = Eagle3(rows=len(KNOWN))
     drafter = opened(write(tmp_path, EAGLE3, {**head.tensors(), **D2T}), "eagle3", target)
     parameters = both(drafter, target, "bfloat16")
-    graph, states = drafter.graph("bfloat16"), [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS]
+    graph, states = (
+        drafter.graph("bfloat16"),
+        [jnp.bfloat16(target.states[layer]) for layer in DEFAULT_LAYERS],
+    )
 
     @jax.jit
     def forward(parameters: Any) -> Any:
         module = join(graph, parameters)
         output, _ = module(
-            jnp.asarray(TOKENS[1:]), module.fuse(states), (None,), ForwardContext(jnp.arange(LENGTH), growing)
+            jnp.asarray(TOKENS[1:]),
+            module.fuse(states),
+            (None,),
+            ForwardContext(jnp.arange(LENGTH), growing),
         )
         return output, module.logits(output)
 
@@ -363,7 +437,9 @@ def change(**fields: Any) -> Callable[[dict[str, Any], dict[str, np.ndarray]], N
     return lambda config, tensors: config.update(fields)
 
 
-def store(name: str, tensor: np.ndarray | None) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
+def store(
+    name: str, tensor: np.ndarray | None
+) -> Callable[[dict[str, Any], dict[str, np.ndarray]], None]:
     def changed(config: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         tensors.pop(name, None)
         if tensor is not None:
@@ -379,30 +455,60 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "vocabulary": (change(vocab_size=120), ["vocab_size is 120", "model's is 131"]),
     "own vocabulary": (change(draft_vocab_size=61), ["draft_vocab_size is 61", "d2t has 60"]),
     "no map": (store("d2t", None), ["draft_vocab_size is 60", "there is no d2t", "lm_head.weight"]),
-    "map of other length": (store("d2t", np.arange(59)), ["d2t has 59 tokens", "(60, 48)", "(59, 48)"]),
+    "map of other length": (
+        store("d2t", np.arange(59)),
+        ["d2t has 59 tokens", "(60, 48)", "(59, 48)"],
+    ),
     "map beyond": (store("d2t", np.full(60, 72)), ["'d2t'", "end at 130"]),
     "map with doubles": (store("d2t", -np.arange(60)), ["'d2t'", "twice"]),
     "map of floats": (store("d2t", np.zeros(60, np.float32)), ["'d2t'", "F32"]),
     "layer entered": (change(**{IDS: [1, 2, 8]}), [IDS, "[1, 2, 8]", "inputs", "has 7 layers"]),
-    "layer left": (change(eagle_config={IDS: [1, 2, 7]}), [IDS, "[1, 2, 7]", "outputs", "has 7 layers"]),
+    "layer left": (
+        change(eagle_config={IDS: [1, 2, 7]}),
+        [IDS, "[1, 2, 7]", "outputs", "has 7 layers"],
+    ),
     "layer before": (change(**{IDS: [1, 2, -1]}), [IDS, "-1"]),
     "no layer": (change(**{IDS: [1, 2, True]}), [IDS, "True"]),
     "two states": (change(**{IDS: [1, 2]}), ["fc.weight", "(48, 144)", "(48, 96)"]),
     "missing": (store("norm.weight", None), ["'norm.weight'", "missing"]),
-    "unexpected": (store("layers.0.extra.weight", np.zeros(3, np.float32)), ["'layers.0.extra.weight'", "unexpected"]),
-    "norm that no config asks for": (store("input_norm.weight", np.ones(144, np.float32)), ["'input_norm.weight'"]),
-    "norm that is missing": (change(norm_before_fc=True), ["'input_norm.weight'", "(144,)", "missing"]),
+    "unexpected": (
+        store("layers.0.extra.weight", np.zeros(3, np.float32)),
+        ["'layers.0.extra.weight'", "unexpected"],
+    ),
+    "norm that no config asks for": (
+        store("input_norm.weight", np.ones(144, np.float32)),
+        ["'input_norm.weight'"],
+    ),
+    "norm that is missing": (
+        change(norm_before_fc=True),
+        ["'input_norm.weight'", "(144,)", "missing"],
+    ),
     "flag": (change(norm_before_residual="yes"), ["norm_before_residual", "'yes'"]),
-    "no states": (change(eagle_config={"use_aux_hidden_state": False}), ["use_aux_hidden_state = False"]),
+    "no states": (
+        change(eagle_config={"use_aux_hidden_state": False}),
+        ["use_aux_hidden_state = False"],
+    ),
     "other norms": (change(add_para_norm=True), ["add_para_norm = True"]),
     "window": (change(sliding_window=512), ["sliding window"]),
-    "layers of another kind": (change(model_type="gemma"), ["'gemma'", "llama, mistral, qwen2, qwen3"]),
-    "speculator of another kind": (change(speculators_model_type="mlp"), ["speculators_model_type 'mlp'"]),
-    "speculator without layers": (change(speculators_model_type="eagle3"), ["transformer_layer_config"]),
+    "layers of another kind": (
+        change(model_type="gemma"),
+        ["'gemma'", "llama, mistral, qwen2, qwen3"],
+    ),
+    "speculator of another kind": (
+        change(speculators_model_type="mlp"),
+        ["speculators_model_type 'mlp'"],
+    ),
+    "speculator without layers": (
+        change(speculators_model_type="eagle3"),
+        ["transformer_layer_config"],
+    ),
     "quantised": (change(quantization_config={"bits": 4}), ["quantization_config"]),
     "huge": (change(intermediate_size=2**40), ["intermediate_size", str(2**40)]),
     "huge inside": (
-        change(speculators_model_type="eagle3", transformer_layer_config={**LAYERS, "intermediate_size": 2**40}),
+        change(
+            speculators_model_type="eagle3",
+            transformer_layer_config={**LAYERS, "intermediate_size": 2**40},
+        ),
         ["intermediate_size", str(2**40)],
     ),
     "twice": (store("midlayer.hidden_norm.weight", np.ones(48, np.float32)), ["one parameter"]),
@@ -415,7 +521,9 @@ def head_tensors() -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_head_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, target: Target, name: str) -> None:
+def test_a_head_that_does_not_fit_is_refused_with_the_numbers(
+    tmp_path: Path, target: Target, name: str
+) -> None:
     wrong, words = WRONG[name]
     config, tensors = dict(EAGLE3), dict(head_tensors())
     opened(write(tmp_path / "right", config, tensors), "eagle3", target)
@@ -426,12 +534,24 @@ def test_a_head_that_does_not_fit_is_refused_with_the_numbers(tmp_path: Path, ta
 
 def test_everything_that_is_wrong_comes_at_once(tmp_path: Path, target: Target) -> None:
     config = {**EAGLE3, "vocab_size": 99, "target_hidden_size": 7}
-    message = refusal(write(tmp_path, config, head_tensors(), without=("norm.weight", "fc.weight")), "eagle3", target)
-    assert "is 99" in message and "is 7" in message and "'norm.weight'" in message and "'fc.weight'" in message
+    message = refusal(
+        write(tmp_path, config, head_tensors(), without=("norm.weight", "fc.weight")),
+        "eagle3",
+        target,
+    )
+    assert (
+        "is 99" in message
+        and "is 7" in message
+        and "'norm.weight'" in message
+        and "'fc.weight'" in message
+    )
 
 
 def test_a_head_of_the_other_method_is_told_so(tmp_path: Path, target: Target) -> None:
-    first, third = write(tmp_path / "1", AUTHORS, Eagle().tensors()), write(tmp_path / "3", EAGLE3, head_tensors())
+    first, third = (
+        write(tmp_path / "1", AUTHORS, Eagle().tensors()),
+        write(tmp_path / "3", EAGLE3, head_tensors()),
+    )
     assert "of method 'eagle', not 'eagle3'" in refusal(first, "eagle3", target)
     assert "of method 'eagle3', not 'eagle'" in refusal(third, "eagle", target)
 
@@ -440,10 +560,14 @@ def test_a_table_that_only_the_target_has_must_fit(tmp_path: Path, target: Targe
     """A narrower head cannot do with the target's embedding, nor a head with a vocabulary of its own with the target's."""
     narrow = Eagle3(target_width=WIDTH, rows=len(KNOWN), hidden_size=32)
     config = {**EAGLE3, "hidden_size": 32, "target_hidden_size": WIDTH}
-    directory = write(tmp_path / "a", config, {**narrow.tensors(), **D2T}, without=("embed_tokens.weight",))
+    directory = write(
+        tmp_path / "a", config, {**narrow.tensors(), **D2T}, without=("embed_tokens.weight",)
+    )
     message = refusal(directory, "eagle3", target)
     assert "no embed_tokens.weight" in message and "(131, 48)" in message and "(131, 32)" in message
-    message = refusal(write(tmp_path / "b", EAGLE3, head_tensors(), without=("lm_head.weight",)), "eagle3", target)
+    message = refusal(
+        write(tmp_path / "b", EAGLE3, head_tensors(), without=("lm_head.weight",)), "eagle3", target
+    )
     assert "no lm_head.weight" in message and "(131, 48)" in message and "(60, 48)" in message
 
 
@@ -455,7 +579,9 @@ def test_without_layer_ids_a_target_of_two_layers_is_refused(tmp_path: Path) -> 
 
 
 def test_files_without_a_tensor_are_refused(tmp_path: Path, target: Target) -> None:
-    assert "of method 'eagle', not 'eagle3'" in refusal(write(tmp_path, AUTHORS, {}), "eagle3", target)
+    assert "of method 'eagle', not 'eagle3'" in refusal(
+        write(tmp_path, AUTHORS, {}), "eagle3", target
+    )
     assert "'fc.weight' of shape (48, 96) is missing" in refusal(tmp_path, "eagle", target)
 
 
@@ -469,11 +595,15 @@ def test_pickles_are_refused_unopened(tmp_path: Path, target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied-bias", "gpt2-usual", "qwen3-windows"])
-def test_a_draft_model_has_the_logits_of_transformers(tmp_path: Path, target: Target, name: str) -> None:
+def test_a_draft_model_has_the_logits_of_transformers(
+    tmp_path: Path, target: Target, name: str
+) -> None:
     model = save_model(name, tmp_path)
     drafter = opened(tmp_path, "draft_model", target)
     assert drafter.aux_layers is None and drafter.kv == open_model(tmp_path).spec.kv
-    assert drafter.num_bytes("float32") == 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert drafter.num_bytes("float32") == 4 * sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     found = run(drafter, target)
     assert found.features is None
     with torch.no_grad():
@@ -481,7 +611,9 @@ def test_a_draft_model_has_the_logits_of_transformers(tmp_path: Path, target: Ta
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB - 20, VOCAB + 20])
-def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, target: Target, vocab_size: int) -> None:
+def test_tables_of_one_vocabulary_may_be_padded_differently(
+    tmp_path: Path, target: Target, vocab_size: int
+) -> None:
     """Known by the tokenizers, of which the one with the longer table may name some of the padding."""
     model = save_model("llama-grouped", tmp_path / "draft", vocab_size=vocab_size)
     message = refusal(tmp_path / "draft", "draft_model", target)  # the target has no tokenizer
@@ -495,7 +627,9 @@ def test_tables_of_one_vocabulary_may_be_padded_differently(tmp_path: Path, targ
     @jax.jit
     def forward(parameters: Any, token_ids: jax.Array) -> jax.Array:
         module = join(graph, parameters)
-        output, _ = module(token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing))
+        output, _ = module(
+            token_ids, None, none, ForwardContext(jnp.arange(len(token_ids)), growing)
+        )
         return module.logits(output)
 
     ours = forward(both(drafter, target), tokens)
@@ -509,7 +643,9 @@ def test_a_draft_model_with_other_tokens_is_refused(tmp_path: Path, target: Targ
     save_model("llama-grouped", tmp_path / "draft", vocab_size=100)
     other = (tmp_path / "draft" / "tokenizer.json").read_text().replace('"t7"', '"seven"')
     (tmp_path / "draft" / "tokenizer.json").write_text(other)
-    message = refusal(tmp_path / "draft", "draft_model", target._replace(files=open_model(tmp_path / "target")))
+    message = refusal(
+        tmp_path / "draft", "draft_model", target._replace(files=open_model(tmp_path / "target"))
+    )
     assert "has 100 tokens, and the model has 131" in message and "as 7" in message
 
 

@@ -72,8 +72,14 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
     first, second = prompts_of(4, 9)
     both = llm.generate([first, {"prompt_token_ids": second}], GREEDY, use_tqdm=False)
     assert [output.prompt_token_ids for output in both] == [first, second]
-    assert llm.generate(first, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == both[0].outputs[0].token_ids
-    assert llm.generate({"prompt_token_ids": second}, GREEDY, use_tqdm=False)[0].outputs[0] == both[1].outputs[0]
+    assert (
+        llm.generate(first, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        == both[0].outputs[0].token_ids
+    )
+    assert (
+        llm.generate({"prompt_token_ids": second}, GREEDY, use_tqdm=False)[0].outputs[0]
+        == both[1].outputs[0]
+    )
     assert llm.generate([], GREEDY) == []
     for same in (
         np.array(first),
@@ -84,8 +90,12 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         tuple(first),
     ):
         assert one(llm, same, GREEDY) == both[0].outputs[0]
-    lengths = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (7, 1)]
-    assert [len(o.outputs[0].token_ids) for o in llm.generate([first, second], lengths, use_tqdm=False)] == [7, 1]
+    lengths = [
+        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (7, 1)
+    ]
+    assert [
+        len(o.outputs[0].token_ids) for o in llm.generate([first, second], lengths, use_tqdm=False)
+    ] == [7, 1]
 
 
 @pytest.mark.parametrize(
@@ -101,11 +111,21 @@ def test_forms_of_prompts_and_order_of_outputs(llm):
         ([[1] * 256], GREEDY, ValueError, "256 tokens, which leaves no room .* 256"),
         ("text", GREEDY, ValueError, "no tokenizer"),
         ({"prompt_ids": [1]}, GREEDY, TypeError, "unknown keys"),
-        ({"prompt_token_ids": 5}, GREEDY, TypeError, "'prompt_token_ids' must be a list of integers"),
+        (
+            {"prompt_token_ids": 5},
+            GREEDY,
+            TypeError,
+            "'prompt_token_ids' must be a list of integers",
+        ),
         ([[1]], SamplingParams(stop="x"), ValueError, r"stop=\['x'\] needs text"),
         ([[1]], SamplingParams(stop_token_ids=[257]), ValueError, "stop_token_ids has 257"),
         ([[1]], SamplingParams(n=5), CapacityError, "5 sequences at once; max_num_seqs is 4"),
-        ([[1]], BeamSearchParams(beam_width=64), UnsupportedError, "beam_width=64 with 1 .* needs 65 candidates .* 64"),
+        (
+            [[1]],
+            BeamSearchParams(beam_width=64),
+            UnsupportedError,
+            "beam_width=64 with 1 .* needs 65 candidates .* 64",
+        ),
         (
             [[1]],
             BeamSearchParams(2, None, 200.0),
@@ -126,10 +146,13 @@ def test_bad_arguments_are_refused_before_anything_runs(llm, prompts, params, er
 
 
 def test_the_keyword_of_vllm_is_taken_too(llm):
-    assert llm.generate([5], sampling_params=GREEDY)[0].outputs == llm.generate([5], GREEDY)[0].outputs
+    assert (
+        llm.generate([5], sampling_params=GREEDY)[0].outputs == llm.generate([5], GREEDY)[0].outputs
+    )
     for call in (llm.generate, llm.chat, AsyncLLM.generate):
         with pytest.raises(
-            TypeError, match=f"^{call.__qualname__} takes params or sampling_params, its other name, and"
+            TypeError,
+            match=f"^{call.__qualname__} takes params or sampling_params, its other name, and",
         ):
             call([5], params=GREEDY, sampling_params=GREEDY)
     with pytest.raises(TypeError, match="unexpected keyword argument 'sampling_param'"):
@@ -141,9 +164,13 @@ def test_a_request_that_can_never_fit_is_refused_with_the_numbers(directory, llm
     with make_llm(directory, num_blocks=5, max_model_len=None, max_num_seqs=2) as small:
         assert small.memory.max_model_len == 64  # what the pool can hold
         assert len(one(small, [5] * 60, params).token_ids) == 4
-    with pytest.raises(CapacityError, match=r"max_model_len = 200 .* 64 slots .* Lower max_model_len to 64"):
+    with pytest.raises(
+        CapacityError, match=r"max_model_len = 200 .* 64 slots .* Lower max_model_len to 64"
+    ):
         make_llm(directory, num_blocks=5, max_model_len=200)
-    with pytest.raises(ConfigError, match="max_model_len is 300, but the model's positions end at 256"):
+    with pytest.raises(
+        ConfigError, match="max_model_len is 300, but the model's positions end at 256"
+    ):
         make_llm(directory, max_model_len=300)
     with pytest.raises(CapacityError, match=r"KV blocks take .* available"):
         make_llm(directory, num_blocks=2**30)
@@ -155,10 +182,19 @@ def test_lengths_stop_ids_and_their_reasons(llm):
     assert (free.finish_reason, free.stop_reason, len(free.token_ids)) == ("length", None, 12)
     stop = free.token_ids[5]
     first = free.token_ids.index(stop)
-    stopped = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]))
+    stopped = one(
+        llm,
+        prompt,
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]),
+    )
     assert (stopped.finish_reason, stopped.stop_reason) == ("stop", stop)
     assert stopped.token_ids == free.token_ids[: first + 1]
-    assert one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)).finish_reason == "length"
+    assert (
+        one(
+            llm, prompt, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+        ).finish_reason
+        == "length"
+    )
 
 
 def test_the_end_of_sequence_token_and_min_tokens(llm, directory, tmp_path):
@@ -169,9 +205,15 @@ def test_the_end_of_sequence_token_and_min_tokens(llm, directory, tmp_path):
     ending = random_checkpoint(tmp_path / "ending", {**LLAMA, "eos_token_id": end})
     with make_llm(ending) as other:
         stopped = one(other, prompt, SamplingParams(temperature=0.0, max_tokens=12))
-        assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (free[: place + 1], "stop", None)
+        assert (stopped.token_ids, stopped.finish_reason, stopped.stop_reason) == (
+            free[: place + 1],
+            "stop",
+            None,
+        )
         assert one(other, prompt, GREEDY).token_ids == free
-        later = one(other, prompt, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=place + 3))
+        later = one(
+            other, prompt, SamplingParams(temperature=0.0, max_tokens=12, min_tokens=place + 3)
+        )
         assert end not in later.token_ids[: place + 3] and len(later.token_ids) >= place + 3
         assert later.token_ids[:place] == free[:place]
 
@@ -189,25 +231,36 @@ def test_streams_add_up_to_the_whole(llm):
 
 def test_logprobs(llm):
     prompt = prompts_of(20)[0]
-    greedy = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3))
+    greedy = one(
+        llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+    )
     for token, entries in zip(greedy.token_ids, greedy.logprobs, strict=True):
         assert next(iter(entries)) == token and entries[token].rank == 1 and len(entries) == 3
         ranked = sorted(entries.values(), key=lambda entry: entry.rank)
         assert [entry.rank for entry in ranked] == [1, 2, 3]
-        assert [entry.logprob for entry in ranked] == sorted((e.logprob for e in ranked), reverse=True)
+        assert [entry.logprob for entry in ranked] == sorted(
+            (e.logprob for e in ranked), reverse=True
+        )
     assert greedy.cumulative_logprob == pytest.approx(
         sum(e[t].logprob for t, e in zip(greedy.token_ids, greedy.logprobs, strict=True))
     )
-    alone = one(llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0))
+    alone = one(
+        llm, prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=0)
+    )
     assert [list(entries) for entries in alone.logprobs] == [[token] for token in alone.token_ids]
-    assert one(llm, prompt, GREEDY).logprobs is None and one(llm, prompt, GREEDY).cumulative_logprob is None
+    assert (
+        one(llm, prompt, GREEDY).logprobs is None
+        and one(llm, prompt, GREEDY).cumulative_logprob is None
+    )
 
 
 def test_seeds(llm, directory):
     prompt = prompts_of(8)[0]
     drawn = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
     seeded = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=2**64 - 1)
-    first, second = (output.outputs[0].token_ids for output in llm.generate([prompt] * 2, drawn, use_tqdm=False))
+    first, second = (
+        output.outputs[0].token_ids for output in llm.generate([prompt] * 2, drawn, use_tqdm=False)
+    )
     assert first != second
     assert one(llm, prompt, seeded).token_ids == one(llm, prompt, seeded).token_ids != first
     runs = []
@@ -238,7 +291,13 @@ def test_a_closed_stream_frees_its_blocks(llm, by_hand):
 
 @pytest.mark.parametrize(
     ("part", "method"),
-    [("scheduler", "plan"), ("builder", "build"), ("runner", "run"), ("scheduler", "commit"), ("speculator", "forget")],
+    [
+        ("scheduler", "plan"),
+        ("builder", "build"),
+        ("runner", "run"),
+        ("scheduler", "commit"),
+        ("speculator", "forget"),
+    ],
 )
 def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, by_hand, monkeypatch, part, method):
     """The garbage collector frees it wherever memory is allocated, or a generator that holds it and closes it then. Its request ends with
@@ -267,7 +326,9 @@ def test_a_stream_may_be_dropped_in_the_middle_of_a_step(llm, by_hand, monkeypat
     monkeypatch.setattr(getattr(llm._engine, part), method, dropping)
     assert one(llm, prompts[1], GREEDY) == want[1]
     pieces[0] += others[0]
-    assert [token for piece in pieces[0] for token in piece.outputs[0].token_ids] == want[0].token_ids
+    assert [token for piece in pieces[0] for token in piece.outputs[0].token_ids] == want[
+        0
+    ].token_ids
     assert len(others) == 1 and free_blocks(llm) == before
     invariants(llm)
 
@@ -276,7 +337,10 @@ def test_two_threads_take_turns(llm):
     prompts = prompts_of(30, 12)
     want = [one(llm, prompt, GREEDY) for prompt in prompts]
     got = {}
-    threads = [threading.Thread(target=lambda i=i: got.update({i: one(llm, prompts[i], GREEDY)})) for i in range(2)]
+    threads = [
+        threading.Thread(target=lambda i=i: got.update({i: one(llm, prompts[i], GREEDY)}))
+        for i in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -340,7 +404,9 @@ def test_an_interrupt_leaves_the_engine_usable(llm, moment, monkeypatch):
         llm.generate(prompts, LONG, use_tqdm=False)
     invariants(llm)
     monkeypatch.undo()
-    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [
+        o.outputs for o in want
+    ]
 
 
 def test_an_interrupt_while_other_weights_wait_for_what_runs(llm, monkeypatch):
@@ -412,7 +478,9 @@ def test_a_handler_of_the_program_meets_a_waiting_caller(llm, monkeypatch, raise
     finally:
         signal.signal(signal.SIGALRM, before)
     assert [token for piece in pieces for token in piece.outputs[0].token_ids] == want[0].token_ids
-    assert [output for _, output in handled] == [want[0]] and one(llm, prompts[1], GREEDY) == want[1]
+    assert [output for _, output in handled] == [want[0]] and one(llm, prompts[1], GREEDY) == want[
+        1
+    ]
 
 
 def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatch):
@@ -436,7 +504,10 @@ def test_a_finaliser_in_a_step_can_end_a_stream_and_nothing_else(llm, monkeypatc
     monkeypatch.setattr(llm._engine.scheduler, "commit", commit)
     gate.open()
     assert one(llm, prompts[0], GREEDY) == want and free_blocks(llm) == before
-    assert "in the middle of its own step" in found[0] == found[2] and found[1]["num_requests_running"] > 0
+    assert (
+        "in the middle of its own step" in found[0] == found[2]
+        and found[1]["num_requests_running"] > 0
+    )
 
 
 def test_an_error_keeps_the_callers_line_and_its_cause(llm, monkeypatch):
@@ -465,7 +536,9 @@ next(stream)
 threading.Thread(target=lambda: [llm.generate([[1, 2, 3]] * 3, params, use_tqdm=False) for _ in range(999)], daemon=True).start()
 llm.generate([1], params, use_tqdm=False)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
+    )
     assert (ended.stdout, ended.stderr) == ("", "")
 
 
@@ -509,7 +582,9 @@ def test_a_failed_step_ends_what_runs_and_the_engine_serves_on(llm, monkeypatch,
     failed = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in failed] == ["error", "error"]
     assert "planted" in caplog.text
-    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [o.outputs for o in want]
+    assert [o.outputs for o in llm.generate(prompts, GREEDY, use_tqdm=False)] == [
+        o.outputs for o in want
+    ]
 
 
 def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog):
@@ -526,7 +601,10 @@ def test_an_exception_of_one_request_ends_that_request(llm, monkeypatch, caplog)
     outputs = [output.outputs[0] for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
     ended = [output for output in outputs if output.finish_reason == "error"]
     assert len(ended) == 1 and ended[0].stop_reason == "KeyError: 'planted'"
-    assert sum(output == expected.outputs[0] for output, expected in zip(outputs, want, strict=True)) == 2
+    assert (
+        sum(output == expected.outputs[0] for output, expected in zip(outputs, want, strict=True))
+        == 2
+    )
 
 
 def test_tokens_are_counted_when_they_are_there(llm, monkeypatch):
@@ -559,7 +637,8 @@ def test_what_was_computed_before_is_found_and_counted(llm):
     assert outputs[0].outputs[0] == want
     after = llm.stats()
     hits, queries = (
-        after[f"prefix_cache_{name}_total"] - before[f"prefix_cache_{name}_total"] for name in ("hits", "queries")
+        after[f"prefix_cache_{name}_total"] - before[f"prefix_cache_{name}_total"]
+        for name in ("hits", "queries")
     )
     assert (hits, queries) == (48 + 32 + 48, 50 + 50 + 48 + 63)
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == queries - hits
@@ -715,7 +794,11 @@ def test_every_plan_within_the_limits_has_a_bucket(rows, tokens):
 def test_plans_of_a_long_run_stay_within_the_menu(llm, monkeypatch):
     builder = llm._engine.builder
     real, seen = builder.build, set()
-    monkeypatch.setattr(builder, "build", lambda plan, *masks: seen.add((batch := real(plan, *masks)).bucket) or batch)
+    monkeypatch.setattr(
+        builder,
+        "build",
+        lambda plan, *masks: seen.add((batch := real(plan, *masks)).bucket) or batch,
+    )
     llm.generate(prompts_of(*range(1, 200, 9)), GREEDY, use_tqdm=False)
     assert seen == set(builder.menu.buckets)
 
@@ -779,7 +862,9 @@ def test_after_shutdown_and_as_context_manager(directory, llm):
 
 def test_from_config(directory, tmp_path, llm):
     path = tmp_path / "engine.yaml"
-    path.write_text(f"model: {directory}\nmax_num_seqs: 2\nmax_num_batched_tokens: 16\nnum_blocks: 20\n")
+    path.write_text(
+        f"model: {directory}\nmax_num_seqs: 2\nmax_num_batched_tokens: 16\nnum_blocks: 20\n"
+    )
     with LLM.from_config(path, max_model_len=64, use_tqdm=False) as configured:
         assert (configured.config.max_num_seqs, configured.config.max_model_len) == (2, 64)
         assert one(configured, [1, 2, 3], GREEDY).token_ids == one(llm, [1, 2, 3], GREEDY).token_ids
@@ -803,12 +888,17 @@ def test_a_forked_process_is_told_so(directory, llm, capfd):
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    assert f"an LLM was made in process {os.getpid()}, from which this one was forked" in capfd.readouterr().err
+    assert (
+        f"an LLM was made in process {os.getpid()}, from which this one was forked"
+        in capfd.readouterr().err
+    )
 
 
 def test_the_reference_backend_gives_the_same_tokens(directory, llm):
     prompt = prompts_of(50)[0]
-    with make_llm(directory, attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16) as other:
+    with make_llm(
+        directory, attention_backend="reference", max_num_seqs=2, max_num_batched_tokens=16
+    ) as other:
         assert one(other, prompt, GREEDY).token_ids == one(llm, prompt, GREEDY).token_ids
 
 
@@ -840,13 +930,18 @@ def test_ends_of_sequence_beyond_the_vocabulary_hurt_nobody(tmp_path, llm):
 def test_priorities_are_refused_unless_the_policy_looks_at_them(llm, directory):
     with pytest.raises(UnsupportedError, match="priority=3 needs scheduling_policy='priority'"):
         llm.generate([1, 2], SamplingParams(priority=3))
-    with make_llm(directory, num_blocks=33, scheduling_policy="priority", max_num_seqs=1, start=False) as ranked:
+    with make_llm(
+        directory, num_blocks=33, scheduling_policy="priority", max_num_seqs=1, start=False
+    ) as ranked:
         streams = [
-            ranked.stream(prompt, SamplingParams(max_tokens=4, priority=p)) for p, prompt in ((2, [1]), (1, [2]))
+            ranked.stream(prompt, SamplingParams(max_tokens=4, priority=p))
+            for p, prompt in ((2, [1]), (1, [2]))
         ]
         next(streams[0])  # there is one seat: the other one has been served before
         scheduler = ranked._engine.scheduler
-        assert [group.request.params.priority for group in (*scheduler.running, *scheduler.waiting)] == [2]
+        assert [
+            group.request.params.priority for group in (*scheduler.running, *scheduler.waiting)
+        ] == [2]
         for stream in streams:
             list(stream)
         invariants(ranked)
@@ -859,13 +954,20 @@ def test_a_pinned_prefix_is_shared_and_stays(llm):
         assert (pinned.num_tokens, pinned.released) == (37, False)
         assert llm.stats()["num_blocks_pinned"] == 3
         llm.reset_prefix_cache()
-        for prompt, num_found in (([*system, *end], 37), (system, 36), (system[:20], 19), ([*system[:35], 0, 0], 32)):
+        for prompt, num_found in (
+            ([*system, *end], 37),
+            (system, 36),
+            (system[:20], 19),
+            ([*system[:35], 0, 0], 32),
+        ):
             output = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
             assert output.metrics.num_cached_tokens == num_found
             llm.reset_prefix_cache()
         assert one(llm, [*system, *end], GREEDY).token_ids == want
         assert llm.stats()["num_blocks_total"] - free_blocks(llm) == 3
-        salted = llm.generate([*system, *end], dataclasses.replace(GREEDY, cache_salt="s"), use_tqdm=False)[0]
+        salted = llm.generate(
+            [*system, *end], dataclasses.replace(GREEDY, cache_salt="s"), use_tqdm=False
+        )[0]
         assert salted.metrics.num_cached_tokens == 0 and salted.outputs[0].token_ids == want
     assert pinned.released and free_blocks(llm) == llm.stats()["num_blocks_total"]
     pinned.release()
@@ -873,15 +975,22 @@ def test_a_pinned_prefix_is_shared_and_stays(llm):
 
 def test_pins_leave_room_for_what_was_accepted(llm, by_hand):
     (prompt,) = prompts_of(100)
-    with llm.stream(prompt, dataclasses.replace(GREEDY, max_tokens=150)) as stream:  # may need 16 of 32 blocks
+    # may need 16 of 32 blocks
+    with llm.stream(prompt, dataclasses.replace(GREEDY, max_tokens=150)) as stream:
         next(stream)
         with llm.pin_prefix(prompts_of(250, seed=1)[0]) as pinned:  # takes the other 16
-            with pytest.raises(CapacityError, match="cannot be pinned now: request '.*' may need 16 KV blocks, and 15"):
+            with pytest.raises(
+                CapacityError,
+                match="cannot be pinned now: request '.*' may need 16 KV blocks, and 15",
+            ):
                 llm.pin_prefix(prompts_of(5, seed=2)[0])
             with pytest.raises(CapacityError, match="the pool has 32, of which 16 are pinned"):
                 llm._engine.scheduler.add(_too_long(llm))
         list(stream)
-    for prefix, message in (([], "one prefix, not 0"), (prompts_of(255)[0], "leaves no room for a prompt after it")):
+    for prefix, message in (
+        ([], "one prefix, not 0"),
+        (prompts_of(255)[0], "leaves no room for a prompt after it"),
+    ):
         with pytest.raises(ValueError, match=message):
             llm.pin_prefix(prefix)
     assert pinned.released
@@ -906,7 +1015,9 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
     params = dataclasses.replace(GREEDY, max_tokens=60)
     prompts = prompts_of(60, 61, 62)
     with make_llm(directory, **settings) as llm:
-        want = [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        want = [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
         assert llm.stats()["num_preemptions_total"]["swap"] > 0
         freeze = PlanBuilder.freeze
 
@@ -922,5 +1033,7 @@ def test_a_plan_that_is_not_finished_loses_the_pages(directory, monkeypatch):
         assert str(caught.value.__cause__) == "in the middle of planning"
         invariants(llm)
         assert llm.stats()["num_blocks_cached"] == 0
-        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == want
+        assert [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ] == want
         invariants(llm)

@@ -20,14 +20,36 @@ from tests.support.synthetic import SyntheticProposer  # noqa: E402
 
 PROMPT_LENGTHS = (3, 41, 17, 30)
 NUM_TOKENS = 14
-# Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is what the engine makes of them.
+# Of each family. The numbers of all configurations are compared in tests/test_models.py; here it is
+# what the engine makes of them.
 ONE_OF_EACH = (
-    *("llama-grouped", "mistral-window", "qwen2-layer-types", "qwen3-windows", "opt-350m-form", "gpt2-usual"),
-    *("gemma2-caps", "gemma3-types", "cohere2-parallel", "olmo3-windows", "glm4-interleaved", "falcon-grouped"),
+    *(
+        "llama-grouped",
+        "mistral-window",
+        "qwen2-layer-types",
+        "qwen3-windows",
+        "opt-350m-form",
+        "gpt2-usual",
+    ),
+    *(
+        "gemma2-caps",
+        "gemma3-types",
+        "cohere2-parallel",
+        "olmo3-windows",
+        "glm4-interleaved",
+        "falcon-grouped",
+    ),
     *("gpt-oss-windows", "deepseek-v2-groups", "deepseek-v3-groups", "qwen3-5-mixed"),
 )
-# Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to their end.
-TIGHT = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60}
+# Chunks of 16 tokens cut every long prompt; 17 blocks of 4 do not hold the first two sequences to
+# their end.
+TIGHT = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_blocks": 18,
+    "max_model_len": 60,
+}
 ALONE = {
     "the same": TIGHT,
     "token by token": {
@@ -39,9 +61,14 @@ ALONE = {
     },
 }
 SIXTEEN = {"hidden_size": 64, "head_dim": 16}
-# A model of each family, one of the above where there is one: engines of the same model share what is compiled.
-OF_FAMILY = {FAMILIES[config_json(name)["architectures"][0]]: name for name in (*reversed(MODELS), *ONE_OF_EACH)}
-# More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and tests/test_recurrent.py.
+# A model of each family, one of the above where there is one: engines of the same model share what
+# is compiled.
+OF_FAMILY = {
+    FAMILIES[config_json(name)["architectures"][0]]: name
+    for name in (*reversed(MODELS), *ONE_OF_EACH)
+}
+# More of these is shown always, by tests/test_path_independence.py, tests/test_speculation.py and
+# tests/test_recurrent.py.
 ELSEWHERE = {"llama", "mistral", "opt", "qwen3", "qwen3_5"}
 
 
@@ -61,23 +88,31 @@ def test_tokens_and_logits_are_those_of_transformers(name, tmp_path):
     model = save_model(name, tmp_path)
     model.generation_config.eos_token_id = None
     rng = np.random.default_rng(3)
-    prompts = [rng.integers(0, model.config.get_text_config().vocab_size, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = [
+        rng.integers(0, model.config.get_text_config().vocab_size, length).tolist()
+        for length in PROMPT_LENGTHS
+    ]
     with make_llm(tmp_path, **TIGHT) as llm:
         witness = LogitsWitness(llm)
         outputs = llm.generate(
-            prompts, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True), use_tqdm=False
+            prompts,
+            SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
+            use_tqdm=False,
         )
         invariants(llm)
         if (
             llm._engine.scheduler.block_manager.groups[0].sliding_window is None
         ):  # else blocks that fell out of the window are enough
             assert llm.stats()["num_preemptions_total"]["recompute"] > 0
-    tolerance = 2e-4 if name.startswith(("qwen3-5", "qwen3-next")) else 1e-4  # torch computes recurrences in chunks
+    # torch computes recurrences in chunks
+    tolerance = 2e-4 if name.startswith(("qwen3-5", "qwen3-next")) else 1e-4
     for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens, logits = greedy_with_logits(model, prompt, NUM_TOKENS)
         assert output.outputs[0].token_ids == tokens
         for place, row in enumerate(logits):
-            np.testing.assert_allclose(witness.logits[index, len(prompt) + place], row, atol=tolerance)
+            np.testing.assert_allclose(
+                witness.logits[index, len(prompt) + place], row, atol=tolerance
+            )
 
 
 def test_there_is_a_model_of_each_family():
@@ -92,7 +127,11 @@ class BesideOthers(SyntheticProposer):
         self._scheduler = engine.scheduler
 
     def propose(self, request, sequence, num_drafts):
-        return super().propose(request, sequence, num_drafts) if self._scheduler.num_running > 1 else None
+        return (
+            super().propose(request, sequence, num_drafts)
+            if self._scheduler.num_running > 1
+            else None
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,9 +150,14 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
         SamplingParams(temperature=heat, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
         for heat in (0.0, 0.9, 0.9, 0.0)
     ]
-    prompts = [np.random.default_rng(8).integers(1, 90, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = [
+        np.random.default_rng(8).integers(1, 90, length).tolist() for length in PROMPT_LENGTHS
+    ]
     with make_llm(tmp_path, **ALONE[alone], enable_prefix_caching=False) as llm:
-        want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
+        want = [
+            tokens_of(llm.generate(*one, use_tqdm=False))[0]
+            for one in zip(prompts, params, strict=True)
+        ]
     assert len({tuple(tokens) for tokens, _ in want}) == len(prompts)
     known = {tuple(prompt): [tokens] for prompt, (tokens, _) in zip(prompts, want, strict=True)}
     drafts = {"method": "ngram", "num_speculative_tokens": 3}
@@ -124,7 +168,10 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
             if turn == "with drafts":
                 draft_with(engine, BesideOthers(engine, known))
             requests = zip(prompts, params, strict=True)
-            reporters = [engine.add(f"{turn} {n}", engine.prepare(None, *one)) for n, one in enumerate(requests)]
+            reporters = [
+                engine.add(f"{turn} {n}", engine.prepare(None, *one))
+                for n, one in enumerate(requests)
+            ]
             for number in itertools.count():
                 if number in (3, 6, 9):
                     engine.scheduler.give_way()
@@ -135,7 +182,9 @@ def test_no_bit_depends_on_the_engine(family, alone, tmp_path):
         stats = llm.stats()
         assert stats["num_preemptions_total"]["recompute"] >= 6
         assert stats["prefix_cache_hits_total"] >= 80
-        drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        drafted, accepted = (
+            stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
+        )
         assert 5 < accepted < drafted - 5
         invariants(llm)
 
@@ -155,7 +204,9 @@ def test_half_precision_weights_load_and_run(name, dtype, tmp_path):
     want, _ = greedy_with_logits(model, prompt, 8)
     with make_llm(tmp_path, **settings, max_model_len=60) as llm:  # auto: float32 on CPU
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids == want
-    with LLM(str(tmp_path), dtype=dtype, use_tqdm=False, num_blocks=20, max_model_len=60, **settings) as llm:
+    with LLM(
+        str(tmp_path), dtype=dtype, use_tqdm=False, num_blocks=20, max_model_len=60, **settings
+    ) as llm:
         output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
         assert len(output.token_ids) == 8
         first = model(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).detach()

@@ -56,7 +56,8 @@ from tests.support.running import serving, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 LONG = dataclasses.replace(GREEDY, max_tokens=90)
-POOL = {"num_blocks": 17, "max_model_len": 256}  # holds one of the longest, or a few short ones until they grow
+# holds one of the longest, or a few short ones until they grow
+POOL = {"num_blocks": 17, "max_model_len": 256}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +91,8 @@ def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
     engine = new_engine(llm, tokenizer=tokenizer)
     engine.events = EventLog(path, header(llm.config, engine, llm.spec))
-    llm._driver, llm.tokenizer = Driver(engine), tokenizer  # not started: a stream that nobody reads stands still
+    # not started: a stream that nobody reads stands still
+    llm._driver, llm.tokenizer = Driver(engine), tokenizer
     try:
         yield engine
     finally:
@@ -136,8 +138,17 @@ def generate_crowd(llm: LLM, seed: int = 5) -> list[Any]:
         SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, prompt_logprobs=2),
         SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=2),
         SamplingParams(temperature=1.0, seed=2**64 - 1, top_k=40, min_tokens=4, max_tokens=30),
-        SamplingParams(temperature=1.2, seed=seed, min_p=0.01, max_tokens=35, ignore_eos=True, prompt_logprobs=0),
-        SamplingParams(temperature=0.0, max_tokens=None, stop_token_ids=list(range(5, 30)), logprobs=0),
+        SamplingParams(
+            temperature=1.2,
+            seed=seed,
+            min_p=0.01,
+            max_tokens=35,
+            ignore_eos=True,
+            prompt_logprobs=0,
+        ),
+        SamplingParams(
+            temperature=0.0, max_tokens=None, stop_token_ids=list(range(5, 30)), logprobs=0
+        ),
         SamplingParams(temperature=0.7, max_tokens=20, ignore_eos=True),
         SamplingParams(temperature=0.0, max_tokens=9, cache_salt="\u00e9\U0001f9c2"),
     ]
@@ -161,7 +172,9 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
         outputs = generate_crowd(llm)
     records = records_of(path)
     arrivals = [record for record in records if record["event"] == "arrival"]
-    assert [arrival["prompt_token_ids"] for arrival in arrivals] == [output.prompt_token_ids for output in outputs]
+    assert [arrival["prompt_token_ids"] for arrival in arrivals] == [
+        output.prompt_token_ids for output in outputs
+    ]
     assert arrivals[2]["params"] == {"top_k": 40, "min_tokens": 4, "max_tokens": 30}
     assert arrivals[2]["seed"] == 2**64 - 1 and arrivals[2]["eos_token_ids"] == [0]
     assert len({arrival["seed"] for arrival in arrivals}) == len(arrivals), "seeds are resolved"
@@ -182,24 +195,37 @@ def test_a_log_tells_what_users_saw(llm: LLM, tmp_path: Path) -> None:
                 assert token_ids[0] == record["tokens"][draw]
                 bits.setdefault(plan["rows"][drawn_from[draw]][0], []).append(values[0])
             reasons.update({edit[1]: (edit[2], edit[3]) for edit in record.get("edits", [])})
-    finals = {arrival["sequences"][0]: output.outputs[0] for arrival, output in zip(arrivals, outputs, strict=True)}
+    finals = {
+        arrival["sequences"][0]: output.outputs[0]
+        for arrival, output in zip(arrivals, outputs, strict=True)
+    }
     assert tokens == {sequence: final.token_ids for sequence, final in finals.items()}
-    assert reasons == {sequence: (final.finish_reason, final.stop_reason) for sequence, final in finals.items()}
+    assert reasons == {
+        sequence: (final.finish_reason, final.stop_reason) for sequence, final in finals.items()
+    }
     assert set(bits) == {1, 4}
     scores: dict[int, list[Any]] = {}
-    for sequence, position, *tokens_of in itertools.chain(*(record.get("scores", []) for record in records)):
+    for sequence, position, *tokens_of in itertools.chain(
+        *(record.get("scores", []) for record in records)
+    ):
         assert position == len(scores.setdefault(sequence, [])) + 1
         scores[sequence] += [
             dict(zip(token_ids, np.array(values, np.int32).view(np.float32).tolist(), strict=True))
             for _, token_ids, values in tokens_of
         ]
     assert scores == {
-        index: [{token: entry.logprob for token, entry in one.items()} for one in outputs[index].prompt_logprobs[1:]]
+        index: [
+            {token: entry.logprob for token, entry in one.items()}
+            for one in outputs[index].prompt_logprobs[1:]
+        ]
         for index in (0, 3)
     }
     for sequence, values in bits.items():
         final = finals[sequence]
-        shown = [entries[token].logprob for entries, token in zip(final.logprobs, final.token_ids, strict=True)]
+        shown = [
+            entries[token].logprob
+            for entries, token in zip(final.logprobs, final.token_ids, strict=True)
+        ]
         assert np.array(values, np.int32).view(np.float32).tolist() == shown
 
 
@@ -210,11 +236,15 @@ def test_block_tables_of_a_log_are_those_of_the_plans(
     path, plans = tmp_path / "a.jsonl", []
     with logged(llm, path) as engine:
         real = engine.builder.build
-        monkeypatch.setattr(engine.builder, "build", lambda plan, *masks: plans.append(plan) or real(plan, *masks))
+        monkeypatch.setattr(
+            engine.builder, "build", lambda plan, *masks: plans.append(plan) or real(plan, *masks)
+        )
         generate_crowd(llm)
     records = [record for record in records_of(path) if record["event"] == "plan"]
     assert sum(bool(record.get("preempted")) for record in records) >= 1, "the pool was too large"
-    assert any(row[1] > 0 and row[2] > 1 for record in records for row in record["rows"]), "no prefix was found"
+    assert any(row[1] > 0 and row[2] > 1 for record in records for row in record["rows"]), (
+        "no prefix was found"
+    )
     tables: dict[int, list[int]] = {}
     for plan, record in zip(plans, records, strict=True):
         for change in record.get("tables", []):
@@ -231,11 +261,18 @@ def test_everything_in_a_plan_and_its_edits_is_recorded() -> None:
     told: list[dict[str, Any]] = []
     recorder = Recorder(told.append)
     rows = (Row(4, 30, (7, 8), ((3, 9),)), Row(5, 0, (1,), ((2,),)))
-    moves = {"swap_out": ((3, 0), (4, 1)), "swap_in": ((2, 6),), "copies": ((5, 6),), "preempted": ("b", "a")}
+    moves = {
+        "swap_out": ((3, 0), (4, 1)),
+        "swap_in": ((2, 6),),
+        "copies": ((5, 6),),
+        "preempted": ("b", "a"),
+    }
     sample = Sample(1, 0, 5, SamplingParams(), 0, 0, 1, num_logprobs=1)
     plan = StepPlan(12, rows, (sample,), **moves)
     recorder.planned(plan)
-    numbers = [np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))]
+    numbers = [
+        np.array(values, kind) for values, kind in (([6], "i4"), ([-0.5], "f4"), ([2], "i4"))
+    ]
     tops = [np.array([[8, 6]], np.int32), np.array([[-0.25, -0.5]], np.float32)]
     score = Score(4, 31, (TokenLogprobs(8, -0.5, 2, (6,), (-0.25,)), TokenLogprobs(9, -0.25, 1)))
     edits = [score, Append(5, 6), Fork(5, 6, 1), Drop(4), Finish(5, "stop", "x")]
@@ -285,7 +322,9 @@ def changed(table: list[int], change: list[Any]) -> list[int]:
 
 def test_the_header_says_which_engine_it_was(llm: LLM, crowd: Path) -> None:
     first = records_of(crowd)[0]
-    assert first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
+    assert (
+        first["versions"]["jax"] == jax.__version__ and first["config"] == llm.config.model_dump()
+    )
     assert (first["engine"]["num_blocks"], first["engine"]["dtype"]) == (17, "float32")
     assert first["weights_hash"] == weights_hash(llm._engine.runner.parameters["target"])
 
@@ -314,7 +353,9 @@ def test_a_log_is_private_and_never_overwrites(llm: LLM, tmp_path: Path) -> None
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     before = path.read_bytes()
     for taken in (path, tmp_path):
-        with pytest.raises(ConfigError, match="event_log: .* exists, .* name another, or remove it"):
+        with pytest.raises(
+            ConfigError, match="event_log: .* exists, .* name another, or remove it"
+        ):
             LLM("no-such-model", event_log=taken)  # before the model is looked for
     assert path.read_bytes() == before
     dangling = tmp_path / "link"
@@ -325,7 +366,9 @@ def test_a_log_is_private_and_never_overwrites(llm: LLM, tmp_path: Path) -> None
         LLM("no-such-model", event_log=tmp_path / "nowhere" / "a.jsonl")
 
 
-def test_a_full_disk_ends_the_log_and_nothing_else(llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_ends_the_log_and_nothing_else(
+    llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "a.jsonl"
     with logged(llm, path) as engine:
         want = llm.generate(prompts_of(20), GREEDY, use_tqdm=False)
@@ -337,7 +380,9 @@ def test_a_full_disk_ends_the_log_and_nothing_else(llm: LLM, tmp_path: Path, cap
     assert report == Report(12, 12, None, "The log ends without a shutdown")
 
 
-def test_a_killed_process_leaves_a_log_that_is_complete(llm: LLM, directory: Path, tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_log_that_is_complete(
+    llm: LLM, directory: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "a.jsonl"
     program = f"""
 import itertools, os, signal
@@ -353,7 +398,9 @@ def run(batch):
 runner.run = run
 llm.generate([[5] * 50, [6] * 20, [7] * 90], SamplingParams(seed=3, max_tokens=20, ignore_eos=True), use_tqdm=False)
 """
-    result = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True
+    )
     assert result.returncode == -signal.SIGKILL, result.stderr.decode()
     records = records_of(path)
     assert (records[-1]["event"], records[-1]["step"]) == ("plan", 9)
@@ -364,7 +411,9 @@ llm.generate([[5] * 50, [6] * 20, [7] * 90], SamplingParams(seed=3, max_tokens=2
 
 
 @pytest.mark.parametrize("num_bytes", [1, 20, 30])
-def test_a_last_line_that_was_cut_off_ends_the_log(llm: LLM, crowd: Path, tmp_path: Path, num_bytes: int) -> None:
+def test_a_last_line_that_was_cut_off_ends_the_log(
+    llm: LLM, crowd: Path, tmp_path: Path, num_bytes: int
+) -> None:
     lines = crowd.read_bytes().splitlines(keepends=True)
     at = next(i for i, line in enumerate(lines) if b'"plan"' in line and b'"step":6,' in line)
     cut = tmp_path / "cut.jsonl"
@@ -420,11 +469,16 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
             "the log has format 3; this version reads format 4. Replay it with the version that wrote it, or record a new log",
         ),
         ({"engine": None}, "engine of the header must be a dict, got None"),
-        ({"config": {"max_num_seq": 2}}, "max_num_seq: unknown setting; did you mean 'max_num_seqs'"),
+        (
+            {"config": {"max_num_seq": 2}},
+            "max_num_seq: unknown setting; did you mean 'max_num_seqs'",
+        ),
         ({"engine": {"num_blocks": "many"}}, "num_blocks: must be a valid integer, got 'many'"),
     ],
 )
-def test_a_header_that_is_none_is_refused(crowd: Path, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_header_that_is_none_is_refused(
+    crowd: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
     first, *rest = records_of(crowd)
     with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
         replay_module.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
@@ -445,7 +499,8 @@ def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
     with logged(llm, path):
         stream = llm.stream(prompts_of(50)[0], LONG)
         next(stream)
-        llm.generate(prompts_of(9, 30, seed=1), GREEDY, use_tqdm=False)  # another call in the middle of a stream
+        # another call in the middle of a stream
+        llm.generate(prompts_of(9, 30, seed=1), GREEDY, use_tqdm=False)
         waiting = [llm.stream(prompt, LONG) for prompt in prompts_of(60, 70, 80, 90, 100, seed=2)]
         next(waiting[0])
         waiting[4].close()  # not admitted yet
@@ -466,7 +521,12 @@ def test_aborts_and_resets(llm: LLM, tmp_path: Path) -> None:
 
 def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    settings = {"num_blocks": 18, "preemption_mode": "swap", "scheduling_policy": "fair", "enable_mixed_steps": True}
+    settings = {
+        "num_blocks": 18,
+        "preemption_mode": "swap",
+        "scheduling_policy": "fair",
+        "enable_mixed_steps": True,
+    }
     with make_llm(directory, event_log=str(path), **settings) as llm:
         system, *prompts = prompts_of(21, 40, 61, 9, 33, 70)
         pinned = llm.pin_prefix(system)
@@ -476,7 +536,10 @@ def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
         llm.generate(prompts, GREEDY, use_tqdm=False)
     records = records_of(path)
     assert {"pin", "unpin", "end"} <= {record["event"] for record in records}
-    assert all(any(name in record for record in records) for name in ("swap_out", "swap_in", "copies", "preempted"))
+    assert all(
+        any(name in record for record in records)
+        for name in ("swap_out", "swap_in", "copies", "preempted")
+    )
     assert_identical(replay_module.replay(path, progress=False), path)
     index = next(i for i, record in enumerate(records) if record["event"] == "unpin")
     del records[index]
@@ -553,15 +616,21 @@ def test_an_error_of_one_request(llm: LLM, tmp_path: Path, monkeypatch: pytest.M
     assert_identical(replayed(llm, path), path)
 
 
-def test_logits_that_are_no_numbers(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_are_no_numbers(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, path = llm._engine.runner, tmp_path / "a.jsonl"
     real = runner.run
 
     def poisoned(batch: Any) -> StepResult:
         """As if token 11 at the end of a prompt led to logits that are not finite."""
         result = real(batch)
-        bad = np.array([11 in batch.packed[:64].tolist()] + [False] * (len(result.token_ids) - 1), bool)
-        return dataclasses.replace(result, token_ids=np.where(bad[: len(result.token_ids)], -1, result.token_ids))
+        bad = np.array(
+            [11 in batch.packed[:64].tolist()] + [False] * (len(result.token_ids) - 1), bool
+        )
+        return dataclasses.replace(
+            result, token_ids=np.where(bad[: len(result.token_ids)], -1, result.token_ids)
+        )
 
     monkeypatch.setattr(runner, "run", poisoned)
     with logged(llm, path):
@@ -570,7 +639,9 @@ def test_logits_that_are_no_numbers(llm: LLM, tmp_path: Path, monkeypatch: pytes
     assert "reset" in [record["event"] for record in records_of(path)]
     assert_identical(replayed(llm, path), path)
     monkeypatch.undo()
-    assert "tokens[0] of sequence 0 of its result\n  logged:    -1" in (replayed(llm, path).difference or "")
+    assert "tokens[0] of sequence 0 of its result\n  logged:    -1" in (
+        replayed(llm, path).difference or ""
+    )
 
 
 class Letters:
@@ -588,7 +659,9 @@ class Letters:
 def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
     """Their forks follow from the plan; some end at their first token by a stop string, and a step that fails has them all."""
     path = tmp_path / "a.jsonl"
-    params = SamplingParams(n=n, best_of=4, temperature=1.0, seed=4, max_tokens=16, ignore_eos=True, stop=["q", "z"])
+    params = SamplingParams(
+        n=n, best_of=4, temperature=1.0, seed=4, max_tokens=16, ignore_eos=True, stop=["q", "z"]
+    )
     with logged(llm, path, tokenizer=Letters()) as engine:
         outputs = llm.generate(prompts_of(20, 40, 1, 16), params, use_tqdm=False)
         waiting = llm.stream(prompts_of(20)[0], dataclasses.replace(params, n=4))
@@ -596,8 +669,18 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
         assert llm.stats()["num_requests_waiting"] == 0 and not engine._groups
     assert [len(output.outputs) for output in outputs] == [n] * 4
     records = records_of(path)
-    assert [arrival["sequences"] for arrival in records if arrival["event"] == "arrival"][1] == [4, 5, 6, 7]
-    edits = [edit for record in records if record["event"] == "result" for edit in record.get("edits", [])]
+    assert [arrival["sequences"] for arrival in records if arrival["event"] == "arrival"][1] == [
+        4,
+        5,
+        6,
+        7,
+    ]
+    edits = [
+        edit
+        for record in records
+        if record["event"] == "result"
+        for edit in record.get("edits", [])
+    ]
     assert [edit for edit in edits if edit[0] == "fork"][:3] == [
         ["fork", 0, 1, 1],
         ["fork", 0, 2, 2],
@@ -609,7 +692,9 @@ def test_samples_are_replayed(llm: LLM, tmp_path: Path, n: int) -> None:
     assert_identical(replayed(llm, path), path)
 
 
-def test_beam_searches_are_replayed(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beam_searches_are_replayed(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Preempted beside others, refused between others, and one that ends with an error on the way to text."""
     path = tmp_path / "a.jsonl"
     prompts = prompts_of(130, 33, 30, 9, 70)
@@ -648,11 +733,24 @@ def test_beam_searches_are_replayed(llm: LLM, tmp_path: Path, monkeypatch: pytes
         "stop_token_ids": list(range(100, 130)),
     }
     assert "params" not in arrivals[2] and arrivals[2]["seed"] == 0
-    assert [arrival["sequences"] for arrival in arrivals][:3] == [[0], [*range(1, 7)], [*range(7, 15)]]
-    edits = [edit for record in records if record["event"] == "result" for edit in record.get("edits", [])]
+    assert [arrival["sequences"] for arrival in arrivals][:3] == [
+        [0],
+        [*range(1, 7)],
+        [*range(7, 15)],
+    ]
+    edits = [
+        edit
+        for record in records
+        if record["event"] == "result"
+        for edit in record.get("edits", [])
+    ]
     assert {"fork", "drop", "finish"} == {edit[0] for edit in edits}
     assert_identical(replayed(llm, path), path)
-    forks = [i for i, record in enumerate(records) if any(edit[0] == "fork" for edit in record.get("edits", []))]
+    forks = [
+        i
+        for i, record in enumerate(records)
+        if any(edit[0] == "fork" for edit in record.get("edits", []))
+    ]
     records[forks[3]]["edits"].pop()
     changed_log = write(tmp_path / "b.jsonl", records)
     assert f"(line {forks[3] + 1})" in (replayed(llm, changed_log).difference or "")
@@ -662,7 +760,9 @@ def test_beam_searches_are_replayed(llm: LLM, tmp_path: Path, monkeypatch: pytes
 
 def test_stop_strings_need_no_text(llm: LLM, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"])
+    params = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=40, ignore_eos=True, stop=["ab", "q", "zz"]
+    )
     with logged(llm, path, tokenizer=Letters()):
         outputs = llm.generate(prompts_of(20, 40, 61, 5), params, use_tqdm=False)
     assert {"q"} <= {output.outputs[0].stop_reason for output in outputs}
@@ -677,10 +777,14 @@ def test_what_a_stop_string_ended_is_served_in_a_replay_too(
     fair._requests._queue = POLICIES["fair"]()
     monkeypatch.setattr(llm, "untouched", fair)
     path = tmp_path / "a.jsonl"
-    any_letter = SamplingParams(max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a")
+    any_letter = SamplingParams(
+        max_tokens=9, ignore_eos=True, stop=list(string.ascii_lowercase), user="a"
+    )
     one_token = SamplingParams(max_tokens=1, ignore_eos=True, user="b")
     with logged(llm, path, tokenizer=Letters()):
-        outputs = llm.generate(prompts_of(*[5, 4] * 10), [any_letter, one_token] * 10, use_tqdm=False)
+        outputs = llm.generate(
+            prompts_of(*[5, 4] * 10), [any_letter, one_token] * 10, use_tqdm=False
+        )
     assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "length"] * 10
     assert_identical(replayed(llm, path), path)
 
@@ -689,16 +793,24 @@ class Speller(Letters):
     """Letters that are read as well."""
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [30] * text.startswith(" ") + [ord(letter) - 97 for letter in text.strip()]}
+        return {
+            "input_ids": [30] * text.startswith(" ") + [ord(letter) - 97 for letter in text.strip()]
+        }
 
 
 def test_words_and_processors_need_no_text(llm: LLM, tmp_path: Path) -> None:
     """A log has bad words as tokens, so that a replay forbids what the logged engine forbade; also one that forbids everything."""
     path = tmp_path / "a.jsonl"
-    params = SamplingParams(temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=range(6))
+    params = SamplingParams(
+        temperature=1.0, seed=4, max_tokens=12, ignore_eos=True, allowed_token_ids=range(6)
+    )
     params = dataclasses.replace(params, bad_words=["ab", "c"])
-    penalised = dataclasses.replace(params, logit_bias={2: 3.5, 1: -0.1}, presence_penalty=0.3, repetition_penalty=1.1)
-    hopeless = dataclasses.replace(params, allowed_token_ids=[0, 1], bad_words=["aa", "ab", "ba", "bb"], n=2)
+    penalised = dataclasses.replace(
+        params, logit_bias={2: 3.5, 1: -0.1}, presence_penalty=0.3, repetition_penalty=1.1
+    )
+    hopeless = dataclasses.replace(
+        params, allowed_token_ids=[0, 1], bad_words=["aa", "ab", "ba", "bb"], n=2
+    )
     with logged(llm, path, tokenizer=Speller()):
         outputs = llm.generate(prompts_of(20, 40, 9), [params, penalised, hopeless], use_tqdm=False)
     assert [one.finish_reason for one in outputs[2].outputs] == ["error"] * 2
@@ -721,7 +833,9 @@ def test_a_refused_request_leaves_no_trace(llm: LLM, tmp_path: Path) -> None:
         engine.add("a", engine.prepare(None, [1, 2, 3], GREEDY))
         with pytest.raises(ValueError, match="exists already"):
             engine.add("a", engine.prepare(None, [4, 5, 6], GREEDY))
-        engine.add("b", engine.prepare(None, [4, 5, 6], dataclasses.replace(GREEDY, temperature=1.0)))
+        engine.add(
+            "b", engine.prepare(None, [4, 5, 6], dataclasses.replace(GREEDY, temperature=1.0))
+        )
         while engine.has_unfinished:
             engine.step()
     assert_identical(replayed(llm, path), path)
@@ -736,7 +850,11 @@ def step_of(report: Report) -> int:
 
 
 def find(records: list[dict[str, Any]], event: str, has: str = "", nth: int = 0) -> int:
-    places = [i for i, record in enumerate(records) if record["event"] == event and (not has or record.get(has))]
+    places = [
+        i
+        for i, record in enumerate(records)
+        if record["event"] == event and (not has or record.get(has))
+    ]
     return places[nth]
 
 
@@ -747,17 +865,42 @@ def flip(values: list[Any], index: int = 0) -> None:
 CHANGES: dict[str, tuple[str, str, int, Any]] = {
     "a token": ("result", "tokens", 9, lambda record: flip(record["tokens"])),
     "a token too many": ("result", "tokens", 5, lambda record: record["tokens"].append(3)),
-    "a bit of a log probability": ("result", "logprobs", 3, lambda record: flip(record["logprobs"][-1][3], -1)),
-    "a bit of a score": ("result", "scores", 0, lambda record: flip(record["scores"][0][-1][2], -1)),
+    "a bit of a log probability": (
+        "result",
+        "logprobs",
+        3,
+        lambda record: flip(record["logprobs"][-1][3], -1),
+    ),
+    "a bit of a score": (
+        "result",
+        "scores",
+        0,
+        lambda record: flip(record["scores"][0][-1][2], -1),
+    ),
     "a rank of a score": ("result", "scores", 1, lambda record: flip(record["scores"][0][2], 0)),
-    "a reason to finish": ("result", "edits", 1, lambda record: record["edits"][0].__setitem__(2, "abort")),
+    "a reason to finish": (
+        "result",
+        "edits",
+        1,
+        lambda record: record["edits"][0].__setitem__(2, "abort"),
+    ),
     "a block": ("plan", "tables", 7, lambda record: flip(record["tables"][0][2], 1)),
-    "the length of a block table": ("plan", "tables", 4, lambda record: flip(record["tables"][-1], 1)),
+    "the length of a block table": (
+        "plan",
+        "tables",
+        4,
+        lambda record: flip(record["tables"][-1], 1),
+    ),
     "who is computed": ("plan", "rows", 11, lambda record: flip(record["rows"][0], 0)),
     "where": ("plan", "rows", 11, lambda record: flip(record["rows"][0], 1)),
     "how much": ("plan", "rows", 2, lambda record: flip(record["rows"][-1], 2)),
     "the order of rows": ("plan", "rows", 11, lambda record: record["rows"].reverse()),
-    "who was preempted": ("plan", "preempted", 0, lambda record: record["preempted"].append("request-9")),
+    "who was preempted": (
+        "plan",
+        "preempted",
+        0,
+        lambda record: record["preempted"].append("request-9"),
+    ),
     "that somebody was preempted": ("plan", "preempted", 0, lambda record: record.pop("preempted")),
     "a copy": ("plan", "rows", 20, lambda record: record.update(copies=[[1, 2]])),
     "a swap": ("plan", "rows", 20, lambda record: record.update(swap_out=[[1, 2]])),
@@ -769,13 +912,17 @@ CHANGES: dict[str, tuple[str, str, int, Any]] = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_a_change_of_the_log_is_found_where_it_is(llm: LLM, crowd: Path, tmp_path: Path, what: str) -> None:
+def test_a_change_of_the_log_is_found_where_it_is(
+    llm: LLM, crowd: Path, tmp_path: Path, what: str
+) -> None:
     event, has, nth, change = CHANGES[what]
     records = records_of(crowd)
     place = find(records, event, has, nth)
     change(records[place])
     report = replayed(llm, write(tmp_path / "a.jsonl", records))
-    assert step_of(report) == records[place]["step"] and f"(line {place + 1})" in (report.difference or "")
+    assert step_of(report) == records[place]["step"] and f"(line {place + 1})" in (
+        report.difference or ""
+    )
     assert report.num_steps == sum(record["event"] == "result" for record in records[:place])
 
 
@@ -798,26 +945,41 @@ def test_another_seed_shows_where_two_runs_part(llm: LLM, crowd: Path, tmp_path:
     with logged(llm, tmp_path / "other.jsonl"):
         generate_crowd(llm, seed=6)
     records, others = records_of(crowd), records_of(tmp_path / "other.jsonl")
-    arrival = next(i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other)
+    arrival = next(
+        i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other
+    )
     assert records[arrival]["event"] == "arrival"
     records[arrival] = others[arrival]
-    place = next(i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other)
+    place = next(
+        i for i, (one, other) in enumerate(zip(records, others, strict=False)) if one != other
+    )
     report = replayed(llm, write(tmp_path / "a.jsonl", records))
-    assert step_of(report) == records[place]["step"] and f"(line {place + 1}), tokens[" in (report.difference or "")
+    assert step_of(report) == records[place]["step"] and f"(line {place + 1}), tokens[" in (
+        report.difference or ""
+    )
 
 
 def test_a_missing_event_shows_where_it_is_missed(llm: LLM, crowd: Path, tmp_path: Path) -> None:
     path, records = tmp_path / "a.jsonl", records_of(crowd)
     last = find(records, "arrival", nth=-1)
     [sequence] = records[last]["sequences"]
-    used = next(r["step"] for r in records if r["event"] == "plan" and sequence in [row[0] for row in r["rows"]])
+    used = next(
+        r["step"]
+        for r in records
+        if r["event"] == "plan" and sequence in [row[0] for row in r["rows"]]
+    )
     assert step_of(replayed(llm, write(path, records[:last] + records[last + 1 :]))) == used
-    assert "sequences[0] of its arrival" in (replayed(llm, write(path, records[:3] + records[4:])).difference or "")
+    assert "sequences[0] of its arrival" in (
+        replayed(llm, write(path, records[:3] + records[4:])).difference or ""
+    )
 
     plan = find(records, "plan", nth=10)
-    with pytest.raises(EventLogError, match=f"line {plan + 1}: the log has no cause for this result of step 11"):
+    with pytest.raises(
+        EventLogError, match=f"line {plan + 1}: the log has no cause for this result of step 11"
+    ):
         replayed(llm, write(path, records[:plan] + records[plan + 1 :]))
-    assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12  # as if interrupted
+    # as if interrupted
+    assert step_of(replayed(llm, write(path, records[: plan + 1] + records[plan + 2 :]))) == 12
 
 
 def test_an_abort_too_few_or_too_many(llm: LLM, crowd: Path, tmp_path: Path) -> None:
@@ -861,7 +1023,9 @@ def test_an_engine_that_plans_otherwise(llm: LLM, crowd: Path) -> None:
 def test_a_step_that_fails_only_now(llm: LLM, crowd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_at(monkeypatch, llm._engine.runner, 5, ValueError("planted"))
     report = replayed(llm, crowd)
-    assert step_of(report) == 5 and "came out:  failure {'error': 'ValueError: planted'}" in (report.difference or "")
+    assert step_of(report) == 5 and "came out:  failure {'error': 'ValueError: planted'}" in (
+        report.difference or ""
+    )
     monkeypatch.undo()
     llm._engine.runner.rebuild_pages()
 
@@ -898,15 +1062,21 @@ class Chances:
     """A runner without a device. What it draws depends on all that a step is given, block tables included."""
 
     def run(self, batch: Any) -> StepResult:
-        seed = zlib.crc32(batch.packed.tobytes() + b"".join(pairs.tobytes() for _, pairs in batch.copies))
+        seed = zlib.crc32(
+            batch.packed.tobytes() + b"".join(pairs.tobytes() for _, pairs in batch.copies)
+        )
         rng = np.random.default_rng(seed)
         result = self.results(rng, batch.num_draws, -1 if seed % 20 == 0 else 0)
-        return dataclasses.replace(result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None)
+        return dataclasses.replace(
+            result, scored=self.results(rng, batch.num_scored, 0) if batch.num_scored else None
+        )
 
     def results(self, rng: np.random.Generator, count: int, least: int) -> StepResult:
         token_ids = rng.integers(least, 257, count).astype(np.int32)
         floats = rng.standard_normal((count, 21), np.float32)
-        return StepResult(token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:])
+        return StepResult(
+            token_ids, floats[:, 0], token_ids, np.tile(token_ids[:, None], 20), floats[:, 1:]
+        )
 
     def rebuild_pages(self) -> None:
         """There are none."""
@@ -1007,7 +1177,11 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         assert report.difference is None and report.ending is None
 
         records = records_of(path)
-        told = [i for i, record in enumerate(records) if record["event"] in ("plan", "result", "arrival")]
+        told = [
+            i
+            for i, record in enumerate(records)
+            if record["event"] in ("plan", "result", "arrival")
+        ]
         if not told:
             return
         place = data.draw(st.sampled_from(told), label="line")
@@ -1021,7 +1195,8 @@ def test_every_history_can_be_replayed_and_every_number_counts(
         except EventLogError as error:  # an arrival that is none any more
             assert records[place]["event"] == "arrival" and f"line {place + 1}:" in str(error)
             return
-        if {"params", "beam", "seed", "prompt_token_ids"} & {*way, last}:  # decide something only if it comes to that
+        # decide something only if it comes to that
+        if {"params", "beam", "seed", "prompt_token_ids"} & {*way, last}:
             return
         assert found is not None
         line = int(found.partition("(line ")[2].partition(")")[0])
@@ -1060,7 +1235,9 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     capsys.readouterr()
     assert run("replay", str(path)) == 0
     out = capsys.readouterr().out
-    assert out == f"{len(results)} steps, {sum(len(r['tokens']) for r in results)} tokens, identical\n"
+    assert (
+        out == f"{len(results)} steps, {sum(len(r['tokens']) for r in results)} tokens, identical\n"
+    )
     assert run("replay", str(tmp_path / "none")) == 2
     assert "there is no event log" in capsys.readouterr().err
     (tmp_path / "text").write_text("Once upon a time\n")
@@ -1091,7 +1268,11 @@ def test_the_command_with_another_engine(
         words = ("replay", str(crowd), "--model", str(other))
         assert run(*words) == 1
         out, err = capsys.readouterr()
-        assert out == "" and f"the weights of '{other}' are not those of the log" in err and "--force" in err
+        assert (
+            out == ""
+            and f"the weights of '{other}' are not those of the log" in err
+            and "--force" in err
+        )
 
         assert run(*words, "--force") == 1
         assert capsys.readouterr().out.startswith("First difference: step 1 (line 10), tokens[")
@@ -1104,7 +1285,11 @@ def test_the_command_with_another_engine(
         changed = write(tmp_path / "a.jsonl", records)
         assert run("replay", str(changed), "--model", str(other)) == 1
         err = capsys.readouterr().err
-        assert "the settings in the log were changed" in err and "'max_rows': 5" in err and "weights" not in err
+        assert (
+            "the settings in the log were changed" in err
+            and "'max_rows': 5" in err
+            and "weights" not in err
+        )
         assert f"jax 0.0.1, and this is {jax.__version__}" in caplog.text
     monkeypatch.undo()
 
@@ -1125,7 +1310,9 @@ def test_the_command_with_another_engine(
         ),
     ],
 )
-def test_scenes_for_the_page_show_what_they_say(scene: str, copies: bool, preempts: bool, tmp_path: Path) -> None:
+def test_scenes_for_the_page_show_what_they_say(
+    scene: str, copies: bool, preempts: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "scene.jsonl"
     scenes = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "scenes.py"))
     scenes["record"](scene, path)
@@ -1145,7 +1332,9 @@ def as_read(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_walk_is_the_engine_and_a_ring_is_a_walk(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """After every step: samples, beams, aborts, preemptions. What fell out of the ring is in its snapshot."""
     engine, walk, plans = new_engine(llm), Walk(), []
     ring, hidden = (IncidentRing(4, keeps_token_ids=keeps) for keeps in (True, False))
@@ -1164,7 +1353,9 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest
 
     def compare() -> None:
         scheduler = engine.scheduler
-        assert walk.arrivals.keys() == {one.request.request_id for one in (*scheduler.running, *scheduler.waiting)}
+        assert walk.arrivals.keys() == {
+            one.request.request_id for one in (*scheduler.running, *scheduler.waiting)
+        }
         for group in scheduler.running:
             for sequence in group.unfinished:
                 drawn = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -1177,9 +1368,13 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest
         for record in kept.records:
             again.follow(as_read(record))
         assert as_read(again.snapshot()) == as_read(walk.snapshot())
-        assert kept.num_steps == min(4, len(plans)) and (kept.why_not_replayable is None) == (len(plans) <= 4)
+        assert kept.num_steps == min(4, len(plans)) and (kept.why_not_replayable is None) == (
+            len(plans) <= 4
+        )
         text, less = json.dumps(hidden.taken("x").records), Walk()
-        assert not any(secret in text for secret in ("prompt_token_ids", "salt", 'logprobs": [', "scores"))
+        assert not any(
+            secret in text for secret in ("prompt_token_ids", "salt", 'logprobs": [', "scores")
+        )
         for record in json.loads(text):
             less.follow(record)
         for one, sequence in again.sequences.items():
@@ -1206,18 +1401,36 @@ def test_a_walk_is_the_engine_and_a_ring_is_a_walk(llm: LLM, monkeypatch: pytest
 
 def test_scrubbed_records_have_lengths_alone() -> None:
     params = {"stop": ["secret"], "temperature": 0.5, "user": "secret", "logit_bias": [[7, 1.0]]}
-    arrival = {"event": "arrival", "prompt_token_ids": [7, 7], "params": params, "bad_word_token_ids": [[7]]}
-    assert scrubbed(arrival) == {"event": "arrival", "num_prompt_tokens": 2, "params": {"temperature": 0.5}}
+    arrival = {
+        "event": "arrival",
+        "prompt_token_ids": [7, 7],
+        "params": params,
+        "bad_word_token_ids": [[7]],
+    }
+    assert scrubbed(arrival) == {
+        "event": "arrival",
+        "num_prompt_tokens": 2,
+        "params": {"temperature": 0.5},
+    }
     plan = {"event": "plan", "rows": [[0, 3, 3]], "drafts": [[0, [7, 8], [0, 0], [[7], [1]]]]}
     assert scrubbed(plan)["drafts"] == [[0, [None, None]]]
-    result = {"event": "result", "tokens": [7, -1], "logprobs": [[0, 1, [7], [5]]], "scores": [[0, 1]]}
+    result = {
+        "event": "result",
+        "tokens": [7, -1],
+        "logprobs": [[0, 1, [7], [5]]],
+        "scores": [[0, 1]],
+    }
     result["edits"] = [["finish", 0, "stop", "secret", 1], ["fork", 0, 1, 1]]
     edits = [["finish", 0, "stop", None, 1], ["fork", 0, 1, 1]]
     assert scrubbed(result) == {"event": "result", "tokens": [None, -1], "edits": edits}
 
 
 def test_the_command_looks_into_logs(
-    llm: LLM, crowd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    llm: LLM,
+    crowd: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def out(*words: str, status: int = 0) -> str:
         assert run("replay", *words) == status
@@ -1227,7 +1440,9 @@ def test_the_command_looks_into_logs(
     arrivals = [record for record in records if record["event"] == "arrival"]
     request_id, sequence_id = arrivals[1]["request_id"], arrivals[1]["sequences"][0]
     lines = out(str(crowd), "--request", request_id).splitlines()
-    assert lines[0].startswith(f"step 0    arrived: {len(arrivals[1]['prompt_token_ids'])} prompt tokens")
+    assert lines[0].startswith(
+        f"step 0    arrived: {len(arrivals[1]['prompt_token_ids'])} prompt tokens"
+    )
     drawn, plan = [], {}
     for record in records:
         plan = record if record["event"] == "plan" else plan
@@ -1235,7 +1450,9 @@ def test_the_command_looks_into_logs(
             draws = zip(plan.get("draws", range(len(plan["rows"]))), record["tokens"], strict=True)
             drawn += [token for row, token in draws if plan["rows"][row][0] == sequence_id]
     said = [line.rpartition("drew [")[2].partition("]")[0] for line in lines if "drew [" in line]
-    assert list(map(int, said)) == drawn and lines[-1].endswith(f"sequence {sequence_id} ended: length")
+    assert list(map(int, said)) == drawn and lines[-1].endswith(
+        f"sequence {sequence_id} ended: length"
+    )
     assert run("replay", str(crowd), "--request", "no") == 2
     assert "has no request 'no'; it has request-0, request-1" in capsys.readouterr().err
     # Two runs part where a comparison of lines says.
@@ -1243,11 +1460,14 @@ def test_the_command_looks_into_logs(
     with logged(llm, other):
         generate_crowd(llm, seed=6)
     pairs = zip(records[1:], records_of(other)[1:], strict=False)
-    line, (ours, _) = next((line, pair) for line, pair in enumerate(pairs, start=2) if pair[0] != pair[1])
+    line, (ours, _) = next(
+        (line, pair) for line, pair in enumerate(pairs, start=2) if pair[0] != pair[1]
+    )
     assert out(str(crowd), "--diff", str(other), status=1).startswith(
         f"First difference: step {ours['step']} (line {line}), seed of its arrival\n  {crowd}:"
     )
-    # What differs in the headers of two logs of one engine, whatever their paths are, and what does not.
+    # What differs in the headers of two logs of one engine, whatever their paths are, and what does
+    # not.
     again, [head, *events] = tmp_path / "again.jsonl", records
     moved = {**head["config"], "model": "/elsewhere", "event_log": str(again)}
     for changes, said in (
@@ -1265,7 +1485,10 @@ def test_the_command_looks_into_logs(
         for words in ([], ["--state"], ["--request", request_id], ["--diff", str(crowd)]):
             assert run("replay", str(crowd), "--until", str(step), *words) == 2
             assert f"--until {step}: {crowd} has steps {first} to {last}" in capsys.readouterr().err
-    states = [out(str(crowd), "--state", "--until", str(step)).splitlines()[0] for step in range(first, last + 1)]
+    states = [
+        out(str(crowd), "--state", "--until", str(step)).splitlines()[0]
+        for step in range(first, last + 1)
+    ]
     assert {line.endswith("requests") for line in states if ": 1 " in line} == {False}
 
     def rebuilt(config: Any, hooks: Hooks) -> Built:
@@ -1285,13 +1508,20 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
     """By the library that reads the tokenizer's file. No log has a text unless it is asked for."""
     text_of = Tokenizer.from_file(str(DEMO / "tokenizer.json")).decode
     head, *records = records_of(crowd)
-    assert run("replay", str(crowd), "--texts", str(tmp_path / "none")) == 2 and not (tmp_path / "none").exists()
+    assert (
+        run("replay", str(crowd), "--texts", str(tmp_path / "none")) == 2
+        and not (tmp_path / "none").exists()
+    )
     assert "the tokenizer of the log is not on this machine" in capsys.readouterr().err
     named = tmp_path / "named.jsonl"
-    named.write_text("".join(f"{json.dumps(one)}\n" for one in [head | {"config": {"model": "demo"}}, *records]))
+    named.write_text(
+        "".join(f"{json.dumps(one)}\n" for one in [head | {"config": {"model": "demo"}}, *records])
+    )
     results = [record for record in records if record["event"] == "result"]
     drawn = {token for record in results for token in record["tokens"] if token >= 0}
-    candidates = {token for record in results for _, _, ids, _ in record.get("logprobs", ()) for token in ids}
+    candidates = {
+        token for record in results for _, _, ids, _ in record.get("logprobs", ()) for token in ids
+    }
     for index, words in enumerate(([str(crowd), "--model", "demo"], [str(named)])):
         assert run("replay", *words, "--request", "request-1") == 0
         lines = [line for line in capsys.readouterr().out.splitlines() if "drew [" in line]
@@ -1302,16 +1532,30 @@ def test_texts_stand_beside_token_ids_where_the_tokenizer_of_the_log_is_here(
         assert run("replay", *words, "--texts", str(copied)) == 0
         found, *others = records_of(copied)
         assert others == records and stat.S_IMODE(copied.stat().st_mode) == 0o600 and len(lines) > 3
-        assert found["texts"] == {str(token): text_of([token]) for token in drawn | candidates} and "texts" not in head
+        assert (
+            found["texts"] == {str(token): text_of([token]) for token in drawn | candidates}
+            and "texts" not in head
+        )
     named.write_text("".join(f"{json.dumps(scrubbed(one))}\n" for one in records_of(named)))
     assert run("replay", str(named), "--texts", str(tmp_path / "none"), "--until", "3") == 0
     found, *others = records_of(tmp_path / "none")
-    assert found["texts"] == {} and 0 < max(one["step"] for one in others if one["event"] == "plan") <= 3
+    assert (
+        found["texts"] == {}
+        and 0 < max(one["step"] for one in others if one["event"] == "plan") <= 3
+    )
 
 
-def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_writes_its_last_steps(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On request, and after a step that failed. As long as nothing has fallen out of the ring they can be run again."""
-    asked = {"model": "demo", "prompt": prompts_of(20)[0], "temperature": 0, "max_tokens": 5, "ignore_eos": True}
+    asked = {
+        "model": "demo",
+        "prompt": prompts_of(20)[0],
+        "temperature": 0,
+        "max_tokens": 5,
+        "ignore_eos": True,
+    }
     runner = llm._engine.runner
 
     def files() -> list[Path]:
@@ -1325,13 +1569,18 @@ def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: p
             "incident_directory": str(tmp_path),
             "incident_token_ids": keeps,
         }
-        with serving(Built(engine, None, {}, llm.spec, llm._model), engine=llm.config, **settings) as server:
+        with serving(
+            Built(engine, None, {}, llm.spec, llm._model), engine=llm.config, **settings
+        ) as server:
             with httpx.Client(base_url=server.address, timeout=60) as client:
                 assert client.post("/v1/completions", json=asked).status_code == 200
                 answer = client.post("/debug/incident").json()
                 path = tmp_path / answer["file"]
                 assert stat.S_IMODE(path.stat().st_mode) == 0o600 and answer["num_steps"] == 5
-                assert client.post("/debug/incident", headers={"Origin": "http://x"}).status_code == 403
+                assert (
+                    client.post("/debug/incident", headers={"Origin": "http://x"}).status_code
+                    == 403
+                )
                 with monkeypatch.context() as planted:
                     planted.setattr(runner, "run", lambda batch: runner.no_such_thing)
                     assert client.post("/v1/completions", json=asked).status_code == 500
@@ -1340,7 +1589,10 @@ def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: p
                 failed = files()[-1]
                 time.sleep(0.2)
                 events = [record["event"] for record in records_of(failed)]
-                assert "failure" in events and records_of(failed)[0]["incident"]["reason"] == "a step failed"
+                assert (
+                    "failure" in events
+                    and records_of(failed)[0]["incident"]["reason"] == "a step failed"
+                )
                 if keeps:
                     for log in (path, failed):
                         assert replayed(llm, log).difference is None
@@ -1349,7 +1601,10 @@ def test_a_server_writes_its_last_steps(llm: LLM, tmp_path: Path, monkeypatch: p
                 late = tmp_path / client.post("/debug/incident").json()["file"]
             server.errors.clear()
         for log in (late,) if keeps else (path, failed, late):
-            with pytest.raises(EventLogError, match="cannot be run again: (it does not begin|token ids were left out)"):
+            with pytest.raises(
+                EventLogError,
+                match="cannot be run again: (it does not begin|token ids were left out)",
+            ):
                 replay_module.replay(log)
         assert run("replay", str(late), "--state") == 0
         for log in files():

@@ -45,17 +45,23 @@ MOE = {
 def mixture(num_experts: int, per_token: int, **more: Any) -> tuple[Any, Any]:
     """A function of parameters and tokens, and the parameters."""
     spec = ExpertsSpec(Routing(num_experts, per_token, normalized=True, **more), 48)
-    module = make_experts(spec, WIDTH, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
+    module = make_experts(
+        spec, WIDTH, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+    )
     graph, shapes = abstract(module)
     rng = np.random.default_rng(0)
-    parameters = jax.tree.map(lambda each: jnp.asarray(0.3 * rng.standard_normal(each.shape), jnp.float32), shapes)
+    parameters = jax.tree.map(
+        lambda each: jnp.asarray(0.3 * rng.standard_normal(each.shape), jnp.float32), shapes
+    )
     return jax.jit(lambda parameters, x_TD: nnx.merge(graph, parameters)(x_TD)), parameters
 
 
 AT_ONCE = make_product_kernels(Backend("triton", interpret=True))
 
 
-@pytest.mark.parametrize("kernels", [make_product_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"])
+@pytest.mark.parametrize(
+    "kernels", [make_product_kernels(Backend("auto")), AT_ONCE], ids=["by tiles", "at once"]
+)
 def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) -> None:
     """The oracle takes every expert for every token, in float64."""
     run, parameters = mixture(6, 3)
@@ -89,13 +95,23 @@ def test_pairs_are_sorted_by_expert(compared: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("quantization", "block"), [(None, None), ("int8", None), ("int4", None), (None, [48, 32])], ids=str
+    ("quantization", "block"),
+    [(None, None), ("int8", None), ("int4", None), (None, [48, 32])],
+    ids=str,
 )
-def test_experts_at_once_make_what_they_make_one_after_another(quantization: str | None, block: Any) -> None:
+def test_experts_at_once_make_what_they_make_one_after_another(
+    quantization: str | None, block: Any
+) -> None:
     """Numbers that are no expert's get zeros. The sums of eight-bit inputs are the same to the bit."""
     spec = ExpertsSpec(Routing(6, 2, normalized=True), 96)
-    module = make_experts(spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
-    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}} if block else {}
+    module = make_experts(
+        spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+    )
+    config = (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": block}}
+        if block
+        else {}
+    )
     if scheme := quantization_of(config, quantization):
         replace_modules(module, scheme.rule)
     graph, shapes = abstract(module)
@@ -104,20 +120,30 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization: str
     def parameter(each: Any) -> np.ndarray:
         if each.dtype == jnp.float32:
             return (0.3 * rng.standard_normal(each.shape)).astype(np.float32)
-        return (rng.integers(0, 256, each.shape) & 0x77).astype(each.dtype)  # none of the codes is a NaN
+        # none of the codes is a NaN
+        return (rng.integers(0, 256, each.shape) & 0x77).astype(each.dtype)
 
     parameters = jax.tree.map(parameter, shapes)
     x_TD = jnp.asarray(rng.standard_normal((20, 64)), jnp.float32)
     expert_TX = rng.integers(-1, 8, (20, 2))
     made = {}
-    for name, kernels in (("by tiles", make_product_kernels(Backend("reference"))), ("at once", AT_ONCE)):
+    for name, kernels in (
+        ("by tiles", make_product_kernels(Backend("reference"))),
+        ("at once", AT_ONCE),
+    ):
 
         @jax.jit
-        def run(parameters: Any, expert_TX: jax.Array, kernels: ProductKernels = kernels) -> jax.Array:
+        def run(
+            parameters: Any, expert_TX: jax.Array, kernels: ProductKernels = kernels
+        ) -> jax.Array:
             with TraceScope(kernels).opened():
                 return nnx.merge(graph, parameters).experts.made(x_TD, expert_TX)
 
-        clipped = np.where((expert_TX < 0) | (expert_TX > 6), 6, expert_TX) if name == "by tiles" else expert_TX
+        clipped = (
+            np.where((expert_TX < 0) | (expert_TX > 6), 6, expert_TX)
+            if name == "by tiles"
+            else expert_TX
+        )
         made[name] = np.asarray(run(parameters, clipped))
     assert not made["at once"][(expert_TX < 0) | (expert_TX >= 6)].any() and made["at once"].any()
     size = 0 if quantization == "int8" else 1e-5 * np.abs(made["by tiles"]).max()
@@ -130,10 +156,16 @@ def test_experts_at_once_make_what_they_make_one_after_another(quantization: str
         (4, 2, {}),
         (16, 4, {}),
         (128, 8, {}),
-        (32, 4, {"sigmoid": True, "corrected": True, "groups": Groups(4, 2, best=2), "factor": 2.5}),
+        (
+            32,
+            4,
+            {"sigmoid": True, "corrected": True, "groups": Groups(4, 2, best=2), "factor": 2.5},
+        ),
     ],
 )
-def test_a_token_has_its_bits_among_any_others(num_experts: int, per_token: int, more: dict[str, Any]) -> None:
+def test_a_token_has_its_bits_among_any_others(
+    num_experts: int, per_token: int, more: dict[str, Any]
+) -> None:
     """Tiles of 8, 16 and 32 rows."""
     run, parameters = mixture(num_experts, per_token, **more)
     x = np.random.default_rng(1).standard_normal((256, WIDTH)).astype(np.float32)
@@ -141,7 +173,9 @@ def test_a_token_has_its_bits_among_any_others(num_experts: int, per_token: int,
     for count in (2, 8, 33):
         np.testing.assert_array_equal(np.asarray(run(parameters, x[:count])), together[:count])
     alike = np.repeat(x[:1], 64, axis=0)  # all of them at the same experts
-    np.testing.assert_array_equal(np.asarray(run(parameters, alike)), np.repeat(together[:1], 64, axis=0))
+    np.testing.assert_array_equal(
+        np.asarray(run(parameters, alike)), np.repeat(together[:1], 64, axis=0)
+    )
 
 
 def test_the_work_goes_with_the_tokens_and_not_with_the_experts() -> None:
@@ -157,7 +191,10 @@ def test_the_work_goes_with_the_tokens_and_not_with_the_experts() -> None:
 def test_an_engine_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model)
-    assert texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
+    assert (
+        texts(model, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap")
+        == plain
+    )
 
 
 def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
@@ -167,21 +204,31 @@ def save_gpt_oss(directory: Path, **overrides: Any) -> Any:
     from tests.support.hf_models import save_model
 
     rng = np.random.default_rng(5)
-    model = save_model("gpt-oss-windows", directory, vocab_size=257, max_position_embeddings=256, **overrides)
+    model = save_model(
+        "gpt-oss-windows", directory, vocab_size=257, max_position_embeddings=256, **overrides
+    )
     tensors = dict(load_file(directory / "model.safetensors"))
     for index, layer in enumerate(model.model.layers):
         for name in ("gate_up_proj", "down_proj"):
-            weight, key = getattr(layer.mlp.experts, name), f"model.layers.{index}.mlp.experts.{name}"
+            weight, key = (
+                getattr(layer.mlp.experts, name),
+                f"model.layers.{index}.mlp.experts.{name}",
+            )
             num_experts, num_in, num_out = weight.shape
             blocks = rng.integers(0, 256, (num_experts, num_out, num_in // 32, 16)).astype(np.uint8)
             scales = rng.integers(121, 126, blocks.shape[:3]).astype(np.uint8)
-            dense = mxfp4.convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
+            dense = mxfp4.convert_moe_packed_tensors(
+                torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32
+            )
             weight.data.copy_(dense)
             del tensors[key]
             tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
     write_tensors(directory, tensors)
     config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "*.mlp.router"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["lm_head", "*.mlp.router"],
+    }
     (directory / "config.json").write_text(json.dumps(config))
     return model
 
@@ -214,7 +261,9 @@ def test_experts_in_mxfp4_are_multiplied_as_they_are_stored(in_four_bits: tuple[
     assert difference() > 1e-2
 
 
-def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_four_bits: tuple[Path, Any]) -> None:
+def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(
+    in_four_bits: tuple[Path, Any],
+) -> None:
     import torch
 
     directory, model = in_four_bits
@@ -227,7 +276,9 @@ def test_an_engine_with_experts_in_mxfp4_gives_the_tokens_of_transformers(in_fou
         assert found[index][0] == ids[len(PROMPTS[index]) :]
 
 
-def test_scales_of_experts_that_are_no_numbers_are_refused(in_four_bits: tuple[Path, Any], tmp_path: Path) -> None:
+def test_scales_of_experts_that_are_no_numbers_are_refused(
+    in_four_bits: tuple[Path, Any], tmp_path: Path
+) -> None:
     directory, _ = in_four_bits
     tensors = dict(load_file(directory / "model.safetensors"))
     tensors["model.layers.1.mlp.experts.down_proj_scales"].flat[3] = 255

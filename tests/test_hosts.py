@@ -113,34 +113,63 @@ def test_another_secret_is_refused_on_both_sides():
 
 def test_a_secret_is_needed(tmp_path):
     (tmp_path / "secret").write_text("short\n")
-    with pytest.raises(ConfigError, match=r"at least 16 bytes, and JAXPAGE_HOSTS_SECRET has 0; openssl"):
+    with pytest.raises(
+        ConfigError, match=r"at least 16 bytes, and JAXPAGE_HOSTS_SECRET has 0; openssl"
+    ):
         read_secret(ServerConfig(), {})
     with pytest.raises(ConfigError, match=r"hosts_secret_file .*secret has 5"):
-        read_secret(ServerConfig(hosts_secret_file=str(tmp_path / "secret")), {"JAXPAGE_HOSTS_SECRET": "x" * 32})
+        read_secret(
+            ServerConfig(hosts_secret_file=str(tmp_path / "secret")),
+            {"JAXPAGE_HOSTS_SECRET": "x" * 32},
+        )
 
 
 @pytest.mark.parametrize(
     ("engine", "server", "message"),
     [
         ({}, {"host_rank": 1}, "host_rank: is 1, and num_hosts is 1"),
-        ({"tensor_parallel_size": 2}, {"num_hosts": 2}, "coordinator: is needed with num_hosts = 2"),
+        (
+            {"tensor_parallel_size": 2},
+            {"num_hosts": 2},
+            "coordinator: is needed with num_hosts = 2",
+        ),
         (
             {},
             {"num_hosts": 2, "coordinator": "a:1"},
             "num_hosts: 2 hosts need a tensor_parallel_size that they can share",
         ),
         *(
-            ({"tensor_parallel_size": 2, **engine}, {"num_hosts": 2, "coordinator": "a:1", **server}, message)
+            (
+                {"tensor_parallel_size": 2, **engine},
+                {"num_hosts": 2, "coordinator": "a:1", **server},
+                message,
+            )
             for engine, server, message in (
                 (
                     {"event_log": "log"},
                     {"host_rank": 1},
                     "event_log is not supported with host_rank = 1: rank 0 writes it",
                 ),
-                ({"prefix_cache_directory": "d"}, {}, "prefix_cache_directory is not supported with num_hosts = 2"),
-                ({"enable_lora": True}, {"lora_directory": "d"}, "lora_directory is not supported with num_hosts = 2"),
-                ({}, {"weights_directory": "d"}, "weights_directory is not supported with num_hosts = 2"),
-                ({}, {"incident_steps": 4, "host_rank": 1}, "incident_steps is not supported with host_rank = 1"),
+                (
+                    {"prefix_cache_directory": "d"},
+                    {},
+                    "prefix_cache_directory is not supported with num_hosts = 2",
+                ),
+                (
+                    {"enable_lora": True},
+                    {"lora_directory": "d"},
+                    "lora_directory is not supported with num_hosts = 2",
+                ),
+                (
+                    {},
+                    {"weights_directory": "d"},
+                    "weights_directory is not supported with num_hosts = 2",
+                ),
+                (
+                    {},
+                    {"incident_steps": 4, "host_rank": 1},
+                    "incident_steps is not supported with host_rank = 1",
+                ),
             )
         ),
     ],
@@ -173,7 +202,9 @@ def test_the_hosts_of_a_job(monkeypatch):
     monkeypatch.delenv("JAX_LOCAL_DEVICE_IDS")
     hosts_of_job(EngineConfig(tensor_parallel_size=4), both[1])
     assert "JAX_LOCAL_DEVICE_IDS" not in os.environ, "a process takes all devices of its machine"
-    with pytest.raises(ConfigError, match="2 hosts need a tensor_parallel_size that they can share, not 1"):
+    with pytest.raises(
+        ConfigError, match="2 hosts need a tensor_parallel_size that they can share, not 1"
+    ):
         hosts_of_job(EngineConfig(), both[1])
     with pytest.raises(ConfigError, match="'auto' takes num_hosts and host_rank from the job"):
         ServerConfig(coordinator="auto", num_hosts=2)
@@ -192,23 +223,34 @@ def test_drafters_and_adapters_are_compared_by_their_files(directory, tmp_path):
     def about(number: int) -> Any:
         drafting = {"method": "draft_model", "model": str(drafters[number])}
         settings = {"model": str(directory), "speculative_config": drafting}
-        return joining._about(EngineConfig(**settings), ServerConfig(lora_modules=(f"one={adapters[number]}",)))
+        return joining._about(
+            EngineConfig(**settings), ServerConfig(lora_modules=(f"one={adapters[number]}",))
+        )
 
     drafters = [random_checkpoint(tmp_path / f"drafter {number}", LLAMA) for number in range(3)]
     adapters = [random_adapter(tmp_path / f"adapter {number}") for number in range(3)]
     assert joining._difference(about(1), about(0), 1) is None
     weights = adapters[1] / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
-    why = re.escape(f"(hash {joining.model_hash(adapters[1])} on rank 1, {joining.model_hash(adapters[0])} on rank 0)")
-    assert re.fullmatch(f"the files of the LoRA adapter 'one' differ {why}", joining._difference(about(1), about(0), 1))
+    why = re.escape(
+        f"(hash {joining.model_hash(adapters[1])} on rank 1, {joining.model_hash(adapters[0])} on rank 0)"
+    )
+    assert re.fullmatch(
+        f"the files of the LoRA adapter 'one' differ {why}",
+        joining._difference(about(1), about(0), 1),
+    )
     (drafters[2] / "config.json").write_text(json.dumps({**LLAMA, "rope_theta": 5.0}))
-    assert joining._difference(about(2), about(0), 1).startswith("the files of the drafter differ (hash ")
+    assert joining._difference(about(2), about(0), 1).startswith(
+        "the files of the drafter differ (hash "
+    )
     without = {**about(0), "files": {**about(0)["files"], "drafter": None}}
     assert joining._difference(without, about(0), 3) == "the drafter is given on rank 0 alone"
     assert joining._difference(about(0), without, 3) == "the drafter is given on rank 3 alone"
 
 
-def on_both_hosts(function: Any, of_leader: dict[str, Any], of_follower: dict[str, Any]) -> tuple[Any, Any]:
+def on_both_hosts(
+    function: Any, of_leader: dict[str, Any], of_follower: dict[str, Any]
+) -> tuple[Any, Any]:
     """What each host's `function` gives of its own plan, or why it does not."""
 
     def of(record: dict[str, Any], channel: Channel, other: int, own: int) -> Any:
@@ -227,11 +269,21 @@ PLANNED = {"dtype": "float32", "num_blocks": 64, "swap_space_blocks": 63, "bucke
 
 def test_both_hosts_are_told_the_same_of_engines_that_differ():
     for function, changed, why in (
-        (joining.agree, {"buckets": [[4, 4]]}, r"buckets is \[\[4, 4\]\] on rank 1, \[\[2, 2\]\] on rank 0"),
-        (joining.smallest_sizes, {"dtype": "bfloat16"}, "dtype is 'bfloat16' on rank 1, .*: give --dtype on all"),
+        (
+            joining.agree,
+            {"buckets": [[4, 4]]},
+            r"buckets is \[\[4, 4\]\] on rank 1, \[\[2, 2\]\] on rank 0",
+        ),
+        (
+            joining.smallest_sizes,
+            {"dtype": "bfloat16"},
+            "dtype is 'bfloat16' on rank 1, .*: give --dtype on all",
+        ),
     ):
         told, of_follower = on_both_hosts(function, PLANNED, {**PLANNED, **changed})
-        assert told == of_follower and re.fullmatch(f"rank 1 has another engine than rank 0: {why}", told)
+        assert told == of_follower and re.fullmatch(
+            f"rank 1 has another engine than rank 0: {why}", told
+        )
 
 
 @pytest.mark.parametrize(
@@ -245,10 +297,19 @@ def test_both_hosts_are_told_the_same_of_engines_that_differ():
     ],
 )
 def test_the_host_with_the_least_memory_sizes_all_pools(leader, follower, least, caplog):
-    both = (dict(zip(("num_blocks", "swap_space_blocks"), sizes, strict=True)) for sizes in (leader, follower))
-    assert on_both_hosts(joining.smallest_sizes, *(PLANNED | sizes for sizes in both)) == (least, least)
+    both = (
+        dict(zip(("num_blocks", "swap_space_blocks"), sizes, strict=True))
+        for sizes in (leader, follower)
+    )
+    assert on_both_hosts(joining.smallest_sizes, *(PLANNED | sizes for sizes in both)) == (
+        least,
+        least,
+    )
     said = [record.message for record in caplog.records if record.message.startswith("num_blocks")]
-    smaller, no_more = int(follower[0] < leader[0]), "since rank {} has memory for no more; rank {} has memory for 64"
+    smaller, no_more = (
+        int(follower[0] < leader[0]),
+        "since rank {} has memory for no more; rank {} has memory for 64",
+    )
     text = f"num_blocks is {least.get('num_blocks')} on all hosts, {no_more.format(smaller, 1 - smaller)}"
     assert said == [text] * 2 * ("num_blocks" in least)
 
@@ -270,7 +331,9 @@ def test_an_engine_is_planned_again_with_sizes_that_fit_others(directory, monkey
     seen: list[Any] = []
     monkeypatch.setattr(compiling, "load_model", load)
     with pytest.raises(Loads):
-        build_engine(EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), Hooks(planned=planned))
+        build_engine(
+            EngineConfig(model=str(directory), block_size=4, max_num_seqs=2), Hooks(planned=planned)
+        )
     before, after = seen
     assert before.num_blocks > 9 and before.num_host_blocks > 3 and before.max_model_len > 32
     assert (after.num_blocks, after.num_host_blocks, after.max_model_len) == (9, 3, 32)
@@ -293,10 +356,17 @@ def told(directory):
     with make_llm(directory) as llm:
         engine = llm._engine
         engine.events = Recorder(lambda record: records.append(json.loads(json.dumps(record))))
-        params = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=6, ignore_eos=True, logprobs=1)
+        params = SamplingParams(
+            temperature=0.9, seed=5, n=2, max_tokens=6, ignore_eos=True, logprobs=1
+        )
         engine.add("two", engine.prepare(None, (3, 4, 5), params))
         engine.step()
-        engine.add("one", engine.prepare(None, tuple(range(1, 30)), SamplingParams(max_tokens=40, ignore_eos=True)))
+        engine.add(
+            "one",
+            engine.prepare(
+                None, tuple(range(1, 30)), SamplingParams(max_tokens=40, ignore_eos=True)
+            ),
+        )
         engine.step()
         engine.step()
         engine.abort("one")
@@ -323,18 +393,30 @@ def test_a_follower_does_what_it_is_told(told, directory):
 
 @pytest.mark.parametrize(
     ("event", "field", "named"),
-    [("plan", "tables", r"tables\[0\] of its plan"), ("result", "tokens", r"tokens\[0\] of sequence 0 of its result")],
+    [
+        ("plan", "tables", r"tables\[0\] of its plan"),
+        ("result", "tokens", r"tokens\[0\] of sequence 0 of its result"),
+    ],
 )
 def test_the_first_difference_is_told_by_its_step(told, directory, event, field, named):
     records = json.loads(json.dumps(told))
-    step, changed = next((record["step"], record) for record in records if record["event"] == event and record[field])
+    step, changed = next(
+        (record["step"], record) for record in records if record["event"] == event and record[field]
+    )
     changed[field][0] = [0, 1, [0, 9]] if field == "tables" else 999
-    with pytest.raises(Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "):
+    with pytest.raises(
+        Differs, match=f"First difference: step {step}, {named}\n  rank 0: +.*9.*\n  this rank: "
+    ):
         followed(directory, records)
 
 
 DRAFTING = {  # as in test_methods_in_engines
-    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False},
+    **{
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 80,
+        "enable_prefix_caching": False,
+    },
     **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap"},
     "speculative_config": {"method": "token_recycling", "num_speculative_tokens": 7, "tree": True},
 }
@@ -359,7 +441,9 @@ def drafted(directory):
 
 
 def test_a_follower_takes_the_drafts_of_rank_0(drafted, directory):
-    assert sum(len(path) for record in drafted for path in record.get("paths", ())) > 10, "right ones"
+    assert sum(len(path) for record in drafted for path in record.get("paths", ())) > 10, (
+        "right ones"
+    )
     assert all(record["draft_depth"] == 1 for record in drafted if record["event"] == "plan")
     followed(directory, drafted, **DRAFTING)
 
@@ -367,11 +451,14 @@ def test_a_follower_takes_the_drafts_of_rank_0(drafted, directory):
 def test_other_drafts_are_seen_before_they_are_verified(drafted, directory, monkeypatch):
     def others(engine: Any, plan: Any) -> Any:
         return {
-            each: draft._replace(token_ids=draft.token_ids[::-1]) for each, draft in drafts_of(engine, plan).items()
+            each: draft._replace(token_ids=draft.token_ids[::-1])
+            for each, draft in drafts_of(engine, plan).items()
         }
 
     monkeypatch.setattr(replay, "drafts_of", others)
-    with pytest.raises(Differs, match=r"drafts\[0\] of its plan\n  rank 0: +\[1, .*\n  this rank: +\[1, "):
+    with pytest.raises(
+        Differs, match=r"drafts\[0\] of its plan\n  rank 0: +\[1, .*\n  this rank: +\[1, "
+    ):
         followed(directory, drafted, **DRAFTING)
 
 
@@ -412,28 +499,58 @@ def test_a_step_that_fails_names_the_host_that_is_gone(is_gone):
 # ---- two processes
 
 SETTINGS = {
-    **{"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 60},
+    **{
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "block_size": 4,
+        "num_blocks": 18,
+        "max_model_len": 60,
+    },
     **{"dtype": "float32", "preemption_mode": "swap"},
 }
 PROMPTS = [[(7 * i + 3) % 250 + 1 for i in range(length)] for length in (41, 17)]
-ASKED: dict[str, Any] = {"max_tokens": 16, "temperature": 0.9, "seed": 3, "ignore_eos": True, "logprobs": 1}
+ASKED: dict[str, Any] = {
+    "max_tokens": 16,
+    "temperature": 0.9,
+    "seed": 3,
+    "ignore_eos": True,
+    "logprobs": 1,
+}
 
 
 def free_ports() -> int:
     """The first of two that nobody has, below those that the system gives to connections."""
     for port in random.Random(os.getpid()).sample(range(20_000, 30_000), 100):
         first, second = ("127.0.0.1", port), ("127.0.0.1", port + 1)
-        with contextlib.suppress(OSError), socket.create_server(first), socket.create_server(second):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_server(first),
+            socket.create_server(second),
+        ):
             return port
     raise AssertionError("no ports are free")
 
 
 class Host:
-    def __init__(self, model: Path, port: int, rank: int, secret: bytes = SECRET, *words: str) -> None:
-        flags = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    def __init__(
+        self, model: Path, port: int, rank: int, secret: bytes = SECRET, *words: str
+    ) -> None:
+        flags = [
+            word
+            for name, value in SETTINGS.items()
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
         hosts = ["--num-hosts", "2", "--host-rank", str(rank), "--coordinator", f"127.0.0.1:{port}"]
         command = [sys.executable, "-m", "jaxpage", "serve", str(model), *flags, *hosts]
-        command += ["--tensor-parallel-size", "2", "--host-timeout-seconds", "30", "--port", "0", *words]
+        command += [
+            "--tensor-parallel-size",
+            "2",
+            "--host-timeout-seconds",
+            "30",
+            "--port",
+            "0",
+            *words,
+        ]
         environment = {**os.environ, "JAXPAGE_HOSTS_SECRET": secret.decode()}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.said = ""
@@ -470,14 +587,28 @@ def started(*arguments: Any) -> Iterator[Host]:
         host.process.stderr.close()
 
 
-def wanted(directory: Path, lora: LoRARequest | None = None, **asked: Any) -> list[tuple[list[int], list[float]]]:
+def wanted(
+    directory: Path, lora: LoRARequest | None = None, **asked: Any
+) -> list[tuple[list[int], list[float]]]:
     """Of one process."""
     params = SamplingParams(**{**ASKED, **asked})
-    settings = {**SETTINGS, "tensor_parallel_reduction": "invariant", "enable_lora": lora is not None}
+    settings = {
+        **SETTINGS,
+        "tensor_parallel_reduction": "invariant",
+        "enable_lora": lora is not None,
+    }
     with LLM(str(directory), **settings, use_tqdm=False) as llm:
-        outputs = [llm.generate(prompt, params, use_tqdm=False, lora_request=lora)[0] for prompt in PROMPTS]
+        outputs = [
+            llm.generate(prompt, params, use_tqdm=False, lora_request=lora)[0] for prompt in PROMPTS
+        ]
     return [
-        (one.token_ids, [entries[token].logprob for token, entries in zip(one.token_ids, one.logprobs, strict=True)])
+        (
+            one.token_ids,
+            [
+                entries[token].logprob
+                for token, entries in zip(one.token_ids, one.logprobs, strict=True)
+            ],
+        )
         for output in outputs
         for one in output.outputs
     ]
@@ -486,7 +617,9 @@ def wanted(directory: Path, lora: LoRARequest | None = None, **asked: Any) -> li
 def answered(url: str, **asked: Any) -> list[tuple[list[int], list[float]]]:
     body = {"model": "m", "prompt": PROMPTS, **ASKED, "return_token_ids": True, **asked}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120).raise_for_status().json()
-    return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]]
+    return [
+        (choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in answer["choices"]
+    ]
 
 
 JOINS = """
@@ -503,7 +636,9 @@ sys.exit("rank 1 has ended")
 def test_rank_0_whose_start_fails_does_not_wait_for_the_host_that_is_gone():
     address = f"127.0.0.1:{free_ports()}"
     both = [
-        subprocess.Popen([sys.executable, "-c", JOINS, address, rank], stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", JOINS, address, rank], stderr=subprocess.PIPE, text=True
+        )
         for rank in "01"
     ]
     said = [process.communicate(timeout=180)[1] for process in both]
@@ -511,7 +646,8 @@ def test_rank_0_whose_start_fails_does_not_wait_for_the_host_that_is_gone():
     assert said[0].endswith("rank 1 has ended\n"), "and nothing of JAX behind it"
 
 
-@pytest.mark.sweep  # half a minute of processes that wait for each other, on a machine that may be busy
+# half a minute of processes that wait for each other, on a machine that may be busy
+@pytest.mark.sweep
 def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tmp_path):
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
     port = free_ports()
@@ -521,21 +657,31 @@ def test_two_processes_serve_what_one_computes_until_one_is_killed(directory, tm
         started(other, port, 1) as mistaken,
     ):
         assert stranger.ended() == 1 and "the secret is another one" in stranger.said
-        assert mistaken.ended() == 1 and re.search("refuses this rank: the files of the model differ", mistaken.said)
+        assert mistaken.ended() == 1 and re.search(
+            "refuses this rank: the files of the model differ", mistaken.said
+        )
         with started(directory, port, 1) as follower:  # it joins late
             want = wanted(directory)  # compiled meanwhile
             url = leader.wait_for(r"http://[^\s/\"]+")
             assert answered(url) == want, "to the last bit"
             swapped = re.search(
-                r'^jaxpage.num_preemptions_total\S*mode="swap"\S* (\d+)', httpx.get(f"{url}/metrics").text, re.M
+                r'^jaxpage.num_preemptions_total\S*mode="swap"\S* (\d+)',
+                httpx.get(f"{url}/metrics").text,
+                re.M,
             )
             assert swapped and int(swapped[1]) > 0
             refusal = httpx.post(f"{url}/v1/embeddings", json={"model": "m", "input": [1, 2]})
             assert refusal.status_code == 400 and "on 2 hosts" in refusal.text
             assert httpx.get(f"{url}/health").status_code == 200
-            follower.process.send_signal(signal.SIGSTOP)  # or what is asked next would have ended before it is killed
+            # or what is asked next would have ended before it is killed
+            follower.process.send_signal(signal.SIGSTOP)
             with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(httpx.post, f"{url}/v1/completions", json={"model": "m", "prompt": [1]}, timeout=60)
+                asked = pool.submit(
+                    httpx.post,
+                    f"{url}/v1/completions",
+                    json={"model": "m", "prompt": [1]},
+                    timeout=60,
+                )
                 time.sleep(3)  # the request is there by then, also on a busy machine
                 follower.process.send_signal(signal.SIGKILL)
                 killed = time.monotonic()
@@ -553,7 +699,10 @@ def test_a_rank_that_hangs_is_seen_in_time(directory):
     port, seconds = free_ports(), 8
     flags = [SECRET, "--host-timeout-seconds", str(seconds), "--served-model-name", "m"]
     flags += ["--max-model-len", "256", "--num-blocks", "70"]  # a request runs for a second or two
-    with started(directory, port, 0, *flags) as leader, started(directory, port, 1, *flags) as follower:
+    with (
+        started(directory, port, 0, *flags) as leader,
+        started(directory, port, 1, *flags) as follower,
+    ):
         url = leader.wait_for(r"http://[^\s/\"]+")
         body = {"model": "m", "prompt": PROMPTS[1], "max_tokens": 235, "ignore_eos": True}
         body |= {"stream": True, "return_token_ids": True}  # a chunk for each token
@@ -578,7 +727,14 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
     """The log of rank 0 is that of one process with two devices, weights included."""
     drafting = json.dumps({"method": "token_recycling", "num_speculative_tokens": 3, "tree": True})
     both, port, log = ["--speculative-config", drafting], free_ports(), tmp_path / "log"
-    kept = ["--event-log", str(log), "--incident-steps", "99", "--incident-directory", str(tmp_path)]
+    kept = [
+        "--event-log",
+        str(log),
+        "--incident-steps",
+        "99",
+        "--incident-directory",
+        str(tmp_path),
+    ]
     kept += ["--incident-token-ids", "--served-model-name", "m"]
     with (
         started(directory, port, 0, SECRET, *both, *kept) as leader,
@@ -589,7 +745,9 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
         assert [answered(url, temperature=0.0) for _ in range(2)] == [want] * 2, "to the last bit"
         incident = httpx.post(f"{url}/debug/incident").raise_for_status().json()
         right = re.search(
-            r"^jaxpage.spec_decode_num_accepted_tokens_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M
+            r"^jaxpage.spec_decode_num_accepted_tokens_total\S* (\d+)",
+            httpx.get(f"{url}/metrics").text,
+            re.M,
         )
         assert right and int(right[1]) > 10
         leader.process.terminate()
@@ -597,7 +755,9 @@ def test_two_processes_draft_and_keep_a_log(directory, tmp_path):
     flags = f"--xla_force_host_platform_device_count=2 {os.environ.get('XLA_FLAGS', '')}"
     for path in (log, tmp_path / incident["file"]):
         again = [sys.executable, "-m", "jaxpage", "replay", str(path)]
-        said = subprocess.run(again, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True)
+        said = subprocess.run(
+            again, env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True
+        )
         assert said.returncode == 0, said.stdout + said.stderr
 
 
@@ -607,12 +767,20 @@ def random_adapter(directory: Path) -> Path:
     for layer in range(2):
         for module, num_in in (("self_attn.q_proj", 64), ("mlp.down_proj", 160)):
             for name, shape in (("A", (4, num_in)), ("B", (64, 4))):
-                tensors[f"base_model.model.model.layers.{layer}.{module}.lora_{name}.weight"] = rng.normal(size=shape)
+                tensors[f"base_model.model.model.layers.{layer}.{module}.lora_{name}.weight"] = (
+                    rng.normal(size=shape)
+                )
     directory.mkdir()
     save_file(
-        {name: array.astype(np.float32) for name, array in tensors.items()}, directory / "adapter_model.safetensors"
+        {name: array.astype(np.float32) for name, array in tensors.items()},
+        directory / "adapter_model.safetensors",
     )
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 1, "target_modules": ["q_proj", "down_proj"]}
+    config = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 1,
+        "target_modules": ["q_proj", "down_proj"],
+    }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return directory
 
@@ -630,7 +798,9 @@ def test_two_processes_take_several_steps_at_once_with_an_adapter(directory, tmp
         url = leader.wait_for(r"http://[^\s/\"]+")
         assert answered(url, model="one") == want != plain, "to the last bit"
         assert answered(url) == plain
-        steps = re.search(r"^jaxpage.engine_steps_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M)
+        steps = re.search(
+            r"^jaxpage.engine_steps_total\S* (\d+)", httpx.get(f"{url}/metrics").text, re.M
+        )
         assert steps and int(steps[1]) < 40, "fewer than tokens"
         leader.process.terminate()
         assert (leader.ended(), other.ended()) == (0, 0)

@@ -53,7 +53,10 @@ class Shared:
     def get(self, **settings):
         if settings != self._settings:
             self.close()
-            self._running, self._settings = self._stack.enter_context(serving(self.built, **settings)), settings
+            self._running, self._settings = (
+                self._stack.enter_context(serving(self.built, **settings)),
+                settings,
+            )
         return self._running
 
     def close(self):
@@ -99,7 +102,9 @@ def error_of_path(path: str, content: bytes) -> None:
     if dialect_of(path.partition("?")[0]).error is ApiError.body:
         assert error_of(content)["code"] == "invalid_api_key"
     else:
-        assert "No valid API key" in str(json.loads(content)) and not OF_THE_MACHINE.search(content.decode())
+        assert "No valid API key" in str(json.loads(content)) and not OF_THE_MACHINE.search(
+            content.decode()
+        )
 
 
 def nothing_runs(running):
@@ -146,19 +151,32 @@ HOSTS = ["localhost", "a/?x=", "localhost/health?", "/health", "[::1", "a@/healt
 
 def paths_of(running) -> list[str]:
     routes = [route for route in running.app.routes if isinstance(route, Route)]
-    return [re.sub(r"\{name(:path)?\}", "demo", route.path) for route in routes] + ["/nothing", "/docs", "/debug", "*"]
+    return [re.sub(r"\{name(:path)?\}", "demo", route.path) for route in routes] + [
+        "/nothing",
+        "/docs",
+        "/debug",
+        "*",
+    ]
 
 
 def closed_paths(running) -> list[str]:
     """All but the two for load balancers, and the files of the page with what leads to them, which are the same for everybody."""
-    return [path for path in paths_of(running) if path not in ("/", "/health", "/ready") and not path.startswith("/ui")]
+    return [
+        path
+        for path in paths_of(running)
+        if path not in ("/", "/health", "/ready") and not path.startswith("/ui")
+    ]
 
 
 def test_every_path_needs_a_key(guarded):
     """Whether there is anything at it or not, by whatever method, however it is spelled and whatever the Host says."""
     paths = closed_paths(guarded)
     assert len(paths) > 15 and "/debug/state" in paths and COMPLETIONS in paths
-    requests = [(method, path, {}) for path in paths for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT")]
+    requests = [
+        (method, path, {})
+        for path in paths
+        for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE", "PUT")
+    ]
     requests += [
         ("GET", path, wrong)
         for path in paths
@@ -166,7 +184,12 @@ def test_every_path_needs_a_key(guarded):
         if not path.startswith("/v1/messages") or "X-Api-Key" not in wrong
     ]
     requests += [("GET", path, {"Host": host}) for path in paths for host in HOSTS]
-    requests += [("GET", spelling.format(path), {}) for path in paths if path != "*" for spelling in SPELLINGS]
+    requests += [
+        ("GET", spelling.format(path), {})
+        for path in paths
+        if path != "*"
+        for spelling in SPELLINGS
+    ]
     for method, path, headers in requests:
         body = {} if method in ("POST", "PUT") else None
         status, answered, content = ask(guarded, method, path, body, **headers)
@@ -190,7 +213,9 @@ def test_a_key_opens_and_some_paths_are_open(guarded):
 
 def test_the_root_leads_to_the_page_where_there_is_one(guarded):
     status, answered, _ = ask(guarded, "GET", "/")
-    assert (status, answered["location"]) == (307, "ui/"), "relative: a proxy may have put the server elsewhere"
+    assert (status, answered["location"]) == (307, "ui/"), (
+        "relative: a proxy may have put the server elsewhere"
+    )
     assert b"<title>jaxpage</title>" in ask(guarded, "GET", "/ui/")[2]
 
 
@@ -203,8 +228,22 @@ def test_two_authorizations_are_none(guarded):
 
 
 NAMES = ["localhost", "LocalHost:8000", "127.0.0.1", "127.1.2.3:80", "[::1]", "[::1]:9"]
-FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "192.168.0.1", "0.0.0.0"]
-FOREIGN += ["[::2]", "localhost@evil.example", "localhost:x", "localhost, evil.example", "2130706433", *HOSTS[1:]]
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.nip.io",
+    "192.168.0.1",
+    "0.0.0.0",
+]
+FOREIGN += [
+    "[::2]",
+    "localhost@evil.example",
+    "localhost:x",
+    "localhost, evil.example",
+    "2130706433",
+    *HOSTS[1:],
+]
 
 
 def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_site(open_server):
@@ -213,13 +252,22 @@ def test_without_keys_everybody_on_this_machine_comes_in_and_no_page_of_another_
     for path in ("/v1/models", "/health", "/nothing"):
         usual = ask(open_server, "GET", path)[0]
         for host in NAMES:
-            assert ask(open_server, "GET", path, Host=host, Origin=f"http://{host}")[0] == usual != 403, host
+            assert (
+                ask(open_server, "GET", path, Host=host, Origin=f"http://{host}")[0] == usual != 403
+            ), host
         for host in FOREIGN:
             status, _, body = ask(open_server, "GET", path, Host=host)
             assert status in (400, 403), host
             assert status == 400 or error_of(body)["code"] == "foreign_host"
     assert ask(open_server, "GET", "/health", Host="evil.example")[0] == 403
-    for origin in ("http://evil.example", "null", "https://localhost", "http://localhost:3000", "file://", "localhost"):
+    for origin in (
+        "http://evil.example",
+        "null",
+        "https://localhost",
+        "http://localhost:3000",
+        "file://",
+        "localhost",
+    ):
         for method, path in (("POST", COMPLETIONS), ("GET", "/metrics"), ("OPTIONS", COMPLETIONS)):
             status, _, body = ask(open_server, method, path, Origin=origin)
             assert status == 403 and error_of(body)["code"] == "foreign_origin"
@@ -231,24 +279,52 @@ def test_what_a_browser_sends_for_another_page_is_refused_without_an_origin_too(
         for mode in ("no-cors", "cors", "same-origin"):
             asked = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": mode}
             assert ask(open_server, "GET", "/metrics", **asked)[0] == 403
-        followed = {"Sec_Fetch_Site": site, "Sec_Fetch_Mode": "navigate", "Referer": "http://evil.example/"}
+        followed = {
+            "Sec_Fetch_Site": site,
+            "Sec_Fetch_Mode": "navigate",
+            "Referer": "http://evil.example/",
+        }
         assert ask(open_server, "GET", "/health", **followed)[0] == 200
         assert ask(open_server, "POST", COMPLETIONS, SHORT, **followed)[0] == 403
-    assert ask(open_server, "POST", COMPLETIONS, SHORT, Referer="http://evil.example/page")[0] == 403
-    own = {"Host": "localhost:8000", "Origin": "http://localhost:8000", "Referer": "http://localhost:8000/ui/"}
-    assert ask(open_server, "POST", COMPLETIONS, SHORT, **own, Sec_Fetch_Site="same-origin")[0] == 200
-    assert ask(open_server, "GET", "/health", Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate")[0] == 200
+    assert (
+        ask(open_server, "POST", COMPLETIONS, SHORT, Referer="http://evil.example/page")[0] == 403
+    )
+    own = {
+        "Host": "localhost:8000",
+        "Origin": "http://localhost:8000",
+        "Referer": "http://localhost:8000/ui/",
+    }
+    assert (
+        ask(open_server, "POST", COMPLETIONS, SHORT, **own, Sec_Fetch_Site="same-origin")[0] == 200
+    )
+    assert (
+        ask(open_server, "GET", "/health", Sec_Fetch_Site="none", Sec_Fetch_Mode="navigate")[0]
+        == 200
+    )
 
 
 def test_with_keys_or_for_other_machines_any_name_will_do(built):
     with serving(built, api_keys=(KEY,)) as running:
-        asked = {"Host": "model.example", "Origin": "http://model.example", "Authorization": f"Bearer {KEY}"}
+        asked = {
+            "Host": "model.example",
+            "Origin": "http://model.example",
+            "Authorization": f"Bearer {KEY}",
+        }
         assert ask(running, "GET", "/v1/models", **asked)[0] == 200
     with serving(built, host="0.0.0.0", profile_directory="/nowhere") as running:
-        assert ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0] == 200
-        for path in ("/start_profile", "/stop_profile"):  # which any page could ask for: they take no JSON
+        assert (
+            ask(running, "GET", "/v1/models", Host="model.example", Origin="http://page.example")[0]
+            == 200
+        )
+        # which any page could ask for: they take no JSON
+        for path in ("/start_profile", "/stop_profile"):
             assert ask(running, "POST", path, Origin="http://page.example")[0] == 403
-            assert ask(running, "POST", path, b"a=b", Content_Type="application/x-www-form-urlencoded")[0] == 415
+            assert (
+                ask(
+                    running, "POST", path, b"a=b", Content_Type="application/x-www-form-urlencoded"
+                )[0]
+                == 415
+            )
         assert ask(running, "POST", "/stop_profile")[0] == 409
 
 
@@ -256,10 +332,30 @@ def test_with_keys_or_for_other_machines_any_name_will_do(built):
 
 SECRET = "hunter2"
 REFUSED = [
-    ("POST", COMPLETIONS, {**SHORT, "temperature": 9}, {"status": 400, "path": COMPLETIONS, "param": "temperature"}),
-    ("POST", COMPLETIONS, {**SHORT, "prompt": SECRET * 9999}, {"param": "prompt", "code": "context_length_exceeded"}),
-    ("POST", COMPLETIONS, {**SHORT, "model": SECRET}, {"status": 404, "param": "model", "code": "model_not_found"}),
-    ("POST", COMPLETIONS, {**SHORT, "stop": [SECRET, 5]}, {"status": 400, "path": COMPLETIONS, "reason": "invalid"}),
+    (
+        "POST",
+        COMPLETIONS,
+        {**SHORT, "temperature": 9},
+        {"status": 400, "path": COMPLETIONS, "param": "temperature"},
+    ),
+    (
+        "POST",
+        COMPLETIONS,
+        {**SHORT, "prompt": SECRET * 9999},
+        {"param": "prompt", "code": "context_length_exceeded"},
+    ),
+    (
+        "POST",
+        COMPLETIONS,
+        {**SHORT, "model": SECRET},
+        {"status": 404, "param": "model", "code": "model_not_found"},
+    ),
+    (
+        "POST",
+        COMPLETIONS,
+        {**SHORT, "stop": [SECRET, 5]},
+        {"status": 400, "path": COMPLETIONS, "reason": "invalid"},
+    ),
     ("POST", "/tokenize", f'{{"{SECRET}'.encode(), {"status": 400, "path": "/tokenize"}),
     ("GET", f"/v1/{SECRET}", None, {"status": 404, "reason": "not_found"}),
     ("GET", f"/v1/models/{SECRET}", None, {"status": 404, "code": "model_not_found"}),
@@ -268,8 +364,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "body", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED])
-def test_a_refusal_is_a_line_without_the_client_s_text(open_server, caplog, method, path, body, told):
+@pytest.mark.parametrize(
+    ("method", "path", "body", "told"), REFUSED, ids=[f"{row[0]} {row[1]}" for row in REFUSED]
+)
+def test_a_refusal_is_a_line_without_the_client_s_text(
+    open_server, caplog, method, path, body, told
+):
     caplog.set_level(logging.INFO, logger="jaxpage")
     ask(open_server, method, path, body, x_request_id="r-1")
     [record] = [record for record in caplog.records if record.message == "refused"]
@@ -282,13 +382,19 @@ def test_a_refusal_tells_a_path_of_the_servers_own_before_it_is_routed(guarded, 
     caplog.set_level(logging.INFO, logger="jaxpage")
     for path in ("/v1/models", "/metrics", f"/v1/{SECRET}", "/v1/models/demo"):
         assert ask(guarded, "GET", path)[0] == 401
-    told = [getattr(record, "path", None) for record in caplog.records if record.message == "refused"]
+    told = [
+        getattr(record, "path", None) for record in caplog.records if record.message == "refused"
+    ]
     assert told == ["/v1/models", "/metrics", None, None]
 
 
 def test_what_is_answered_is_no_line(open_server, caplog):
     caplog.set_level(logging.INFO, logger="jaxpage")
-    assert ask(open_server, "POST", COMPLETIONS, SHORT)[0] == ask(open_server, "GET", "/health")[0] == 200
+    assert (
+        ask(open_server, "POST", COMPLETIONS, SHORT)[0]
+        == ask(open_server, "GET", "/health")[0]
+        == 200
+    )
     assert not caplog.records
 
 
@@ -305,9 +411,14 @@ def test_small_answers(open_server):
     assert [model["id"] for model in models] == ["demo"] and models[0]["max_model_len"] == 512
     assert json.loads(ask(open_server, "GET", "/v1/models/demo")[2]) == models[0]
     assert b"jaxpage_num_blocks_free" in ask(open_server, "GET", "/metrics")[2]
-    tokens = json.loads(ask(open_server, "POST", "/tokenize", {"model": "demo", "prompt": "Once"})[2])["tokens"]
+    tokens = json.loads(
+        ask(open_server, "POST", "/tokenize", {"model": "demo", "prompt": "Once"})[2]
+    )["tokens"]
     assert (
-        json.loads(ask(open_server, "POST", "/detokenize", {"model": "demo", "tokens": tokens})[2])["prompt"] == "Once"
+        json.loads(ask(open_server, "POST", "/detokenize", {"model": "demo", "tokens": tokens})[2])[
+            "prompt"
+        ]
+        == "Once"
     )
 
 
@@ -334,17 +445,26 @@ def test_small_answers(open_server):
 def test_what_is_not_there(open_server, method, path, status, code):
     answered, headers, body = ask(open_server, method, path)
     error = error_of(body)
-    assert answered == status and (code is None or error["code"] == code) and "location" not in headers
+    assert (
+        answered == status and (code is None or error["code"] == code) and "location" not in headers
+    )
     assert status != 405 or headers["allow"]
 
 
 def test_request_ids_are_echoed_or_made(open_server):
-    assert ask(open_server, "GET", "/health", X_Request_Id="mine-1.2_3")[1]["x-request-id"] == "mine-1.2_3"
+    assert (
+        ask(open_server, "GET", "/health", X_Request_Id="mine-1.2_3")[1]["x-request-id"]
+        == "mine-1.2_3"
+    )
     for odd in ("x" * 129, "a b", "é", 'a"b', "a;b"):
         made = ask(open_server, "GET", "/health", X_Request_Id=odd)[1]["x-request-id"]
         assert re.fullmatch(r"[0-9a-f]{32}", made)
-    _, headers, body = ask(open_server, "POST", COMPLETIONS, {**SHORT, "temprature": 1}, X_Request_Id="same")
-    assert headers["x-jaxpage-ignored-fields"] == "temprature" and "same" not in json.loads(body)["id"]
+    _, headers, body = ask(
+        open_server, "POST", COMPLETIONS, {**SHORT, "temprature": 1}, X_Request_Id="same"
+    )
+    assert (
+        headers["x-jaxpage-ignored-fields"] == "temprature" and "same" not in json.loads(body)["id"]
+    )
     assert headers["x-content-type-options"] == "nosniff" and "server" not in headers
 
 
@@ -366,7 +486,9 @@ def test_request_ids_are_echoed_or_made(open_server):
 )
 def test_bodies_are_plain_json(open_server, headers, status):
     answered, _, body = ask(open_server, "POST", COMPLETIONS, {**SHORT, "max_tokens": 1}, **headers)
-    assert answered == status and (status == 200 or error_of(body)["type"] == "invalid_request_error")
+    assert answered == status and (
+        status == 200 or error_of(body)["type"] == "invalid_request_error"
+    )
 
 
 @pytest.mark.parametrize("kind", ["application/x-www-form-urlencoded", "", "text/plain"])
@@ -375,7 +497,10 @@ def test_ollamas_paths_take_json_under_any_name_but_from_no_other_page(built, op
     body = json.dumps({"model": "demo", "prompt": "a", "raw": True, "stream": False}).encode()
     for path in ("/api/generate", "/api/show"):
         assert ask(open_server, "POST", path, body, Content_Type=kind)[0] == 200
-        assert ask(open_server, "POST", path, body, Content_Type=kind, Content_Encoding="gzip")[0] == 415
+        assert (
+            ask(open_server, "POST", path, body, Content_Type=kind, Content_Encoding="gzip")[0]
+            == 415
+        )
     with serving(built, host="0.0.0.0") as running:
         foreign = {"Origin": "http://page.example", "Host": "model.example"}
         assert ask(running, "POST", "/api/show", body, Content_Type=kind, **foreign)[0] == 403
@@ -386,12 +511,21 @@ def test_a_body_has_a_limit_with_and_without_a_length(built):
         fits = json.dumps(SHORT).encode().ljust(2000)
         assert ask(running, "POST", COMPLETIONS, fits)[0] == 200
         status, headers, body = ask(running, "POST", COMPLETIONS, fits + b" ")
-        assert status == 413 and "2000 bytes" in error_of(body)["message"] and headers["connection"] == "close"
-        with running.connect() as client:  # it says that it is long, and nothing of it is waited for
+        assert (
+            status == 413
+            and "2000 bytes" in error_of(body)["message"]
+            and headers["connection"] == "close"
+        )
+        # it says that it is long, and nothing of it is waited for
+        with running.connect() as client:
             client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000000000"))
             assert answer_of(client)[0] == 413
         with running.connect() as client:
-            client.sendall(request_bytes("POST", COMPLETIONS, b"", Content_Length="", Transfer_Encoding="chunked"))
+            client.sendall(
+                request_bytes(
+                    "POST", COMPLETIONS, b"", Content_Length="", Transfer_Encoding="chunked"
+                )
+            )
             for _ in range(3):
                 client.sendall(b"3e8\r\n" + b" " * 1000 + b"\r\n")
             assert answer_of(client)[0] == 413
@@ -425,7 +559,9 @@ def test_who_still_sends_what_is_not_http_gets_an_answer_and_is_not_waited_for(b
         wait_until(lambda: not running.uvicorn.connections)  # though the client is still there
 
 
-@pytest.mark.parametrize("raw", [b"\x16\x03\x01\x02\x00\x01", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n"])
+@pytest.mark.parametrize(
+    "raw", [b"\x16\x03\x01\x02\x00\x01", b"hello\r\n\r\n", b"GET / HTTP/1.1\r\nA B: c\r\n\r\n"]
+)
 def test_what_is_not_http(open_server, raw):
     with open_server.connect() as client:
         client.sendall(raw + b"\r\n")
@@ -453,7 +589,10 @@ def test_a_body_of_two_lengths_smuggles_no_request(open_server, lengths, version
                 client.sendall(piece)
             answered = all_of(client)
         assert answered.count(b"HTTP/1.1 ") == 1 and b'"version"' not in answered
-        assert answered.startswith(b"HTTP/1.1 400 ") and b"Transfer-Encoding exclude each other" in answered
+        assert (
+            answered.startswith(b"HTTP/1.1 400 ")
+            and b"Transfer-Encoding exclude each other" in answered
+        )
         assert b"connection: close" in answered.lower()
 
 
@@ -464,7 +603,12 @@ def all_of(client: socket.socket) -> bytes:
     return data
 
 
-ABSOLUTE = ["http://localhost{}", "HTTP://localhost:8000{}", "https://127.0.0.1{}", "http://[::1]:1{}"]
+ABSOLUTE = [
+    "http://localhost{}",
+    "HTTP://localhost:8000{}",
+    "https://127.0.0.1{}",
+    "http://[::1]:1{}",
+]
 
 
 def test_a_target_may_be_a_url(open_server):
@@ -480,7 +624,11 @@ def test_a_target_may_be_a_url(open_server):
     for host in ("evil.example", "localhost.evil.example:80", "health"):
         status, _, body = ask(open_server, "GET", f"http://{host}/health", Host="localhost")
         assert status == 403 and error_of(body)["code"] == "foreign_host"
-    for target in ("http:///health", "http://a@localhost/health", "http://localhost@evil.example/health"):
+    for target in (
+        "http:///health",
+        "http://a@localhost/health",
+        "http://localhost@evil.example/health",
+    ):
         assert ask(open_server, "GET", target)[0] == 400
 
 
@@ -491,7 +639,9 @@ def test_a_key_is_asked_for_on_the_path_of_a_url(guarded):
                 assert ask(guarded, "GET", form.format(path))[0] == 401, (form, path)
     for path in ("/health", "/ready", "/ui/"):
         assert ask(guarded, "GET", f"http://x{path}")[0] == 200
-    assert ask(guarded, "GET", "http://x?/v1/models")[0] == 307, "the path is /, which leads to the page"
+    assert ask(guarded, "GET", "http://x?/v1/models")[0] == 307, (
+        "the path is /, which leads to the page"
+    )
     for target in (
         "ftp://x/health",
         "/http://x/health",
@@ -522,7 +672,12 @@ def test_empty_lines_before_a_request_are_skipped(open_server, empty):
     with open_server.connect() as client:
         client.sendall(empty + asked)
         assert answer_of(client)[0] == 200
-        for piece in (empty[:1], empty[1:], request_bytes("GET", "/health")[:9], request_bytes("GET", "/health")[9:]):
+        for piece in (
+            empty[:1],
+            empty[1:],
+            request_bytes("GET", "/health")[:9],
+            request_bytes("GET", "/health")[9:],
+        ):
             client.sendall(piece)
             time.sleep(0.01)  # so that it comes by itself, mostly
         assert json.loads(answer_of(client)[2]) == {"status": "ok"}
@@ -547,10 +702,15 @@ def test_slow_senders_lose_their_connection(built, monkeypatch):
         with running.connect() as client:  # the body stops in the middle
             client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="100"))
             status, headers, body = answer_of(client)
-            assert status == 408 and "0.5 s" in error_of(body)["message"] and headers["connection"] == "close"
+            assert (
+                status == 408
+                and "0.5 s" in error_of(body)["message"]
+                and headers["connection"] == "close"
+            )
             assert client.recv(1) == b""
         for beginning in (b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
-            with running.connect() as client:  # headers that never end; they may come in small pieces
+            # headers that never end; they may come in small pieces
+            with running.connect() as client:
                 client.sendall(beginning)
                 with contextlib.suppress(ConnectionError):
                     for _ in range(600):
@@ -571,7 +731,9 @@ def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
     with serving(built, slow_reader_seconds=1.5, send_buffer=4096) as running:
         expected = reference(running)
         with running.connect(receive_buffer=4096) as client:
-            client.sendall(request_bytes("POST", COMPLETIONS, {**LONG, "stream": True, "logprobs": 5}))
+            client.sendall(
+                request_bytes("POST", COMPLETIONS, {**LONG, "stream": True, "logprobs": 5})
+            )
             assert reference(running) == expected  # meanwhile
             wait_until(lambda: running.aborted() == {"slow_reader": 1} and nothing_runs(running))
         whole = {**LONG, "logprobs": 5}
@@ -579,13 +741,19 @@ def test_who_does_not_read_is_cut_and_ends_nothing_but_itself(built):
             client.sendall(request_bytes("POST", COMPLETIONS, whole))
             wait_until(lambda: running.uvicorn.total_requests >= 3)
             wait_until(lambda: not running.uvicorn.connections)
-        with running.connect(receive_buffer=4096) as client:  # who reads all the time, however slowly, gets everything
-            client.sendall(request_bytes("POST", COMPLETIONS, {**whole, "max_tokens": 150}, Connection="close"))
+        # who reads all the time, however slowly, gets everything
+        with running.connect(receive_buffer=4096) as client:
+            client.sendall(
+                request_bytes("POST", COMPLETIONS, {**whole, "max_tokens": 150}, Connection="close")
+            )
             data = b""
             while part := client.recv(2048):
                 data += part
                 time.sleep(0.1)
-            assert len(json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["logprobs"]["tokens"]) == 150
+            assert (
+                len(json.loads(data.partition(b"\r\n\r\n")[2])["choices"][0]["logprobs"]["tokens"])
+                == 150
+            )
 
 
 def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
@@ -606,7 +774,9 @@ def test_a_stream_that_is_silent_says_that_it_lives(built, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["body", "queued", "prompt", "decoding"])
-def test_who_leaves_takes_everything_along_before_the_next_step(built, monkeypatch, caplog, phase, stream):
+def test_who_leaves_takes_everything_along_before_the_next_step(
+    built, monkeypatch, caplog, phase, stream
+):
     body = {**LONG, "prompt": "word " * 120, "n": 2, "stream": stream, "seed": 1, "temperature": 1}
     raw = request_bytes("POST", COMPLETIONS, body)
     with serving(built) as running:
@@ -673,14 +843,18 @@ def test_what_stands_behind_the_last_request_is_dropped(built, monkeypatch):
             client.sendall(request_bytes("POST", COMPLETIONS, SHORT, Connection="close"))
             gate.entered.acquire()
             client.sendall(b"\r\n" + request_bytes("GET", "/version"))
-            wait_until(lambda: any(connection._num_dropped for connection in running.uvicorn.connections))
+            wait_until(
+                lambda: any(connection._num_dropped for connection in running.uvicorn.connections)
+            )
             gate.open()
             answered = all_of(client)
         assert answered.count(b"HTTP/1.1 ") == 1 and expected.encode() in answered
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(built, monkeypatch, stream):
+def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(
+    built, monkeypatch, stream
+):
     body = {**SHORT, "stream": stream}
     with serving(built) as running:
         expected = reference(running)
@@ -696,7 +870,10 @@ def test_far_too_much_behind_a_request_is_dropped_and_its_answer_is_the_last(bui
             answer.begin()
             text = answer.read().decode()
             assert answer.status == 200 and client.recv(1) == b""
-            assert stream or (json.loads(text)["choices"][0]["text"], answer.headers["connection"]) == (
+            assert stream or (
+                json.loads(text)["choices"][0]["text"],
+                answer.headers["connection"],
+            ) == (
                 expected,
                 "close",
             )
@@ -741,7 +918,9 @@ def test_who_sends_no_more_gets_an_answer(built, monkeypatch, stream):
             text = answer.read().decode()
             assert answer.status == 200 and client.recv(1) == b""
         if stream:
-            events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+            events = [
+                json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")
+            ]
             assert "".join(event["choices"][0]["text"] for event in events) == expected
             assert text.endswith("data: [DONE]\n\n")
         else:
@@ -755,7 +934,8 @@ def test_requests_behind_each_other_are_all_answered_behind_the_end_of_them(buil
         expected = reference(running)
         gate = Gate(monkeypatch, built.engine)
         asked = request_bytes("POST", COMPLETIONS, SHORT)
-        for rest in (b"", asked[:40], asked[:-5]):  # the last one is half there, and nobody waits for it
+        # the last one is half there, and nobody waits for it
+        for rest in (b"", asked[:40], asked[:-5]):
             with running.connect() as client:
                 client.sendall(asked + request_bytes("GET", "/version") + asked + rest)
                 client.shutdown(socket.SHUT_WR)
@@ -808,7 +988,9 @@ class Reading:
 
 
 @pytest.mark.parametrize(("path", "num_threads"), [(COMPLETIONS, 2), ("/tokenize", 1)])
-def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(built, monkeypatch, path, num_threads):
+def test_what_waits_to_be_read_is_dropped_when_its_client_leaves(
+    built, monkeypatch, path, num_threads
+):
     reading = Reading(monkeypatch)
     raw = request_bytes("POST", path, SHORT if path == COMPLETIONS else {"prompt": "Once"})
     with serving(built) as running, contextlib.ExitStack() as clients:
@@ -845,7 +1027,8 @@ def test_the_time_of_a_request_is_over_while_it_waits_to_be_read(built, monkeypa
 
 def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch):
     known, refused, first, other = (
-        {**SHORT, "structured_outputs": {"regex": regex}} for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
+        {**SHORT, "structured_outputs": {"regex": regex}}
+        for regex in ("[a-c]{3}", "(", "[d-f]{3}", "[g-i]{3}")
     )
     begun, goes_on, compiled = threading.Event(), threading.Event(), built.engine.compiled
 
@@ -855,7 +1038,10 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
         return compiled(params)
 
     with serving(built) as running:
-        assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+        assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [
+            200,
+            400,
+        ]
         monkeypatch.setattr(built.engine, "compiled", held)
         with running.connect() as one, running.connect() as next_one:
             one.sendall(request_bytes("POST", COMPLETIONS, first))
@@ -863,7 +1049,9 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
             monkeypatch.setattr(preparing, "GRAMMAR_QUEUE_SECONDS", 0.0)
             next_one.sendall(request_bytes("POST", COMPLETIONS, other))
             try:
-                assert [ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)] == [200, 400]
+                assert [
+                    ask(running, "POST", COMPLETIONS, body)[0] for body in (known, refused)
+                ] == [200, 400]
             finally:
                 goes_on.set()
             assert answer_of(one)[0] == 200
@@ -871,7 +1059,9 @@ def test_known_grammars_do_not_queue_and_the_queue_has_an_end(built, monkeypatch
             assert status == 503 and "waiting for the grammar compiler" in error_of(body)["message"]
 
 
-def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(built, monkeypatch):
+def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thread(
+    built, monkeypatch
+):
     """However many prompts share them, and more lists of bad words than any cache of tokens would hold."""
     check_params, encode = Admission.check_params, type(built.tokenizer)._encode_plus
     checked, encoding = [], set()
@@ -891,7 +1081,9 @@ def test_parameters_are_checked_once_and_nothing_is_tokenized_on_the_engines_thr
         assert ask(running, "POST", COMPLETIONS, {**body, "bad_words": ["fox", "fox"]})[0] == 200
         assert len(checked) == 1
         for word in range(70):
-            assert ask(running, "POST", COMPLETIONS, {**SHORT, "bad_words": [f"fox{word}"]})[0] == 200
+            assert (
+                ask(running, "POST", COMPLETIONS, {**SHORT, "bad_words": [f"fox{word}"]})[0] == 200
+            )
     assert encoding and all("jaxpage-reading" in name for name in (*checked, *encoding))
 
 
@@ -909,13 +1101,20 @@ def test_a_full_queue_says_when_to_come_again_and_clients_do(built, monkeypatch)
         gate.permits.release()
         wait_until(lambda: running.loop.num_open == 5)
         status, headers, body = ask(running, "POST", COMPLETIONS, SHORT)
-        assert status == 429 and int(headers["retry-after"]) >= 1 and error_of(body)["code"] == "rate_limit_exceeded"
+        assert (
+            status == 429
+            and int(headers["retry-after"]) >= 1
+            and error_of(body)["code"] == "rate_limit_exceeded"
+        )
         official = openai.OpenAI(base_url=f"{running.address}/v1", api_key="none", max_retries=0)
         with pytest.raises(openai.RateLimitError):
             official.completions.create(**SHORT)
         retrying = threading.Timer(0.2, gate.open)
         retrying.start()
-        assert official.with_options(max_retries=10).completions.create(**SHORT).choices[0].text == expected
+        assert (
+            official.with_options(max_retries=10).completions.create(**SHORT).choices[0].text
+            == expected
+        )
         for client in clients:
             assert answer_of(client)[0] == 200
             client.close()
@@ -940,9 +1139,13 @@ def test_a_hundred_at_once_beyond_the_queue(built):
         for thread in threads:
             thread.join()
         assert {answer.status_code for answer in answers} <= {200, 429} and len(answers) == 100
-        texts = {answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200}
+        texts = {
+            answer.json()["choices"][0]["text"] for answer in answers if answer.status_code == 200
+        }
         assert texts == {expected}
-        assert all("retry-after" in answer.headers for answer in answers if answer.status_code == 429)
+        assert all(
+            "retry-after" in answer.headers for answer in answers if answer.status_code == 429
+        )
         wait_until(lambda: nothing_runs(running))
 
 
@@ -950,7 +1153,9 @@ def put_in_flight(running, gate, whole, streamed):
     """A request and a streamed one, whose answer has begun, are in the engine, which is held at its next step."""
     whole.sendall(request_bytes("POST", COMPLETIONS, SHORT))
     gate.entered.acquire()
-    streamed.sendall(request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close"))
+    streamed.sendall(
+        request_bytes("POST", COMPLETIONS, {**SHORT, "stream": True}, Connection="close")
+    )
     wait_until(lambda: running.loop.turns.inbox.qsize())
     gate.permits.release()
     gate.entered.acquire()
@@ -987,7 +1192,9 @@ def test_there_are_so_many_connections_and_no_more(built):
     with serving(built, max_connections=3) as running:
         idle = [running.connect() for _ in range(3)]
         wait_until(lambda: len(running.uvicorn.connections) == 3)
-        assert ask(running, "GET", "/health")[0] == 200, "who only holds a place loses it to who asks something"
+        assert ask(running, "GET", "/health")[0] == 200, (
+            "who only holds a place loses it to who asks something"
+        )
         assert idle[0].recv(1) == b""
         wait_until(lambda: len(running.uvicorn.connections) == 2)
         held = [running.connect() for _ in range(3)]
@@ -996,7 +1203,9 @@ def test_there_are_so_many_connections_and_no_more(built):
         wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
         wait_until(lambda: len(running.uvicorn.connections) == 3)
         status, headers, body = ask(running, "GET", "/health")
-        assert status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
+        assert (
+            status == 503 and headers["retry-after"] and "connections" in error_of(body)["message"]
+        )
         assert running.rejected() == {"too_many_connections": 1}
         held += [running.connect() for _ in range(6)]
         wait_until(lambda: sum(not one.is_idle for one in running.uvicorn.connections) == 3)
@@ -1008,14 +1217,19 @@ def test_there_are_so_many_connections_and_no_more(built):
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "room", "raised"), [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)]
+    ("soft", "hard", "room", "raised"),
+    [(256, 4096, 1024, 2176), (256, 1024, 448, 1024), (4096, 4096, 1024, 4096)],
 )
 def test_as_many_connections_as_there_may_be_files(soft, hard, room, raised, monkeypatch, caplog):
     allowed = [soft, hard]
     monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(allowed))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, given: allowed.__setitem__(slice(None), given))
+    monkeypatch.setattr(
+        resource, "setrlimit", lambda _, given: allowed.__setitem__(slice(None), given)
+    )
     assert room_for_connections(1024) == room and allowed == [raised, hard]
-    assert [record.message[:26] for record in caplog.records] == (["max_connections is 448, no"] if room < 1024 else [])
+    assert [record.message[:26] for record in caplog.records] == (
+        ["max_connections is 448, no"] if room < 1024 else []
+    )
 
 
 def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
@@ -1031,7 +1245,9 @@ def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
         )
     complaints(loop, {"message": "another"})
     loop.close()
-    assert [record.getMessage() for record in caplog.records] == ["connections cannot be accepted: Too many open files"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "connections cannot be accepted: Too many open files"
+    ]
     assert not caplog.records[0].exc_info and others == [{"message": "another"}]
 
 
@@ -1044,7 +1260,12 @@ def test_bodies_share_a_budget(built, monkeypatch):
         held = [running.connect() for _ in range(2)]
         for client in held:
             client.sendall(asked[:-10])
-        wait_until(lambda: sum(one.conn.their_state is h11.SEND_BODY for one in running.uvicorn.connections) == 2)
+        wait_until(
+            lambda: (
+                sum(one.conn.their_state is h11.SEND_BODY for one in running.uvicorn.connections)
+                == 2
+            )
+        )
         time.sleep(0.2)  # until what came is read
         status, headers, told = ask(running, "POST", COMPLETIONS, body)
         assert status == 503 and headers["retry-after"] and "bodies" in error_of(told)["message"]
@@ -1076,7 +1297,11 @@ def test_a_body_is_let_go_of_without_the_garbage_collector(open_server, path, fi
     gc.disable()
     try:
         assert ask(open_server, "POST", path, {**fields, mark: [[]]})[0] == status
-        wait_until(lambda: not any(mark in one for one in gc.get_objects() if type(one) is dict), "it is gone", 5)
+        wait_until(
+            lambda: not any(mark in one for one in gc.get_objects() if type(one) is dict),
+            "it is gone",
+            5,
+        )
     finally:
         gc.enable()
 
@@ -1172,7 +1397,11 @@ def test_a_failed_step_is_an_error_for_its_requests_and_the_next_is_served(built
 def test_when_the_engine_dies_the_server_says_so_and_ends(built, monkeypatch):
     with serving(built) as running:
         gate = Gate(monkeypatch, built.engine)
-        with running.connect() as whole, running.connect() as streamed, running.connect() as looking:
+        with (
+            running.connect() as whole,
+            running.connect() as streamed,
+            running.connect() as looking,
+        ):
             put_in_flight(running, gate, whole, streamed)
             monkeypatch.setattr(gate, "_step", lambda: (_ for _ in ()).throw(SystemExit("planted")))
             gate.open()
@@ -1207,7 +1436,8 @@ def test_streams_together_say_what_each_says_alone(built):
     with serving(built) as running:
         official = openai.OpenAI(base_url=f"{running.address}/v1", api_key="none")
         asked = [
-            {**SHORT, "prompt": f"{word} upon a", "seed": 5, "temperature": 1.0} for word in ("Once", "It", "She", "He")
+            {**SHORT, "prompt": f"{word} upon a", "seed": 5, "temperature": 1.0}
+            for word in ("Once", "It", "She", "He")
         ]
         alone = [official.completions.create(**one).choices[0].text for one in asked]
         texts: dict[int, str] = {}
@@ -1253,7 +1483,11 @@ def test_a_drain_finishes_what_runs_and_refuses_the_rest(built, monkeypatch):
 
 def test_what_does_not_finish_in_time_is_told_so(built):
     with serving(built, shutdown_timeout_seconds=0) as running:
-        with running.connect() as streamed, running.connect() as whole, streamed.makefile("rb") as lines:
+        with (
+            running.connect() as streamed,
+            running.connect() as whole,
+            streamed.makefile("rb") as lines,
+        ):
             whole.sendall(request_bytes("POST", COMPLETIONS, LONG))
             streamed.sendall(request_bytes("POST", COMPLETIONS, {**LONG, "stream": True}))
             for line in lines:
@@ -1301,7 +1535,12 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
     process.send_signal(signal.SIGHUP)
     wait_until(lambda: any("SIGHUP is ignored" in line for line in lines))
     url, statuses, texts = f"http://127.0.0.1:{port}{COMPLETIONS}", [], []
-    asked = {**SHORT, "max_tokens": 60, "ignore_eos": True, "structured_outputs": {"regex": "[a-z ]{70,90}"}}
+    asked = {
+        **SHORT,
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "structured_outputs": {"regex": "[a-z ]{70,90}"},
+    }
 
     def post():
         try:
@@ -1320,13 +1559,19 @@ def test_sigterm_under_load_then_exit_status_0_and_no_child_left(command):
     for thread in threads:
         thread.start()
     metrics = f"http://127.0.0.1:{port}/metrics"
-    wait_until(lambda: 'num_requests_running{model_name="demo"} 4.0' in httpx.get(metrics, timeout=60).text)
+    wait_until(
+        lambda: 'num_requests_running{model_name="demo"} 4.0' in httpx.get(metrics, timeout=60).text
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0, "".join(lines)
     assert any("SIGTERM: finishing what runs" in line for line in lines)
     for thread in threads:
         thread.join()
-    assert set(statuses) <= {200, 503, "closed"} and statuses.count(200) >= 4 and set(texts) == {expected}
+    assert (
+        set(statuses) <= {200, 503, "closed"}
+        and statuses.count(200) >= 4
+        and set(texts) == {expected}
+    )
     assert not psutil.wait_procs(children, timeout=30)[1], "a child is left"
     assert "Traceback" not in "".join(lines)
 
@@ -1341,9 +1586,14 @@ def test_a_second_signal_ends_it_at_once(command):
         socket.create_connection(("127.0.0.1", port)) as client,
         socket.create_connection(("127.0.0.1", port)) as other,
     ):
-        client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))  # a visitor that stays
+        # a visitor that stays
+        client.sendall(request_bytes("POST", COMPLETIONS, b"{", Content_Length="1000"))
         other.sendall(request_bytes("POST", COMPLETIONS, SHORT))
-        wait_until(lambda: 'generation_tokens_total{model_name="demo"} 8.0' in httpx.get(f"{url}/metrics").text)
+        wait_until(
+            lambda: (
+                'generation_tokens_total{model_name="demo"} 8.0' in httpx.get(f"{url}/metrics").text
+            )
+        )
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
         process.send_signal(signal.SIGINT)

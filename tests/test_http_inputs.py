@@ -37,15 +37,32 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.wire.dialects import dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from tests.support.raw_http import OF_THE_MACHINE
-from tests.support.running import SMALL, Promises, Running, demo_with_template, metrics, running, wait_until
+from tests.support.running import (
+    SMALL,
+    Promises,
+    Running,
+    demo_with_template,
+    metrics,
+    running,
+    wait_until,
+)
 from tests.support.wire import CHATML
 from tests.test_wire_body import REFUSED as BODIES
-from tests.test_wire_requests import CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, USER, schema_format, tool
+from tests.test_wire_requests import (
+    CHAT_REFUSED,
+    COMMON_REFUSED,
+    COMPLETION_REFUSED,
+    USER,
+    schema_format,
+    tool,
+)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 VOCAB, MAX_LEN = 2048, 512
-CONFIG = ServerConfig(served_model_name=("demo", "other-name"), max_queued_requests=12, body_timeout_seconds=3.0)
+CONFIG = ServerConfig(
+    served_model_name=("demo", "other-name"), max_queued_requests=12, body_timeout_seconds=3.0
+)
 REFUSING = "{% if messages[0].content == 'Refuse' %}{{ raise_exception('roles at 0xdead in /home/me/x must alternate') }}{% endif %}"
 TEMPLATE = REFUSING + CHATML
 ZIPPED, BOMB = gzip.compress(b"{}", mtime=0), gzip.compress(b" " * 50_000_000, mtime=0)
@@ -68,9 +85,7 @@ class Row(NamedTuple):
         return self.body if isinstance(self.body, bytes) else json.dumps(self.body).encode()
 
     def __str__(self) -> str:
-        return (
-            f"{self.status} {self.method} {self.path} {self.headers or ''} {self.content.decode(errors='replace'):.70}"
-        )
+        return f"{self.status} {self.method} {self.path} {self.headers or ''} {self.content.decode(errors='replace'):.70}"
 
 
 def completion(**fields: Any) -> dict[str, Any]:
@@ -91,7 +106,9 @@ def refused(path: str, body: dict[str, Any], param: str, message: str) -> Row:
         return Row(400, body, None, "is not a valid JSON number", path)
     if len(json.dumps(body)) > CONFIG.max_body_bytes:
         return Row(413, body, None, "larger than", path)
-    too_long = "max_model_len" in message or (message.endswith("characters") and "most" not in message)
+    too_long = "max_model_len" in message or (
+        message.endswith("characters") and "most" not in message
+    )
     code = "context_length_exceeded" if too_long else None
     return Row(400, body, param, message, path, code=code)
 
@@ -99,11 +116,35 @@ def refused(path: str, body: dict[str, Any], param: str, message: str) -> Row:
 SOME_SCHEMA_IS_WRONG = "response_format.json_schema.schema"
 PATHS_WITH_A_KEY = [
     *[("POST", path) for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/v1/responses")],
-    *[("GET", path) for path in ("/v1/models", "/v1/models/demo", "/v1/capabilities", "/metrics", "/version", "/")],
-    *[("GET", path) for path in ("/nothing", "/debug/state", "//health", "/health/", "/Health", "/health/../metrics")],
     *[
         ("GET", path)
-        for path in ("/health%2f..%2fmetrics", f"/v1/models?key={KEY}", f"/v1/models?api_key={KEY}&x=/health")
+        for path in (
+            "/v1/models",
+            "/v1/models/demo",
+            "/v1/capabilities",
+            "/metrics",
+            "/version",
+            "/",
+        )
+    ],
+    *[
+        ("GET", path)
+        for path in (
+            "/nothing",
+            "/debug/state",
+            "//health",
+            "/health/",
+            "/Health",
+            "/health/../metrics",
+        )
+    ],
+    *[
+        ("GET", path)
+        for path in (
+            "/health%2f..%2fmetrics",
+            f"/v1/models?key={KEY}",
+            f"/v1/models?api_key={KEY}&x=/health",
+        )
     ],
     *[(method, "/v1/models") for method in ("HEAD", "OPTIONS", "BREW")],
 ]
@@ -118,7 +159,17 @@ NO_KEYS = [
     f"Bearer {KEY} {KEY}",
 ]
 NO_PATHS = [
-    *("/nothing", "//v1/models", "/v1/../metrics", "/v1/%2e%2e/metrics", "/metrics/", "/v1", "/%00", "/%ff", "/docs"),
+    *(
+        "/nothing",
+        "//v1/models",
+        "/v1/../metrics",
+        "/v1/%2e%2e/metrics",
+        "/metrics/",
+        "/v1",
+        "/%00",
+        "/%ff",
+        "/docs",
+    ),
     *("/debug/state", "/debug/events", "/ui", "/ui/"),  # the page is off
 ]
 NO_TYPES = [
@@ -128,11 +179,26 @@ NO_TYPES = [
     "application/jsonx",
     "application/json; charset=utf-16",
 ]
-NO_MODELS = ["unknown", "../../etc/passwd", "..%2f..%2fetc", "demo/", "Demo", "demo%00", "x" * 5000, ""]
+NO_MODELS = [
+    "unknown",
+    "../../etc/passwd",
+    "..%2f..%2fetc",
+    "demo/",
+    "Demo",
+    "demo%00",
+    "x" * 5000,
+    "",
+]
 HTTP = [
     *[Row(400, raw, None, message) for raw, message in BODIES if b"\\ud800" not in raw.lower()],
-    *[Row(400, b"", None, "Request body is empty", path) for path in (CHAT, "/tokenize", "/detokenize")],
-    *[Row(415, completion(), None, "only 'application/json'", headers={"content-type": kind}) for kind in NO_TYPES],
+    *[
+        Row(400, b"", None, "Request body is empty", path)
+        for path in (CHAT, "/tokenize", "/detokenize")
+    ],
+    *[
+        Row(415, completion(), None, "only 'application/json'", headers={"content-type": kind})
+        for kind in NO_TYPES
+    ],
     *[
         Row(415, zipped, None, "Content-Encoding 'gzip'", headers={"content-encoding": "gzip"})
         for zipped in (ZIPPED, BOMB)
@@ -140,11 +206,26 @@ HTTP = [
     Row(415, b"x", None, "Content-Encoding", headers={"content-encoding": "deflate, br"}),
     Row(413, b" " * (CONFIG.max_body_bytes + 1), None, "larger than"),
     *[Row(404, path=path, method="GET", code="not_found") for path in NO_PATHS],
-    *[Row(405, method=method, code="method_not_allowed") for method in ("GET", "PUT", "DELETE", "OPTIONS", "BREW")],
-    *[Row(405, b"{}", path=path, code="method_not_allowed") for path in ("/v1/models", "/health", "/metrics", "/")],
-    *[Row(404, b"", "model", path=f"/v1/models/{name}", method="GET", code="model_not_found") for name in NO_MODELS],
     *[
-        Row(401, method="GET", path="/v1/models", headers={"authorization": given}, code="invalid_api_key")
+        Row(405, method=method, code="method_not_allowed")
+        for method in ("GET", "PUT", "DELETE", "OPTIONS", "BREW")
+    ],
+    *[
+        Row(405, b"{}", path=path, code="method_not_allowed")
+        for path in ("/v1/models", "/health", "/metrics", "/")
+    ],
+    *[
+        Row(404, b"", "model", path=f"/v1/models/{name}", method="GET", code="model_not_found")
+        for name in NO_MODELS
+    ],
+    *[
+        Row(
+            401,
+            method="GET",
+            path="/v1/models",
+            headers={"authorization": given},
+            code="invalid_api_key",
+        )
         for given in NO_KEYS
     ],
     *[
@@ -155,56 +236,147 @@ HTTP = [
 MODELS = [
     Row(400, {"prompt": "x"}, "model", "model is required"),
     Row(400, completion(model=None), "model", "must be"),
-    *[Row(404, completion(model=name), "model", code="model_not_found") for name in ("../../etc", "gpt-4", "Demo")],
+    *[
+        Row(404, completion(model=name), "model", code="model_not_found")
+        for name in ("../../etc", "gpt-4", "Demo")
+    ],
     Row(404, chat(model="gpt-4"), "model", path=CHAT, code="model_not_found"),
     Row(404, {"model": "gpt-4", "prompt": "x"}, "model", path="/tokenize", code="model_not_found"),
 ]
-NO_IDS = [(VOCAB, ""), *[(token_id, "[0]") for token_id in (-1, 2**31, 2**63, 2**64)]]  # and where the error says it is
+# and where the error says it is
+NO_IDS = [(VOCAB, ""), *[(token_id, "[0]") for token_id in (-1, 2**31, 2**63, 2**64)]]
 NO_REGEXES = ["(", "(?=x)", "(?P<n>a)(?P=n)", "(" * 30_000, "a{99999999999}", ""]
 NO_GRAMMARS: list[dict[str, Any]] = [
-    *({}, {"grammar": "start: ("}, {"grammar": 5}, {"choice": []}, {"choice": [5]}, {"json_object": False}),
+    *(
+        {},
+        {"grammar": "start: ("},
+        {"grammar": 5},
+        {"choice": []},
+        {"choice": [5]},
+        {"json_object": False},
+    ),
     *({"json": "{"}, {"json": {"type": "banana"}}, {"json": {"$ref": "http://localhost/x"}}),
     *[{"regex": regex} for regex in (None, 5, *NO_REGEXES)],
 ]
-EMPTY = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}}, "required": ["a"]}
+EMPTY = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "minimum": 5, "maximum": 1}},
+    "required": ["a"],
+}
 NAMED = {"type": "function", "function": {"name": "f"}}
 FIELDS = [
-    *[refused(COMPLETIONS, completion(**fields), param, text) for fields, param, text in COMMON_REFUSED],
-    *[refused(COMPLETIONS, completion(**fields), param, text) for fields, param, text in COMPLETION_REFUSED],
-    *[refused(CHAT, chat(**fields), param, text) for fields, param, text in COMMON_REFUSED + CHAT_REFUSED],
+    *[
+        refused(COMPLETIONS, completion(**fields), param, text)
+        for fields, param, text in COMMON_REFUSED
+    ],
+    *[
+        refused(COMPLETIONS, completion(**fields), param, text)
+        for fields, param, text in COMPLETION_REFUSED
+    ],
+    *[
+        refused(CHAT, chat(**fields), param, text)
+        for fields, param, text in COMMON_REFUSED + CHAT_REFUSED
+    ],
     *[Row(400, completion(prompt=[token_id]), "prompt") for token_id, _ in NO_IDS],
-    *[Row(400, completion(stop_token_ids=[token_id]), "stop_token_ids" + place) for token_id, place in NO_IDS],
-    *[Row(400, completion(allowed_token_ids=[token_id]), "allowed_token_ids" + place) for token_id, place in NO_IDS],
-    *[Row(400, completion(logit_bias={str(token_id): 1}), "logit_bias") for token_id in (VOCAB, 2**31)],
+    *[
+        Row(400, completion(stop_token_ids=[token_id]), "stop_token_ids" + place)
+        for token_id, place in NO_IDS
+    ],
+    *[
+        Row(400, completion(allowed_token_ids=[token_id]), "allowed_token_ids" + place)
+        for token_id, place in NO_IDS
+    ],
+    *[
+        Row(400, completion(logit_bias={str(token_id): 1}), "logit_bias")
+        for token_id in (VOCAB, 2**31)
+    ],
     Row(400, completion(priority=1), "priority"),
-    *[Row(400, completion(repetition_penalty=value), "repetition_penalty") for value in (5e-324, 1e-300, 1e300)],
+    *[
+        Row(400, completion(repetition_penalty=value), "repetition_penalty")
+        for value in (5e-324, 1e-300, 1e300)
+    ],
     Row(400, completion(escape_special_tokens=True), "escape_special_tokens", "is not supported"),
     *[
-        Row(400, completion(prompt=[7] * length), "prompt", "max_model_len", code="context_length_exceeded")
+        Row(
+            400,
+            completion(prompt=[7] * length),
+            "prompt",
+            "max_model_len",
+            code="context_length_exceeded",
+        )
         for length in (MAX_LEN, MAX_LEN + 1, 100_000)
     ],
-    Row(400, completion(prompt="Hello " * 600), "prompt", "max_model_len", code="context_length_exceeded"),
-    *[Row(400, completion(prompt=prompt), "prompt") for prompt in (["Hello", [7]], "", ["Hello", ""], [[7], []])],
-    Row(400, b'{"model": "demo", "prompt": "\\ud800"}', "prompt", "'prompt' contains invalid Unicode"),
-    Row(400, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "messages", "invalid Unicode", CHAT),
-    Row(400, chat(messages=[said("Refuse")]), "messages", "must alternate", CHAT),
-    Row(400, chat(messages=[said("Hello " * 600)]), "messages", "max_model_len", CHAT, code="context_length_exceeded"),
-    *[Row(400, completion(structured_outputs=given), "structured_outputs") for given in NO_GRAMMARS],
+    Row(
+        400,
+        completion(prompt="Hello " * 600),
+        "prompt",
+        "max_model_len",
+        code="context_length_exceeded",
+    ),
     *[
-        Row(400, chat(response_format=schema_format({keyword: value})), "response_format", message, CHAT)
+        Row(400, completion(prompt=prompt), "prompt")
+        for prompt in (["Hello", [7]], "", ["Hello", ""], [[7], []])
+    ],
+    Row(
+        400,
+        b'{"model": "demo", "prompt": "\\ud800"}',
+        "prompt",
+        "'prompt' contains invalid Unicode",
+    ),
+    Row(
+        400,
+        b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+        "messages",
+        "invalid Unicode",
+        CHAT,
+    ),
+    Row(400, chat(messages=[said("Refuse")]), "messages", "must alternate", CHAT),
+    Row(
+        400,
+        chat(messages=[said("Hello " * 600)]),
+        "messages",
+        "max_model_len",
+        CHAT,
+        code="context_length_exceeded",
+    ),
+    *[
+        Row(400, completion(structured_outputs=given), "structured_outputs")
+        for given in NO_GRAMMARS
+    ],
+    *[
+        Row(
+            400,
+            chat(response_format=schema_format({keyword: value})),
+            "response_format",
+            message,
+            CHAT,
+        )
         for keyword, value, message in (
             ("not", {"type": "null"}, "not"),
             ("unevaluatedProperties", False, "unevaluatedProperties"),
         )
     ],
     Row(400, chat(response_format=schema_format(EMPTY)), "response_format", path=CHAT),
-    Row(400, chat(response_format=schema_format({"pattern": "("})), SOME_SCHEMA_IS_WRONG, "regular expression", CHAT),
+    Row(
+        400,
+        chat(response_format=schema_format({"pattern": "("})),
+        SOME_SCHEMA_IS_WRONG,
+        "regular expression",
+        CHAT,
+    ),
 ]
 OTHERS = [
-    *[Row(400, body, "prompt", path="/tokenize") for body in ({}, {"prompt": 5}, {"prompt": "x" * 1_000_001})],
+    *[
+        Row(400, body, "prompt", path="/tokenize")
+        for body in ({}, {"prompt": 5}, {"prompt": "x" * 1_000_001})
+    ],
     *[
         Row(400, body, "messages", path="/tokenize")
-        for body in ({"prompt": "x", "messages": [USER]}, {"messages": []}, {"messages": [said("Refuse")]})
+        for body in (
+            {"prompt": "x", "messages": [USER]},
+            {"messages": []},
+            {"messages": [said("Refuse")]},
+        )
     ],
     Row(400, {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens", path="/tokenize"),
     Row(400, {"messages": [USER], "chat_template": "{{ 1 }}"}, "chat_template", path="/tokenize"),
@@ -233,8 +405,19 @@ COMPLETED: list[dict[str, Any]] = [
     *[{"temperature": value} for value in (0, -0.0, 5e-324, 1e-7, 2)],
     *[{"top_k": value} for value in (0, -1, VOCAB + 5)],
     *[{"seed": value} for value in (0, -1, 2**63 - 1, -(2**63))],
-    *({"n": None}, {"temprature": 1}, {"top_p": 5e-324}, {"min_p": 1}, {"logit_bias": {"5": 100, "2047": -100}}),
-    *({"repetition_penalty": 1e-9}, {"repetition_penalty": 1e9}, {"logprobs": 5}, {"model": "other-name"}),
+    *(
+        {"n": None},
+        {"temprature": 1},
+        {"top_p": 5e-324},
+        {"min_p": 1},
+        {"logit_bias": {"5": 100, "2047": -100}},
+    ),
+    *(
+        {"repetition_penalty": 1e-9},
+        {"repetition_penalty": 1e9},
+        {"logprobs": 5},
+        {"model": "other-name"},
+    ),
     *({"prompt": [0, 0, 0]}, {"prompt": "<|endoftext|><|im_end|>"}, {"prompt": "\0\x1b[31m\u202e"}),
     *(
         {"stream": True, "stream_options": {}},
@@ -242,7 +425,10 @@ COMPLETED: list[dict[str, Any]] = [
         {"max_tokens": 0, "echo": True, "logprobs": 1},
     ),
     {"max_tokens": 2**31 - 1, "stop_token_ids": list(range(VOCAB))},
-    *[{"structured_outputs": {"regex": regex}} for regex in ("(a+)+$", "(a+)+b", "((a{1000}){1000}){1000}")],
+    *[
+        {"structured_outputs": {"regex": regex}}
+        for regex in ("(a+)+$", "(a+)+b", "((a{1000}){1000}){1000}")
+    ],
 ]
 CHATTED: list[dict[str, Any]] = [
     *(
@@ -307,7 +493,10 @@ def as_before(request: pytest.FixtureRequest) -> Iterator[None]:
     promises = request.getfixturevalue("promises") if "server" in request.fixturenames else None
     yield
     if promises is not None:
-        if request.node.originalname != "test_an_input_ends_as_it_should" or not next(_NUM_ROWS) % 16:
+        if (
+            request.node.originalname != "test_an_input_ends_as_it_should"
+            or not next(_NUM_ROWS) % 16
+        ):
             promises.check()
         assert request.getfixturevalue("server").errors == []
 
@@ -323,7 +512,9 @@ def check(client: httpx.Client, row: Row) -> None:
     """With the client of the standard library, which tidies nothing up, and sends all before it reads."""
     given = {"authorization": f"Bearer {KEY}", "content-type": "application/json", **row.headers}
     headers = {name: value for name, value in given.items() if value}
-    connection = http.client.HTTPConnection(client.base_url.host, client.base_url.port or 80, timeout=120)
+    connection = http.client.HTTPConnection(
+        client.base_url.host, client.base_url.port or 80, timeout=120
+    )
     with contextlib.closing(connection):
         connection.request(row.method, row.path, row.content, headers)
         answer = connection.getresponse()
@@ -364,7 +555,11 @@ def optimised_server(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
         **CONFIG.model_dump(include={"max_queued_requests", "body_timeout_seconds"}),
         "port": 0,
     }
-    arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    arguments = [
+        part
+        for name, value in flags.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     command = [
         sys.executable,
         "-O",
@@ -381,7 +576,9 @@ def optimised_server(model: str, directory: Path) -> Iterator[tuple[str, Path]]:
     with said.open("wb") as file:
         process = subprocess.Popen(command, stderr=file, env={**os.environ, "JAXPAGE_API_KEY": KEY})
     try:
-        wait_until(lambda: process.poll() is not None or "Ready" in said.read_text(), "it is ready", 600)
+        wait_until(
+            lambda: process.poll() is not None or "Ready" in said.read_text(), "it is ready", 600
+        )
         found = re.search(r"http://[\d.:]+", said.read_text())
         assert found, said.read_text()
         yield found[0], said
@@ -418,7 +615,12 @@ def connected(server: Running) -> Iterator[socket.socket]:
 
 def head(**headers: Any) -> bytes:
     """Of a completion, without its body."""
-    given = {"Host": "x", "Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **headers}
+    given = {
+        "Host": "x",
+        "Authorization": f"Bearer {KEY}",
+        "Content-Type": "application/json",
+        **headers,
+    }
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
     return "\r\n".join([f"POST {COMPLETIONS} HTTP/1.1", *lines, "", ""]).encode()
 
@@ -459,7 +661,11 @@ def closes(connection: socket.socket) -> bool:
         (head(Transfer_Encoding="gzip"), 400),
         (head(Transfer_Encoding="chunked") + b"zz\r\n", 400),
         (head(Content_Length=2, X_Request_Id="a\r\n b") + b"{}", 400),
-        (head(Content_Length=2, Authorization=f"Bearer {KEY}\r\nAuthorization: Bearer x") + b"{}", 401),
+        (
+            head(Content_Length=2, Authorization=f"Bearer {KEY}\r\nAuthorization: Bearer x")
+            + b"{}",
+            401,
+        ),
     ],
     ids=lambda value: f"{value!r:.60}",
 )
@@ -488,12 +694,18 @@ def test_requests_behind_each_other_are_answered_in_order(server: Running) -> No
     assert received.index(b'"ok"') < received.index(b'"ready"')
 
 
-def test_a_body_that_is_refused_is_neither_asked_for_nor_taken_for_a_request(server: Running) -> None:
+def test_a_body_that_is_refused_is_neither_asked_for_nor_taken_for_a_request(
+    server: Running,
+) -> None:
     inner = f"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     for length in ({"Content_Length": len(inner)}, {"Transfer_Encoding": "chunked"}):
         with connected(server) as connection:
             connection.sendall(head(**length, Authorization="Bearer x", Expect="100-continue"))
-            connection.sendall(inner if "Content_Length" in length else b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner))
+            connection.sendall(
+                inner
+                if "Content_Length" in length
+                else b"%x\r\n%s\r\n0\r\n\r\n" % (len(inner), inner)
+            )
             received = all_of(connection)
         assert received.startswith(b"HTTP/1.1 401 ") and received.count(b"HTTP/1.1 ") == 1
 
@@ -534,20 +746,32 @@ def test_an_end_of_the_connection_is_no_error(server: Running, client: httpx.Cli
     before = metrics(client)["jaxpage_aborted_total/disconnect"]
     with connected(server) as connection:
         connection.sendall(head(Content_Length=100) + b"{")
-    wait_until(lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1, "the body's end is missed")
+    wait_until(
+        lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1,
+        "the body's end is missed",
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_early_leaves_nothing(server: Running, client: httpx.Client, stream: bool) -> None:
+def test_who_leaves_early_leaves_nothing(
+    server: Running, client: httpx.Client, stream: bool
+) -> None:
     """Eight prompts of six steps each, of which four run and four wait."""
     before = metrics(client)["jaxpage_aborted_total/disconnect"]
     body = json.dumps(
-        completion(prompt=[[7 + index] * 350 for index in range(8)], max_tokens=100, ignore_eos=True, stream=stream)
+        completion(
+            prompt=[[7 + index] * 350 for index in range(8)],
+            max_tokens=100,
+            ignore_eos=True,
+            stream=stream,
+        )
     ).encode()
     with connected(server) as connection:
         connection.sendall(head(Content_Length=len(body)) + body)
         wait_until(lambda: metrics(client)["jaxpage_num_requests_running"], "it runs")
-    wait_until(lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1, "it is over")
+    wait_until(
+        lambda: metrics(client)["jaxpage_aborted_total/disconnect"] == before + 1, "it is over"
+    )
 
 
 def test_who_leaves_with_the_last_token_leaves_nothing(server: Running) -> None:
@@ -563,7 +787,9 @@ def test_a_crowd_is_told_to_come_again(server: Running, client: httpx.Client) ->
     """All 16 places are taken and the engine stands still: 300 others are refused at once. Then everything goes on."""
     released = threading.Event()
     body = json.dumps(completion()).encode()
-    with client.stream("POST", COMPLETIONS, json=completion(prompt=["Hello"] * 16, stream=True, max_tokens=8)) as full:
+    with client.stream(
+        "POST", COMPLETIONS, json=completion(prompt=["Hello"] * 16, stream=True, max_tokens=8)
+    ) as full:
         lines = full.iter_lines()
         next(lines)
         held = server.loop.call(lambda engine: released.wait(120))
@@ -582,11 +808,23 @@ def test_a_crowd_is_told_to_come_again(server: Running, client: httpx.Client) ->
         assert list(lines)[-2:] == ["data: [DONE]", ""]
 
 
-def test_request_ids_are_the_servers_unless_they_are_plain(server: Running, client: httpx.Client) -> None:
-    for given, kept in (("abc-1", True), ("x" * 129, False), ("a b", False), ("é", False), ("", False)):
-        answer = client.post(COMPLETIONS, json=completion(), headers={"x-request-id": given.encode("latin-1")})
+def test_request_ids_are_the_servers_unless_they_are_plain(
+    server: Running, client: httpx.Client
+) -> None:
+    for given, kept in (
+        ("abc-1", True),
+        ("x" * 129, False),
+        ("a b", False),
+        ("é", False),
+        ("", False),
+    ):
+        answer = client.post(
+            COMPLETIONS, json=completion(), headers={"x-request-id": given.encode("latin-1")}
+        )
         assert (answer.headers["x-request-id"] == given) == kept
-        assert (answer.json()["id"].startswith("cmpl-") and given not in answer.json()["id"][5:].split()) or not given
+        assert (
+            answer.json()["id"].startswith("cmpl-") and given not in answer.json()["id"][5:].split()
+        ) or not given
 
 
 # Stops, at the edges
@@ -600,28 +838,39 @@ WORDS = "aé😀b xyz ab abc é"
     [[WORDS], ["ab", "abc"], ["abc", "ab"], ["😀"], ["😀b xy"], [" xyz ab"], ["é"], ["a"], ["never"], ["Hello"], ["é", "zz", "z"]],
     ids=str,
 )  # fmt: skip
-def test_a_stop_cuts_at_its_first_place(server: Running, client: httpx.Client, stop: list[str]) -> None:
+def test_a_stop_cuts_at_its_first_place(
+    server: Running, client: httpx.Client, stop: list[str]
+) -> None:
     """The model is made to say WORDS. A stop that only the prompt has changes nothing; of a stop nothing is streamed."""
-    asked = completion(prompt="Hello", structured_outputs={"choice": [WORDS]}, stop=stop, max_tokens=64)
+    asked = completion(
+        prompt="Hello", structured_outputs={"choice": [WORDS]}, stop=stop, max_tokens=64
+    )
     places = [WORDS.index(one) for one in stop if one in WORDS]
     wanted = WORDS[: min(places, default=len(WORDS))]
     whole = client.post(COMPLETIONS, json=asked).json()["choices"][0]
     assert (whole["text"], whole["finish_reason"]) == (wanted, "stop")
     with client.stream("POST", COMPLETIONS, json={**asked, "stream": True}) as answer:
-        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+        events = [
+            json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")
+        ]
     assert "".join(event["choices"][0]["text"] for event in events) == wanted
 
 
 def test_lengths_at_the_edge(server: Running, client: httpx.Client) -> None:
     """One token less than the model's length leaves room for one."""
-    asked = completion(prompt=[7] * (MAX_LEN - 1), max_tokens=5, ignore_eos=True, return_token_ids=True)
+    asked = completion(
+        prompt=[7] * (MAX_LEN - 1), max_tokens=5, ignore_eos=True, return_token_ids=True
+    )
     (choice,) = client.post(COMPLETIONS, json=asked).json()["choices"]
     assert (len(choice["token_ids"]), choice["finish_reason"]) == (1, "length")
 
 
 def test_equal_seeds_give_equal_texts(server: Running, client: httpx.Client) -> None:
     for seed in (0, -1, 2**63 - 1):
-        found = [client.post(COMPLETIONS, json=completion(seed=seed, max_tokens=8)).json()["choices"] for _ in range(2)]
+        found = [
+            client.post(COMPLETIONS, json=completion(seed=seed, max_tokens=8)).json()["choices"]
+            for _ in range(2)
+        ]
         assert found[0] == found[1]
 
 
@@ -664,21 +913,40 @@ def bounded(body: Any, path: str) -> Any:
     if path.startswith("/api/") and isinstance(options := body.setdefault("options", {}), dict):
         body["options"] = {"num_predict": 2, **options}
     for values in (body, body.get("options")):
-        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of", "num_predict"):
+        for name in (
+            "max_tokens",
+            "max_completion_tokens",
+            "max_output_tokens",
+            "n",
+            "best_of",
+            "num_predict",
+        ):
             if isinstance(values, dict) and type(values.get(name)) is int and values[name] > 2:
                 values[name] = 2
     return body
 
 
-EXAMPLES = 6 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60  # for each way to post
+# for each way to post
+EXAMPLES = 6 if os.environ.get("HYPOTHESIS_PROFILE", "deterministic") == "deterministic" else 60
 
 
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-def test_any_request_of_the_document_is_answered_as_it_says(server: Running, mode: GenerationMode) -> None:
+@pytest.mark.parametrize(
+    "mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"]
+)
+def test_any_request_of_the_document_is_answered_as_it_says(
+    server: Running, mode: GenerationMode
+) -> None:
     """No 5xx; statuses, content types and bodies are those of the document, for requests that keep to it and for those that do not."""
-    kept = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
+    kept = [
+        not_a_server_error,
+        status_code_conformance,
+        content_type_conformance,
+        response_schema_conformance,
+    ]
     answer = httpx.get(f"{server.address}/openapi.json", headers={"Authorization": f"Bearer {KEY}"})
-    assert answer.status_code == 200 and httpx.get(f"{server.address}/openapi.json").status_code == 401
+    assert (
+        answer.status_code == 200 and httpx.get(f"{server.address}/openapi.json").status_code == 401
+    )
     document = schemathesis.openapi.from_dict(answer.json())
     operations = [found.ok() for found in document.get_all_operations()]
     assert len(operations) >= 12
@@ -686,11 +954,15 @@ def test_any_request_of_the_document_is_answered_as_it_says(server: Running, mod
         if mode.is_negative and operation.method == "get":
             continue  # nothing in it could be wrong
 
-        @hypothesis.settings(max_examples=EXAMPLES if operation.method == "post" else 2, deadline=None)
+        @hypothesis.settings(
+            max_examples=EXAMPLES if operation.method == "post" else 2, deadline=None
+        )
         @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
         def ask(case: schemathesis.Case) -> None:
             case.body = bounded(case.body, case.operation.path)
-            answer = case.call(base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+            answer = case.call(
+                base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=120
+            )
             case.validate_response(answer, checks=kept)
             if answer.status_code != 200 and dialect_of(case.operation.path).error is ApiError.body:
                 check_error({"content-type": answer.headers["content-type"][0]}, answer.text)

@@ -17,9 +17,9 @@ from tools.kernel_lab.inspection.cubin import Machine, images, machines
 from tools.kernel_lab.inspection.executable import kernels
 from tools.kernel_lab.inspection.riegeli_records import FormatError, leaves, unpack_snappy
 
-repetitive = st.lists(st.sampled_from([b"abcd", b"abcdabcdabcde", b"\0", b"xy", bytes(range(70))]), max_size=60).map(
-    b"".join
-)
+repetitive = st.lists(
+    st.sampled_from([b"abcd", b"abcdabcdabcde", b"\0", b"xy", bytes(range(70))]), max_size=60
+).map(b"".join)
 
 
 @given(repetitive | st.binary(max_size=300))
@@ -29,13 +29,19 @@ def test_snappy_is_unpacked(data: bytes) -> None:
 
 
 def test_snappy_of_the_format_description() -> None:
-    # "xababab" and a run: a literal of 3, a copy of 4 from 2 back that runs into itself, by hand from format_description.txt.
+    # "xababab" and a run: a literal of 3, a copy of 4 from 2 back that runs into itself, by hand
+    # from format_description.txt.
     assert unpack_snappy(bytes([7, 2 << 2]) + b"xab" + bytes([1 | 0 << 2, 2])) == b"xababab"
 
 
 @pytest.mark.parametrize(
     "broken",
-    [bytes([5, 0 << 2]) + b"a", bytes([4, 1, 9]), bytes([4, 0 << 2]) + b"a" + bytes([1, 0]), b"\xff"],
+    [
+        bytes([5, 0 << 2]) + b"a",
+        bytes([4, 1, 9]),
+        bytes([4, 0 << 2]) + b"a" + bytes([1, 0]),
+        b"\xff",
+    ],
     ids=["short", "copy from before the start", "copy from nowhere", "no length"],
 )
 def test_broken_snappy_is_refused(broken: bytes) -> None:
@@ -43,15 +49,24 @@ def test_broken_snappy_is_refused(broken: bytes) -> None:
         unpack_snappy(broken)
 
 
-@given(st.lists(repetitive | st.binary(max_size=200), min_size=1, max_size=5), st.booleans(), st.binary(max_size=90))
-@example([bytes(i % 251 for i in range(150_000)), b"end"], False, b"")  # block headers stand in the middle of a record
+@given(
+    st.lists(repetitive | st.binary(max_size=200), min_size=1, max_size=5),
+    st.booleans(),
+    st.binary(max_size=90),
+)
+# block headers stand in the middle of a record
+@example([bytes(i % 251 for i in range(150_000)), b"end"], False, b"")
 def test_records_are_read(records: list[bytes], packed: bool, before: bytes) -> None:
     assert list(leaves(before + riegeli(records, packed=packed) + b"\x12\x00")) == records
 
 
 def test_files_of_records_inside_records_are_read() -> None:
     inner = riegeli([b"inner one", b"inner two"])
-    assert list(leaves(riegeli([b"outer", b"head" + inner]))) == [b"outer", b"inner one", b"inner two"]
+    assert list(leaves(riegeli([b"outer", b"head" + inner]))) == [
+        b"outer",
+        b"inner one",
+        b"inner two",
+    ]
     assert list(leaves(b"none at all")) == [b"none at all"]
 
 
@@ -76,14 +91,17 @@ def test_images_are_found_wherever_they_lie() -> None:
     host = image({}, machine=62)
     data = b"..\x7fELF.." + TWO + host + b"\x7fELF" + other + b"\x7fELF"
     assert list(images(data)) == [TWO, other]
-    inside = image({"entry": (0, 0, 0)}, machine=62, code=TWO)  # Mosaic of jax 0.10: in the host's program
+    # Mosaic of jax 0.10: in the host's program
+    inside = image({"entry": (0, 0, 0)}, machine=62, code=TWO)
     assert list(images(inside)) == [TWO]
 
 
 def launch(name: str, code: bytes, *, shared: int | None, threads: tuple[int, ...]) -> bytes:
     spec = message((2, message((1, code))), (3, 8), (4, name.encode()))
     dims = message((1, message(*enumerate(threads, start=1))))
-    return message((1, name.encode()), (2, spec), (4, dims), *([] if shared is None else [(6, shared)]))
+    return message(
+        (1, name.encode()), (2, spec), (4, dims), *([] if shared is None else [(6, shared)])
+    )
 
 
 def test_launches_are_read_from_the_messages_around_their_images() -> None:
@@ -96,7 +114,9 @@ def test_launches_are_read_from_the_messages_around_their_images() -> None:
         mosaic,
         old_mosaic,
     ]
-    thunks = message((8, b"jit_step"), *((13, message((1, b"info"), (36, message((3, step))))) for step in steps))
+    thunks = message(
+        (8, b"jit_step"), *((13, message((1, b"info"), (36, message((3, step))))) for step in steps)
+    )
     # The names and numbers of the outermost message are followed by what is no message.
     found = kernels(b"pjrt" + riegeli([b"", riegeli([b"options", thunks])]))
     assert [(k.name, k.machine.registers, k.threads, k.shared_bytes) for k in found] == [
@@ -172,7 +192,8 @@ def test_large_arrays_that_are_made_are_found() -> None:
 def test_calls_of_pallas_kernels_are_counted_by_their_names() -> None:
     assert hlo.kernel_calls(hlo.computations(HLO)) == {"attend": 2, "write": 1}
     assert [
-        executable_findings.stem(name) for name in ("attend", "attend__12", "attend_mosaic_gpu_kernel", "write_2")
+        executable_findings.stem(name)
+        for name in ("attend", "attend__12", "attend_mosaic_gpu_kernel", "write_2")
     ] == [
         *["attend"] * 3,
         "write_2",
@@ -192,7 +213,13 @@ def test_instructions_are_counted() -> None:
     found = sass.parse(text)
     assert sum(found.values()) == 6
     assert sass.count(found, "LDGSTS") == 2 and sass.count(found, "LDGSTS", "128") == 1
-    assert [sass.count(found, name) for name in ("UTMALDG", "HGMMA", "STL", "LDL", "LD")] == [1, 1, 1, 0, 0]
+    assert [sass.count(found, name) for name in ("UTMALDG", "HGMMA", "STL", "LDL", "LD")] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,9 +240,14 @@ def test_a_number_that_never_ends_is_refused() -> None:
 
 
 def test_the_tables_of_the_document_are_replaced_and_nothing_else() -> None:
-    old = f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\nold\n{inspect_kernels.END}\n\nMore text.\n"
+    old = (
+        f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\nold\n{inspect_kernels.END}\n\nMore text.\n"
+    )
     new = inspect_kernels.replaced(old, "| new |")
-    assert new == f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\n\n| new |\n\n{inspect_kernels.END}\n\nMore text.\n"
+    assert (
+        new
+        == f"# Kernels\n\nText.\n\n{inspect_kernels.BEGIN}\n\n| new |\n\n{inspect_kernels.END}\n\nMore text.\n"
+    )
     assert inspect_kernels.replaced(new, "| new |") == new
     for wrong in ("no marks", f"{inspect_kernels.END} {inspect_kernels.BEGIN}", old + old):
         with pytest.raises(ValueError, match="once each and in this order"):
@@ -228,9 +260,13 @@ def test_a_table_is_written_checked_and_found_old(
     rows = [kernel_tables.Row("attend (triton)", "decode", 116, 0, 39117, (0, 32, 32, 0))]
     monkeypatch.setattr(inspect_kernels, "unavailable", lambda: None)
     monkeypatch.setattr(inspect_kernels.sass, "disassembler", lambda: "nvdisasm")
-    monkeypatch.setattr(inspect_kernels, "kernel_rows", lambda *_: (rows, ["attend mosaic, int8: reads what lies"]))
     monkeypatch.setattr(
-        inspect_kernels, "step_rows", lambda *_: iter([("decode", "2 attend", "9", "1", "1", "3", "0", "none")])
+        inspect_kernels, "kernel_rows", lambda *_: (rows, ["attend mosaic, int8: reads what lies"])
+    )
+    monkeypatch.setattr(
+        inspect_kernels,
+        "step_rows",
+        lambda *_: iter([("decode", "2 attend", "9", "1", "1", "3", "0", "none")]),
     )
     path = tmp_path / "kernels.md"
     words = ["--document", str(path), "--quiet"]
@@ -240,12 +276,19 @@ def test_a_table_is_written_checked_and_found_old(
     rows[0] = kernel_tables.Row("attend (triton)", "decode", 255, 24, None, None)
     with pytest.raises(SystemExit) as stopped:
         inspect_kernels.main([*words, "--check"])
-    assert stopped.value.code == 1 and "+| attend (triton) | decode | 255 | 24 | ? | ? |" in capsys.readouterr().out
+    assert (
+        stopped.value.code == 1
+        and "+| attend (triton) | decode | 255 | 24 | ? | ? |" in capsys.readouterr().out
+    )
     assert "| 116 |" in path.read_text()
 
 
-def test_the_tool_says_what_to_install(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(inspect_kernels, "unavailable", lambda: 'not installed: pip install "jax[cuda13-local]"')
+def test_the_tool_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        inspect_kernels, "unavailable", lambda: 'not installed: pip install "jax[cuda13-local]"'
+    )
     with pytest.raises(SystemExit):
         inspect_kernels.main(["--check"])
     assert 'pip install "jax[cuda13-local]"' in capsys.readouterr().err

@@ -36,7 +36,9 @@ LONG = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     directory = random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
-    with make_llm(directory, **POOL, preemption_mode="auto", swap_space_blocks=24, at_start=True) as llm:
+    with make_llm(
+        directory, **POOL, preemption_mode="auto", swap_space_blocks=24, at_start=True
+    ) as llm:
         yield llm
 
 
@@ -63,7 +65,9 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
         for one in request["sequences"]
         if one["blocks"]
     }
-    assert tables == {one: list(manager.block_tables(one)[0]) for one in manager.sequence_ids if one >= 0}
+    assert tables == {
+        one: list(manager.block_tables(one)[0]) for one in manager.sequence_ids if one >= 0
+    }
     counted = Counter(block for table in tables.values() for block in table)
     assert all(shown["ref_counts"][block] == counted[block] for block in range(1, pool.num_blocks))
     host = {
@@ -73,8 +77,13 @@ def check_against_tables(snapshot: dict[str, Any], engine: Engine) -> None:
         if one["host_blocks"]
     }
     assert host == manager.groups[0].swapped._tables
-    for state, groups in (("running", scheduler.running), ("waiting preempted swapped", scheduler.waiting)):
-        ids = [request["id"] for request in snapshot["requests"] if request["state"] in state.split()]
+    for state, groups in (
+        ("running", scheduler.running),
+        ("waiting preempted swapped", scheduler.waiting),
+    ):
+        ids = [
+            request["id"] for request in snapshot["requests"] if request["state"] in state.split()
+        ]
         assert ids == [group.request.request_id for group in groups]
 
 
@@ -88,7 +97,9 @@ def check_against_stats(snapshot: dict[str, Any], stats: dict[str, Any]) -> None
     assert sum(count > 1 for count in counts) == stats["shared_blocks"]
     assert states["running"] == stats["num_requests_running"]
     assert states["swapped"] == stats["num_requests_swapped"]
-    assert states["waiting"] + states["preempted"] + states["swapped"] == stats["num_requests_waiting"]
+    assert (
+        states["waiting"] + states["preempted"] + states["swapped"] == stats["num_requests_waiting"]
+    )
     assert snapshot["num_steps"] == stats["engine_steps_total"]
     assert snapshot["compiles"]["total"] == stats["compile_total"]
 
@@ -112,14 +123,20 @@ def test_a_snapshot_is_what_the_tables_say(engine: Engine, seed: int) -> None:
 def check_timeline(request: dict[str, Any], snapshot: dict[str, Any]) -> None:
     line, now = request["timeline"], snapshot["clock"]["now"]
     assert line[0][0] == "queued"
-    moments = [moment for _, start, end, _ in line for moment in (start, now if end is None else end)]
+    moments = [
+        moment for _, start, end, _ in line for moment in (start, now if end is None else end)
+    ]
     assert moments == sorted(moments)
     assert all(end is not None for _, _, end, _ in line[:-1])
     assert sum(kind in ("preempted", "swapped") for kind, *_ in line) == request["num_preemptions"]
     is_open, waits = line[-1][2] is None, request["state"] in ("waiting", "preempted", "swapped")
-    in_step = snapshot["step"] is not None and request["number"] in {row[0] for row in snapshot["step"]["rows"]}
+    in_step = snapshot["step"] is not None and request["number"] in {
+        row[0] for row in snapshot["step"]["rows"]
+    }
     assert is_open or not waits
-    assert not is_open or waits or (request["state"] == "running" and not in_step), "admitted, and no row yet"
+    assert not is_open or waits or (request["state"] == "running" and not in_step), (
+        "admitted, and no row yet"
+    )
 
 
 def test_the_last_step_is_the_one_that_ran(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +144,9 @@ def test_the_last_step_is_the_one_that_ran(engine: Engine, monkeypatch: pytest.M
     inspector.inspect(engine)
     build = engine.builder.build
     monkeypatch.setattr(
-        engine.builder, "build", lambda plan, *rest: built.append((plan, build(plan, *rest))) or built[-1][1]
+        engine.builder,
+        "build",
+        lambda plan, *rest: built.append((plan, build(plan, *rest))) or built[-1][1],
     )
 
     def after_step() -> None:
@@ -141,9 +160,15 @@ def test_the_last_step_is_the_one_that_ran(engine: Engine, monkeypatch: pytest.M
         assert [(row[1], row[2], row[3]) for row in step["rows"]] == [
             (r.sequence_id, r.start, len(r.token_ids)) for r in plan.rows
         ]
-        assert (step["copies"], step["swap_out"], step["swap_in"]) == (plan.copies, plan.swap_out, plan.swap_in)
+        assert (step["copies"], step["swap_out"], step["swap_in"]) == (
+            plan.copies,
+            plan.swap_out,
+            plan.swap_in,
+        )
         assert len(step["preempted"]) == len(plan.preempted)
-        kinds.update([step["kind"], *(name for name in ("copies", "swap_out", "preempted") if step[name])])
+        kinds.update(
+            [step["kind"], *(name for name in ("copies", "swap_out", "preempted") if step[name])]
+        )
 
     run_crowd(engine, 4, after_step)
     assert all(kinds[name] for name in ("chunk", "decode", "copies", "swap_out", "preempted"))
@@ -153,7 +178,10 @@ def test_prompts_are_shown_only_where_they_may_be(engine: Engine) -> None:
     engine.add("told", engine.prepare("a secret", [101, 102, 103, 104, 105], LONG))
     engine.add("ids", engine.prepare(None, [201, 202, 203, 204, 205], LONG))
     engine.step()
-    hidden, shown = json.dumps(Inspector().inspect(engine)), json.dumps(Inspector(show_prompts=True).inspect(engine))
+    hidden, shown = (
+        json.dumps(Inspector().inspect(engine)),
+        json.dumps(Inspector(show_prompts=True).inspect(engine)),
+    )
     assert "secret" not in hidden and "103, 104" not in hidden and "203, 204" not in hidden
     assert "a secret" in shown and "201, 202, 203, 204, 205" in shown
 
@@ -170,7 +198,9 @@ def test_looking_changes_nothing_for_who_listens(engine: Engine) -> None:
 
     engine.reset_prefix_cache()
     alone = records(None)
-    assert Counter(event for event, _ in records(Inspector())) == Counter(event for event, _ in alone)
+    assert Counter(event for event, _ in records(Inspector())) == Counter(
+        event for event, _ in alone
+    )
 
 
 def test_nobody_listens_when_nobody_looks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,15 +298,24 @@ def test_a_stream_ends_with_the_server(engine: Engine, monkeypatch: pytest.Monke
 
 def test_the_files_of_the_page(engine: Engine) -> None:
     client = TestClient(
-        Starlette(routes=page.routes(Source(engine), show_prompts=False)), raise_server_exceptions=False
+        Starlette(routes=page.routes(Source(engine), show_prompts=False)),
+        raise_server_exceptions=False,
     )
     assert client.get("/ui", follow_redirects=False).headers["location"] == "/ui/"
     for path in page.PAGE_PATHS - {"/ui"}:
         answer = client.get(path)
-        assert answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff", path
+        assert (
+            answer.status_code == 200 and answer.headers["x-content-type-options"] == "nosniff"
+        ), path
         assert "default-src 'none'" in answer.headers["content-security-policy"]
         assert "unsafe" not in answer.headers["content-security-policy"]
-    for path in ("/ui/none.js", "/ui/../state.py", "/ui/%2e%2e/state.py", "/ui//etc/passwd", "/ui/static/main.js"):
+    for path in (
+        "/ui/none.js",
+        "/ui/../state.py",
+        "/ui/%2e%2e/state.py",
+        "/ui//etc/passwd",
+        "/ui/static/main.js",
+    ):
         assert client.get(path).status_code == 404, path
     assert client.post("/debug/state").status_code == 405
     state = client.get("/debug/state")
@@ -318,18 +357,30 @@ def test_no_more_viewers_than_there_may_be(engine: Engine, monkeypatch: pytest.M
     ("asked", "can_be_slow", "status"),
     [(0.5, False, 403), (9, True, 400), ("1", True, 400), (-1, True, 400), (True, True, 400)],
 )
-def test_slow_motion_is_for_who_is_alone(engine: Engine, asked: Any, can_be_slow: bool, status: int) -> None:
+def test_slow_motion_is_for_who_is_alone(
+    engine: Engine, asked: Any, can_be_slow: bool, status: int
+) -> None:
     source = Source(engine)
     source.ready = False  # a stream that begins ends at once
-    client = TestClient(Starlette(routes=page.state_routes(source, show_prompts=False, can_be_slow=can_be_slow)))
+    client = TestClient(
+        Starlette(routes=page.state_routes(source, show_prompts=False, can_be_slow=can_be_slow))
+    )
     with pytest.raises(Exception, match="seconds_per_step|Slow motion") as refusal:
         client.post("/debug/events", json={"seconds_per_step": asked})
     assert SimpleNamespace(**vars(refusal.value)).status == status
     with pytest.raises(Exception, match="in the body of a POST"):
         client.get("/debug/events?seconds_per_step=0.5")
     with pytest.raises(Exception, match="application/json"):
-        client.post("/debug/events", content=b'{"seconds_per_step": 0.5}', headers={"content-type": "text/plain"})
-    for name, value in (("sec-fetch-site", "cross-site"), ("referer", "http://evil.example/"), ("origin", "null")):
+        client.post(
+            "/debug/events",
+            content=b'{"seconds_per_step": 0.5}',
+            headers={"content-type": "text/plain"},
+        )
+    for name, value in (
+        ("sec-fetch-site", "cross-site"),
+        ("referer", "http://evil.example/"),
+        ("origin", "null"),
+    ):
         with pytest.raises(Exception, match="only accepts requests with"):
             client.post("/debug/events", json={"seconds_per_step": 0.5}, headers={name: value})
 

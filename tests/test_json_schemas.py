@@ -32,7 +32,9 @@ NUMBERS = [
     "3.1",
     "4",
 ]
-INTEGERS = [*map(str, (0, -5, 7, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), BIG, BIG - 21))]
+INTEGERS = [
+    *map(str, (0, -5, 7, 2**53 - 1, 2**53, 2**53 + 1, 2**63 - 1, 2**63, -(2**63), BIG, BIG - 21))
+]
 UUIDS = [f"0b4d8f3e-1c2d-{version}e5f-8a9b-0c1d2e3f4a5b" for version in range(1, 9)]
 PAIR = {"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}
 
@@ -82,7 +84,9 @@ def admitted(grammar: Any, schema: Any, texts: list[str]) -> list[str]:
         ({"type": "string", "format": "base64"}, ['""', '"YQ=="', '"YQ="', '"YWI="', '"a"'], ['""', '"YQ=="', '"YWI="']),
     ],
 )  # fmt: skip
-def test_what_comes_through_is_valid(schema: Any, texts: list[str], some: list[str], grammar: Any) -> None:
+def test_what_comes_through_is_valid(
+    schema: Any, texts: list[str], some: list[str], grammar: Any
+) -> None:
     found = admitted(grammar, schema, texts)
     valid = jsonschema.Draft202012Validator(schema)
     assert all(valid.is_valid(json.loads(text, parse_float=Decimal)) for text in found), found
@@ -108,10 +112,16 @@ def test_what_would_not_be_enforced_is_refused_by_its_keyword(schema: Any, messa
 
 
 @pytest.mark.parametrize(
-    ("pattern", "covers"), [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)]
+    ("pattern", "covers"),
+    [("^a", True), ("b$", True), ("^ab$", True), ("", True), ("^x|[0-9]", False)],
 )
 def test_a_property_with_two_schemas_is_refused_before_anything_is_generated(
     pattern: str, covers: bool, grammar: Any
 ) -> None:
-    schema = {"items": {"properties": {"ab": {"type": "string"}}, "patternProperties": {pattern: {"type": "integer"}}}}
+    schema = {
+        "items": {
+            "properties": {"ab": {"type": "string"}},
+            "patternProperties": {pattern: {"type": "integer"}},
+        }
+    }
     assert (overlap_of(grammar[0], json.dumps(schema)) is not None) == covers

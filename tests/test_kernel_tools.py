@@ -21,17 +21,55 @@ from pallas_kernels import grouped_product, tiles, write_kv
 from pallas_kernels.tiles import Tiles
 from tests.support import attention
 from tools import bench_kernels, bench_step, check_engine, gpu_check, time_contiguous_attention
-from tools.kernel_lab import check, oracle, pages, parity, parts, products, record, specs, stability, timing, tuner
+from tools.kernel_lab import (
+    check,
+    oracle,
+    pages,
+    parity,
+    parts,
+    products,
+    record,
+    specs,
+    stability,
+    timing,
+    tuner,
+)
 from tools.kernel_lab.bounds import Ceilings, work
 from tools.kernel_lab.children import Child, run_all
 from tools.kernel_lab.compare_sets import Row, compare, table
-from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged, read, worst
+from tools.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    LeftOut,
+    Table,
+    append,
+    judged,
+    read,
+    worst,
+)
 from tools.kernel_lab.goals import table as goals_table
-from tools.kernel_lab.kernel_cases import Case, label, make_case, seen_slots, shape_of_spec, tree_masks
+from tools.kernel_lab.kernel_cases import (
+    Case,
+    label,
+    make_case,
+    seen_slots,
+    shape_of_spec,
+    tree_masks,
+)
 from tools.kernel_lab.specs import Spec
 
 CEILINGS = Ceilings(copied=2.0e12, read=3.0e12, matmul=6.0e14)
-SMALL = Spec(name="small", num_heads=4, num_kv_heads=2, head_width=16, contexts=(30, 9), queries=(1, 1), block_size=8)
+SMALL = Spec(
+    name="small",
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=16,
+    contexts=(30, 9),
+    queries=(1, 1),
+    block_size=8,
+)
 SMALL = dataclasses.replace(SMALL, dtype="float32", page_dtype="float32")
 MIXED = dataclasses.replace(SMALL, name="mixed", contexts=(30, 7, 19, 0), queries=(12, 0, 1, 0))
 
@@ -49,7 +87,9 @@ MIXED = dataclasses.replace(SMALL, name="mixed", contexts=(30, 7, 19, 0), querie
 def test_work_is_what_counting_one_by_one_finds(rows, window, tree, page_dtype):
     tree = tree and window is None and any(new for _, new in rows)
     contexts, queries = tuple(before + new for before, new in rows), tuple(new for _, new in rows)
-    spec = dataclasses.replace(SMALL, contexts=contexts, queries=queries, sliding_window=window, tree=tree)
+    spec = dataclasses.replace(
+        SMALL, contexts=contexts, queries=queries, sliding_window=window, tree=tree
+    )
     spec = dataclasses.replace(spec, dtype="bfloat16", page_dtype=page_dtype)
     masks, token = tree_masks(spec), 0
     pairs, touched, blocks = 0, set(), set()
@@ -104,8 +144,17 @@ def test_the_tiles_of_a_spec_are_those_of_its_call():
 def test_the_oracle_agrees_with_the_one_of_the_tests(spec):
     case = make_case(spec, padding=2, poison=True, logit_softcap=3.0)
     layer, step = case.layers[0], case.step
-    arrays = (case.q_TNH, layer.k_pages, layer.v_pages, step.block_table_BM, step.context_len_B, step.query_start)
-    scales = [None if scale is None else np.asarray(scale) for scale in (layer.k_scale, layer.v_scale)]
+    arrays = (
+        case.q_TNH,
+        layer.k_pages,
+        layer.v_pages,
+        step.block_table_BM,
+        step.context_len_B,
+        step.query_start,
+    )
+    scales = [
+        None if scale is None else np.asarray(scale) for scale in (layer.k_scale, layer.v_scale)
+    ]
     plain = attention.Case(*map(np.asarray, arrays), *scales)
     masks = None if step.tree_mask_TQ is None else np.asarray(step.tree_mask_TQ)
     options = {"sliding_window": spec.sliding_window, "logit_softcap": 3.0, "tree_mask_TQ": masks}
@@ -117,7 +166,9 @@ def test_the_oracle_agrees_with_the_one_of_the_tests(spec):
 
 def test_bits_of_float8():
     bits = np.arange(256, dtype=np.uint8)
-    np.testing.assert_array_equal(oracle.float8_e4m3fn(bits), bits.view(attention.E4M3).astype(np.float64))
+    np.testing.assert_array_equal(
+        oracle.float8_e4m3fn(bits), bits.view(attention.E4M3).astype(np.float64)
+    )
 
 
 def test_what_nobody_sees_is_poisoned_and_layers_differ():
@@ -143,7 +194,11 @@ def test_rounds_and_their_median():
         return np.zeros(1)
 
     found = timing.median_of_rounds(run, 10, rounds=5, limit_s=1e9, clock=lambda: now[0])
-    assert (found.seconds, found.calls, found.rounds) == (0.25, 10, 5) and found.spread == pytest.approx(8 / 2.5)
+    assert (found.seconds, found.calls, found.rounds) == (
+        0.25,
+        10,
+        5,
+    ) and found.spread == pytest.approx(8 / 2.5)
 
 
 def test_a_slow_call_gets_fewer_rounds():
@@ -166,7 +221,9 @@ def test_a_program_calls_every_layer_in_turn_on_the_output_before(backend):
             want = attend(want, case.step, layer)
     real = dataclasses.replace(case)
     if backend != "scan":
-        object.__setattr__(real, "attend", lambda *arrays, **_: case.attend(*arrays, backend="scan"))
+        object.__setattr__(
+            real, "attend", lambda *arrays, **_: case.attend(*arrays, backend="scan")
+        )
     program = jax.jit(timing.steps(real, 2, backend=backend))
     got = program(case.q_TNH, case.step, case.layers)
     np.testing.assert_allclose(got, want, atol=1e-6)
@@ -176,7 +233,9 @@ def test_a_program_calls_every_layer_in_turn_on_the_output_before(backend):
 def test_the_layers_of_real_shapes_outgrow_the_cache_or_are_said_not_to():
     for spec in specs.SPECS:
         layers = timing.num_layers(spec)
-        assert timing.stays_in_cache(spec, layers) == (work(spec).kv_bytes * layers < timing.CACHE_BYTES)
+        assert timing.stays_in_cache(spec, layers) == (
+            work(spec).kv_bytes * layers < timing.CACHE_BYTES
+        )
         assert layers == 16 or work(spec).kv_bytes * layers >= timing.CACHE_BYTES
         assert work(spec).kv_bytes * layers <= timing.POOL_BYTES
 
@@ -185,7 +244,9 @@ def test_the_layers_of_real_shapes_outgrow_the_cache_or_are_said_not_to():
 
 
 def illegal_address(*_, **__):
-    raise RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+    raise RuntimeError(
+        "INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered"
+    )
 
 
 def test_comparison_reports_refusals_failures_and_ratios():
@@ -200,12 +261,23 @@ def test_comparison_reports_refusals_failures_and_ratios():
     assert [row.failed for row in rows] == [False, False, True, False]
     lines = table(rows, CEILINGS, {"contiguous": {"small": 2e-6}}).rows
     cells = dict(zip(table(rows, CEILINGS, {"contiguous": {}}).columns, lines[0], strict=True))
-    assert (cells["us"], cells["x XLA"], cells["x contiguous"], cells["bound"]) == ("1.0", "0.250", "0.500", "memory")
-    assert float(cells["fraction"]) == pytest.approx(work(SMALL).num_bytes / 3.0e12 / 1e-6, abs=1e-3)
+    assert (cells["us"], cells["x XLA"], cells["x contiguous"], cells["bound"]) == (
+        "1.0",
+        "0.250",
+        "0.500",
+        "memory",
+    )
+    assert float(cells["fraction"]) == pytest.approx(
+        work(SMALL).num_bytes / 3.0e12 / 1e-6, abs=1e-3
+    )
     assert lines[1][2] == "-" and "mosaic: no float32" in lines[1][-1]
     assert "RuntimeError: illegal address" in lines[2][-1]
     spoiled = compare([SMALL], ["triton", "scan"], CEILINGS, time_one=illegal_address)
-    assert spoiled[0].failed and not spoiled[1].failed and "an error of CUDA, with triton on small" in spoiled[1].note
+    assert (
+        spoiled[0].failed
+        and not spoiled[1].failed
+        and "an error of CUDA, with triton on small" in spoiled[1].note
+    )
     late = compare([SMALL], ["scan"], CEILINGS, time_one=fake, time_left=lambda: False)
     assert late[0].seconds is None and "no time" in late[0].note
 
@@ -213,12 +285,19 @@ def test_comparison_reports_refusals_failures_and_ratios():
 def test_one_table_of_what_each_kernel_set_was_timed_at_alone():
     def timed(backend, name, seconds):
         row = Row(specs.find(name), backend, seconds, "2 splits", timing.Timing(seconds, 0.0, 1, 7))
-        return Finding(f"bench {backend} {name}", PASSED, "", data={"rows": [row.as_data(CEILINGS)]})
+        return Finding(
+            f"bench {backend} {name}", PASSED, "", data={"rows": [row.as_data(CEILINGS)]}
+        )
 
     decode, chunk = "llama-3-8b decode 16x2048", "llama-3-8b chunk 2048+0"
     measured = Finding("ceilings", PASSED, "", data=dataclasses.asdict(CEILINGS))
     contiguous = Finding("contiguous", PASSED, "", data={"seconds": {"contiguous": {decode: 2e-4}}})
-    found = [contiguous, timed("triton", chunk, 3e-3), timed("triton", decode, 1e-4), timed("scan", decode, 4e-4)]
+    found = [
+        contiguous,
+        timed("triton", chunk, 3e-3),
+        timed("triton", decode, 1e-4),
+        timed("scan", decode, 4e-4),
+    ]
     assert parts.bench_tables(found) == []  # nothing to judge them by
     rows = parts.bench_tables([measured, *found])[0].rows
     assert [row[:2] for row in rows] == [[decode, "triton"], [decode, "scan"], [chunk, "triton"]]
@@ -242,10 +321,16 @@ def test_a_kernel_set_is_timed_alone_with_the_splits_that_are_asked_for(monkeypa
     swept = [{"mosaic": 1}, {"mosaic": 8}, {"mosaic": 1}, {}]
     assert asked == [(["mosaic"], splits) for splits in swept]
     one, eight, refused, chunk = (finding.summary for finding in found)
-    assert one.endswith("of memory, 1 splits") and eight.endswith("of memory, 8 splits") and "100.0 us" in chunk
+    assert (
+        one.endswith("of memory, 1 splits")
+        and eight.endswith("of memory, 8 splits")
+        and "100.0 us" in chunk
+    )
     assert refused == "1 splits, refused" and found[2].status == LEFT_OUT
     [unknown] = parts.PARTS["bench"](parts.Options(backend="fa4"))
-    assert unknown.status == LEFT_OUT and unknown.summary.startswith("there is no kernel set of this name among triton")
+    assert unknown.status == LEFT_OUT and unknown.summary.startswith(
+        "there is no kernel set of this name among triton"
+    )
 
 
 def test_goals():
@@ -283,18 +368,30 @@ def distance(spec: Spec, candidate: Tiles) -> float:
 def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypatch):
     shape = shape_of_spec(SMALL)
     asked = []
-    assert tuner.VALUES["num_stages"][-2:] == (5, 7), "the first that double-buffer keys and values in Triton's loop"
-    tuned = tuner.tune(shape, [SMALL, dataclasses.replace(SMALL, name="b")], distance, [START], prefetch=asked.extend)
+    assert tuner.VALUES["num_stages"][-2:] == (5, 7), (
+        "the first that double-buffer keys and values in Triton's loop"
+    )
+    tuned = tuner.tune(
+        shape,
+        [SMALL, dataclasses.replace(SMALL, name="b")],
+        distance,
+        [START],
+        prefetch=asked.extend,
+    )
     assert tuned.best == BEST and tuned.finished and tuned.seconds[BEST] == 4.0
     assert tuned.failures and all(one.num_stages == 4 for one in tuned.failures)
     assert all("small: RuntimeError: ptxas" in reason for reason in tuned.failures.values())
     assert set(tuned.seconds) == {START, *asked} and len(asked) == len(set(asked)) < 60
     kind = "NVIDIA H100 80GB HBM3"
     path = tiles.write_tuned(kind, {"triton": {str(shape): tuned.best}}, tmp_path)
-    assert path.parent == tmp_path and tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
+    assert path.parent == tmp_path and tiles.read_tuned(kind, tmp_path) == {
+        "triton": {str(shape): BEST}
+    }
     assert tiles.read_tuned("another", tmp_path) == {} == tiles.read_fastest("another", tmp_path)
     tiles.write_tuned(kind, {}, tmp_path, fastest={str(shape): "mosaic"})
-    tiles.write_tuned(kind, {"triton": {str(shape): BEST}}, tmp_path, fastest={"another shape": "fa3"})
+    tiles.write_tuned(
+        kind, {"triton": {str(shape): BEST}}, tmp_path, fastest={"another shape": "fa3"}
+    )
     assert tiles.read_fastest(kind, tmp_path) == {str(shape): "mosaic", "another shape": "fa3"}
     assert tiles.read_tuned(kind, tmp_path) == {"triton": {str(shape): BEST}}
     table_of, device = tiles._table, SimpleNamespace(platform="gpu", device_kind=kind)
@@ -302,7 +399,9 @@ def test_the_tuner_finds_the_fastest_and_reports_what_failed(tmp_path, monkeypat
     monkeypatch.setattr(tiles.jax, "devices", lambda: [device])
     assert tiles.tuned("triton", shape) == BEST
     assert tiles.tuned("mosaic", shape) is None
-    assert tiles.measured_set(shape) == "mosaic" and tiles.measured_set(shape_of_spec(MIXED)) is None
+    assert (
+        tiles.measured_set(shape) == "mosaic" and tiles.measured_set(shape_of_spec(MIXED)) is None
+    )
 
 
 def test_sets_are_compared_over_the_specs_that_all_of_them_take():
@@ -311,23 +410,39 @@ def test_sets_are_compared_over_the_specs_that_all_of_them_take():
 
     def tuned(**seconds):
         found = tuner.Tuned(shape, {BEST: sum(seconds.values())})
-        found.of_spec[BEST] = {{"small": SMALL, "b": other}[name]: taken for name, taken in seconds.items()}
+        found.of_spec[BEST] = {
+            {"small": SMALL, "b": other}[name]: taken for name, taken in seconds.items()
+        }
         return found
 
     both, one, nothing = tuned(small=1.0, b=9.0), tuned(small=2.0), tuner.Tuned(shape)
     assert tuner.fastest({"fa3": one, "triton": both}) == "triton"
     assert tuner.fastest({"fa3": tuned(small=0.5), "triton": both, "mosaic": nothing}) == "fa3"
-    assert tuner.fastest({"triton": both}) is None is tuner.fastest({"triton": both, "mosaic": nothing})
-    assert tuner.fastest({"triton": tuned(small=1.0), "fa3": tuned(b=1.0)}) is None, "nothing in common"
+    assert (
+        tuner.fastest({"triton": both})
+        is None
+        is tuner.fastest({"triton": both, "mosaic": nothing})
+    )
+    assert tuner.fastest({"triton": tuned(small=1.0), "fa3": tuned(b=1.0)}) is None, (
+        "nothing in common"
+    )
 
 
 def test_a_walk_begins_at_the_rule_and_at_what_may_be_better():
-    chunk, decode = (shape_of_spec(specs.find(f"llama-3-8b {name}")) for name in ("chunk 2048+0", "decode 64x2048"))
+    chunk, decode = (
+        shape_of_spec(specs.find(f"llama-3-8b {name}"))
+        for name in ("chunk 2048+0", "decode 64x2048")
+    )
     rule, *others = tuner.starts("triton", chunk)
-    assert rule == tuner.RULES["triton"](chunk) and [(t.query_rows, t.num_warps) for t in others] == [(64, 4)]
+    assert rule == tuner.RULES["triton"](chunk) and [
+        (t.query_rows, t.num_warps) for t in others
+    ] == [(64, 4)]
     assert [t.split_context for t in tuner.starts("triton", decode)] == [256, 128, 64]
     wide = dataclasses.replace(SMALL, dtype="float32", page_dtype="float32")
-    assert "mosaic: queries of float32" in tuner.refusal("mosaic", wide) and tuner.refusal("triton", wide) is None
+    assert (
+        "mosaic: queries of float32" in tuner.refusal("mosaic", wide)
+        and tuner.refusal("triton", wide) is None
+    )
 
 
 def test_the_tuner_stops_in_time_and_may_find_nothing():
@@ -337,7 +452,9 @@ def test_the_tuner_stops_in_time_and_may_find_nothing():
         now[0] += 1.0
         return distance(spec, candidate)
 
-    tuned = tuner.tune(shape_of_spec(SMALL), [SMALL], slow, [START], deadline=5.0, clock=lambda: now[0])
+    tuned = tuner.tune(
+        shape_of_spec(SMALL), [SMALL], slow, [START], deadline=5.0, clock=lambda: now[0]
+    )
     assert len(tuned.seconds) == 5 and not tuned.finished and tuned.best is not None
 
     def broken(spec, candidate):
@@ -351,7 +468,9 @@ def test_specs_are_tuned_by_shape():
     assert sum(map(len, groups.values())) == len(specs.SPECS)
     for shape, group in groups.items():
         assert {shape_of_spec(spec) for spec in group} == {shape}
-    batches = {len(spec.contexts) for spec in groups[shape_of_spec(specs.find("llama-3-8b decode 1x2048"))]}
+    batches = {
+        len(spec.contexts) for spec in groups[shape_of_spec(specs.find("llama-3-8b decode 1x2048"))]
+    }
     assert {1, 4, 16, 64, 256} <= batches  # one choice for all of them
 
 
@@ -363,7 +482,10 @@ PLANTED = {
         case, step=dataclasses.replace(case.step, block_table_BM=case.step.block_table_BM[::-1])
     ).run("scan"),
     "off by one": lambda case: dataclasses.replace(
-        case, step=dataclasses.replace(case.step, context_len_B=np.maximum(case.step.context_len_B - 1, 0))
+        case,
+        step=dataclasses.replace(
+            case.step, context_len_B=np.maximum(case.step.context_len_B - 1, 0)
+        ),
     ).run("scan"),
     "padding not zero": lambda case: case.run("scan").at[-1].set(1e-9),
     "not a number": lambda case: case.run("scan").at[0, 0, 0].set(np.nan),
@@ -394,7 +516,9 @@ def test_a_wrong_backend_fails_the_whole_check(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(check.Check, "run", run)
     assert gpu_check.main(["--interpret"]) == 0
     right = Case.run
-    monkeypatch.setattr(Case, "run", lambda self, backend, **options: right(self, backend, **options) * 1.05)
+    monkeypatch.setattr(
+        Case, "run", lambda self, backend, **options: right(self, backend, **options) * 1.05
+    )
     assert gpu_check.main(["--interpret", "--json", str(tmp_path / "out.json")]) == 1
     printed = capsys.readouterr().out
     data = json.loads(printed.splitlines()[-1])
@@ -411,7 +535,11 @@ def test_refusals_are_left_out_and_exceptions_fail():
     found = judged("x", lambda: parity.check("b", trial, refuse))
     assert (found.status, found.summary) == (LEFT_OUT, "a reason")
     broken = judged("x", lambda: parity.check("b", trial, lambda case: 1 / 0))
-    assert broken.status == FAILED and "ZeroDivisionError" in broken.summary and "lambda" in broken.data["traceback"]
+    assert (
+        broken.status == FAILED
+        and "ZeroDivisionError" in broken.summary
+        and "lambda" in broken.data["traceback"]
+    )
     assert worst([found, broken]) == FAILED and worst([found]) == LEFT_OUT
 
 
@@ -422,11 +550,16 @@ def test_bits_that_depend_on_neighbours_are_seen():
         out = case.run("scan")
         return out if len(case.step.context_len_B) < 3 else out * np.float32(1 + 2.0**-23)
 
-    stable = stability.check("triton", "decode", stability.decode_settings(spec, (2, 3)), lambda case: case.run("scan"))
+    stable = stability.check(
+        "triton", "decode", stability.decode_settings(spec, (2, 3)), lambda case: case.run("scan")
+    )
     assert stable.status == PASSED and all(row[1] == "yes" for row in stable.tables[0].rows)
     found = stability.check("triton", "decode", stability.decode_settings(spec, (2, 3)), run)
     assert found.status == FAILED and found.data["differing"] == ["first of 3"]
-    assert stability.check("scan", "decode", stability.decode_settings(spec, (2, 3)), run).status == PASSED
+    assert (
+        stability.check("scan", "decode", stability.decode_settings(spec, (2, 3)), run).status
+        == PASSED
+    )
 
 
 def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded():
@@ -438,7 +571,10 @@ def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded(
     def run(case):
         return case.run("scan") * np.float32(1 + 2.0**-23 * (int(case.step.query_start[1]) == 3))
 
-    assert stability.check("triton", "verify", settings(), lambda case: case.run("scan")).status == PASSED
+    assert (
+        stability.check("triton", "verify", settings(), lambda case: case.run("scan")).status
+        == PASSED
+    )
     found = stability.check("triton", "verify", settings(), run)
     assert found.status == FAILED and found.data["differing"] == ["3 tokens in a step of 5"]
     assert stability.check("triton", "verify", settings(), run, promised=False).status == PASSED
@@ -448,12 +584,17 @@ def test_bits_that_depend_on_the_rows_other_tokens_are_seen_and_may_be_recorded(
 def test_contiguous_attention_is_the_same_attention(tokens):
     torch = pytest.importorskip("torch")
     queries, context = tokens
-    spec = dataclasses.replace(SMALL, contexts=(context, context), queries=(queries, queries), block_size=20)
+    spec = dataclasses.replace(
+        SMALL, contexts=(context, context), queries=(queries, queries), block_size=20
+    )
     case = make_case(spec)
     want, _ = oracle.attention(case)
     blocks = np.asarray(case.step.block_table_BM)[:, 0]
     layer = case.layers[0]
-    k, v = (torch.tensor(np.asarray(each)[blocks]).transpose(1, 2) for each in (layer.k_pages, layer.v_pages))
+    k, v = (
+        torch.tensor(np.asarray(each)[blocks]).transpose(1, 2)
+        for each in (layer.k_pages, layer.v_pages)
+    )
     q = torch.tensor(np.asarray(case.q_TNH)).reshape(2, queries, 4, 16).transpose(1, 2)
     got = time_contiguous_attention.attend(spec, q, [(k, v)]).transpose(1, 2).reshape(want.shape)
     np.testing.assert_allclose(got, want, atol=2e-6)
@@ -474,7 +615,10 @@ def test_contiguous_attention_in_miniature(tmp_path):
         "llama-3-8b verify chain 16x8",
     }
     why = {row[0]: row[2] for row in found.tables[0].rows}
-    assert why["llama-3-8b decode 64 ragged"] == "ragged rows" and why["llama-3-8b verify tree 16x16"] == "a tree"
+    assert (
+        why["llama-3-8b decode 64 ragged"] == "ragged rows"
+        and why["llama-3-8b verify tree 16x16"] == "a tree"
+    )
     assert parts.best_of({"a": {"x": 1.0}, "b": {"x": 0.5, "y": 2.0}}) == {"x": 0.5, "y": 2.0}
 
 
@@ -482,7 +626,9 @@ def test_contiguous_attention_in_miniature(tmp_path):
 
 
 def child(tmp_path, name, program, **options):
-    return Child(name=name, command=[sys.executable, "-c", program], to=tmp_path / f"{name}.jsonl", **options)
+    return Child(
+        name=name, command=[sys.executable, "-c", program], to=tmp_path / f"{name}.jsonl", **options
+    )
 
 
 def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
@@ -506,9 +652,14 @@ def test_what_crashes_or_hangs_takes_no_other_along(tmp_path):
         done=lambda one, found: ended.update({one.name: found}),
         found=lambda one, finding: told.append((one.name, finding)),
     )
-    assert sorted(map(str, told)) == sorted(str((name, one)) for name, found in ended.items() for one in found)
+    assert sorted(map(str, told)) == sorted(
+        str((name, one)) for name, found in ended.items() for one in found
+    )
     assert [finding.status for finding in ended["good"]] == [PASSED]
-    assert [finding.status for finding in ended["crash"]] == [PASSED, FAILED] and "SIGABRT" in ended["crash"][1].summary
+    assert [finding.status for finding in ended["crash"]] == [
+        PASSED,
+        FAILED,
+    ] and "SIGABRT" in ended["crash"][1].summary
     assert ended["hang"][0].status == FAILED and "hangs" in ended["hang"][0].summary
     assert ended["big"][0].status == LEFT_OUT and "it may need 1000" in ended["big"][0].summary
     assert ended["late"][0].status == LEFT_OUT and "time is up" in ended["late"][0].summary
@@ -518,7 +669,9 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
     line = json.dumps(dataclasses.asdict(Finding("good", PASSED, "fine"))) + "\n"
     seen = tmp_path / "seen"
     program = f"import os, time; open({str(tmp_path / 'slow.jsonl')!r}, 'a').write({line!r}); until = time.time() + 20"
-    program += f"\nwhile not os.path.exists({str(seen)!r}) and time.time() < until: time.sleep(0.01)"
+    program += (
+        f"\nwhile not os.path.exists({str(seen)!r}) and time.time() < until: time.sleep(0.01)"
+    )
     program += f"\nassert os.path.exists({str(seen)!r})"
     one, ended = child(tmp_path, "slow", program, needs_s=0), []
     tell = {"done": lambda _, found: ended.extend(found), "found": lambda *_: seen.touch()}
@@ -527,9 +680,7 @@ def test_a_finding_is_told_while_its_part_goes_on(tmp_path):
 
 
 def test_what_a_part_leaves_behind_is_stopped(tmp_path):
-    program = (
-        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
-    )
+    program = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
     one = child(tmp_path, "leaves", program, needs_s=0)
     run_all([one], deadline=time.monotonic() + 30, jobs=1, done=lambda *_: None)
     status = Path(f"/proc/{int(one.log.read_text())}/status")
@@ -544,7 +695,9 @@ def test_the_engines_float32_is_no_tf32_in_any_thread(tmp_path, monkeypatch):
     seen = []
 
     def generated(backend, dtype, orders):
-        thread = threading.Thread(target=lambda: seen.append((dtype, jax.config.jax_default_matmul_precision)))
+        thread = threading.Thread(
+            target=lambda: seen.append((dtype, jax.config.jax_default_matmul_precision))
+        )
         thread.start()
         thread.join()
         return [[([1], [0.0]) for _ in order] for order in orders]
@@ -558,7 +711,10 @@ def test_pages_are_not_timed_when_time_is_short(monkeypatch):
     monkeypatch.setattr(parts, "measured_ceilings", lambda small: CEILINGS)
     monkeypatch.setattr(parts, "compare", lambda specs, *_, **__: [Row(specs[0], "triton", None)])
     *_, last = parts.PARTS["bench"](parts.Options(backend="triton", seconds=30))
-    assert (last.status, last.check) == (LEFT_OUT, "pages: timings") and "it may need 40" in last.summary
+    assert (last.status, last.check) == (
+        LEFT_OUT,
+        "pages: timings",
+    ) and "it may need 40" in last.summary
 
 
 def test_a_missing_package_leaves_the_engine_out(tmp_path):
@@ -566,14 +722,20 @@ def test_a_missing_package_leaves_the_engine_out(tmp_path):
     program = "import sys, runpy; sys.modules['llguidance'] = None; sys.argv[0] = 'x'; "
     program += "runpy.run_path('tools/check_engine.py', run_name='__main__')"
     command = [sys.executable, "-c", program, "--to", str(to), "scan", "reference"]
-    one = Child(name="engine", command=command, to=to, needs_s=0, environment={"JAX_PLATFORMS": "cpu"})
+    one = Child(
+        name="engine", command=command, to=to, needs_s=0, environment={"JAX_PLATFORMS": "cpu"}
+    )
     run_all([one], deadline=time.monotonic() + 120, jobs=1, done=lambda *_: None)
-    assert [(found.status, found.summary) for found in read(to)] == [(LEFT_OUT, "no llguidance here")]
+    assert [(found.status, found.summary) for found in read(to)] == [
+        (LEFT_OUT, "no llguidance here")
+    ]
 
 
 def test_findings_survive_a_line_that_was_cut(tmp_path):
     path = tmp_path / "found.jsonl"
-    finding = Finding("a", PASSED, "b", tables=[Table("t", ["x", "y"], [["1", "2"]])], data={"n": 1})
+    finding = Finding(
+        "a", PASSED, "b", tables=[Table("t", ["x", "y"], [["1", "2"]])], data={"n": 1}
+    )
     append(path, finding)
     path.write_text(path.read_text() + '{"check": "c", "sta')
     assert read(path) == [finding] and read(tmp_path / "none") == []
@@ -582,8 +744,14 @@ def test_findings_survive_a_line_that_was_cut(tmp_path):
 
 
 def test_a_backend_that_crashed_is_not_timed(tmp_path, monkeypatch):
-    append(tmp_path / "parity-triton.jsonl", Finding("parity triton", FAILED, "SIGABRT", data={"log": "..."}))
-    append(tmp_path / "parity-scan.jsonl", Finding("parity scan", FAILED, "error 1.0", data={"error": 1.0}))
+    append(
+        tmp_path / "parity-triton.jsonl",
+        Finding("parity triton", FAILED, "SIGABRT", data={"log": "..."}),
+    )
+    append(
+        tmp_path / "parity-scan.jsonl",
+        Finding("parity scan", FAILED, "error 1.0", data={"error": 1.0}),
+    )
     assert parts.broken(tmp_path) == ["triton"] and parts.broken(None) == []
 
 
@@ -596,10 +764,14 @@ def test_the_record_keeps_what_was_there(tmp_path):
         Finding("engine", LEFT_OUT, "no llguidance here"),
     ]
     for date in ("2026-01-01", "2026-01-02"):
-        text = record.section(findings, {"device": "GPU X", "commit": "abc"}, date=date, command="python x")
+        text = record.section(
+            findings, {"device": "GPU X", "commit": "abc"}, date=date, command="python x"
+        )
         record.append_section(path, text)
     text = path.read_text()
-    assert text.startswith("# Results\n\nAn introduction.\n\n## 2026-01-01: GPU X, commit abc\n\n`python x`: 2 passed")
+    assert text.startswith(
+        "# Results\n\nAn introduction.\n\n## 2026-01-01: GPU X, commit abc\n\n`python x`: 2 passed"
+    )
     assert text.index("## 2026-01-01") < text.index("## 2026-01-02")
     assert "| spec | us |\n| --- | ---: |\n| a\\|b | 1.0 |\n" in text
     assert "| engine | left out | no llguidance here | 0.0 |" in text
@@ -609,16 +781,30 @@ def test_without_a_gpu_the_check_says_so(monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert gpu_check.main(["--minutes", "2"]) == 2
     captured = capsys.readouterr()
-    assert "no GPU here" in captured.err and json.loads(captured.out.splitlines()[-1])["exit_status"] == 2
+    assert (
+        "no GPU here" in captured.err
+        and json.loads(captured.out.splitlines()[-1])["exit_status"] == 2
+    )
 
 
 def test_a_miniature_of_the_whole_check(tmp_path, capsys):
     out = tmp_path / "results.md"
-    command = ["--interpret", "--only", "parity scan", "--record", str(out), "--directory", str(tmp_path / "work")]
+    command = [
+        "--interpret",
+        "--only",
+        "parity scan",
+        "--record",
+        str(out),
+        "--directory",
+        str(tmp_path / "work"),
+    ]
     assert gpu_check.main(command) == 0
     data = json.loads(capsys.readouterr().out.splitlines()[-1])
     checks = {finding["check"]: finding["status"] for finding in data["findings"]}
-    assert checks["parity scan: mixed, empty rows"] == PASSED and checks["parity scan: verify tree"] == PASSED
+    assert (
+        checks["parity scan: mixed, empty rows"] == PASSED
+        and checks["parity scan: verify tree"] == PASSED
+    )
     assert "parity scan: decode int8" in out.read_text()
 
 
@@ -633,7 +819,9 @@ def test_products_are_compared_and_timed(monkeypatch):
     assert [row[2] == "-" for row in last.tables[0].rows] == [False, True]
 
     def wrong(x_PI, weight, count_E):
-        return 1.05 * grouped_product(x_PI, weight, count_E, backend="triton", interpret=True).astype("float32")
+        return 1.05 * grouped_product(
+            x_PI, weight, count_E, backend="triton", interpret=True
+        ).astype("float32")
 
     assert products.parity(chosen[0].cut(), wrong).status == FAILED
 
@@ -647,15 +835,23 @@ def test_the_kernel_in_miniature(monkeypatch):
 
 def test_steps_in_miniature(tmp_path, capsys):
     """On a CPU too: whole steps and their parts, as a table, as JSON and as findings."""
-    to, shape = tmp_path / "steps.jsonl", ["--models", "tiny", "--rows", "2", "--contexts", "32", "--sampling", "top_p"]
+    to, shape = (
+        tmp_path / "steps.jsonl",
+        ["--models", "tiny", "--rows", "2", "--contexts", "32", "--sampling", "top_p"],
+    )
     assert bench_step.main([*shape, "--chunks", "16", "--round", "0.001", "--to", str(to)]) == 0
     printed = capsys.readouterr().out
     rows = json.loads(printed.splitlines()[-1])["rows"]
-    assert [(row["rows"], row["context"], row["chunk"]) for row in rows] == [(2, 32, 0), (1, 16, 16)]
+    assert [(row["rows"], row["context"], row["chunk"]) for row in rows] == [
+        (2, 32, 0),
+        (1, 16, 16),
+    ]
     parts = ("step", "read", "call", "products", "attention", "sampler", "bytes_read")
     assert all(row[part] > 0 for row in rows for part in parts) and "host gap" in printed
     *found, last = read(to)
-    assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][0].startswith("tiny, decode 2")
+    assert [one.status for one in found] == [PASSED, PASSED] and last.tables[0].rows[0][
+        0
+    ].startswith("tiny, decode 2")
     assert bench_step.main([*shape, "--seconds", "-1", "--to", str(to)]) == 0
     assert "tiny, decode 2 rows, context 32, top_p: left out" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--models: large not among 8b, 1b, tiny"):
@@ -671,7 +867,16 @@ def test_the_check_times_whole_steps_in_the_time_that_it_has():
 
 def test_timing_in_miniature(tmp_path, capsys):
     out, name = tmp_path / "bench.md", "llama-3-8b decode 4x2048"
-    command = ["--small", "--interpret", "--specs", name, "--backends", "scan,reference", "--out", str(out)]
+    command = [
+        "--small",
+        "--interpret",
+        "--specs",
+        name,
+        "--backends",
+        "scan,reference",
+        "--out",
+        str(out),
+    ]
     assert bench_kernels.main(command) == 0
     data = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["backend"] for row in data["rows"]] == ["scan", "reference"]
@@ -680,14 +885,27 @@ def test_timing_in_miniature(tmp_path, capsys):
 
 
 def test_tuning_in_miniature(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(tuner.OnDevice, "measure", lambda self, spec, candidate: distance(spec, candidate))
+    monkeypatch.setattr(
+        tuner.OnDevice, "measure", lambda self, spec, candidate: distance(spec, candidate)
+    )
     monkeypatch.setattr(tuner.OnDevice, "prefetch", lambda self, candidates: None)
-    command = ["--small", "--tune", "--specs", "gpt2", "--backends", "triton", "--tuned-directory", str(tmp_path)]
+    command = [
+        "--small",
+        "--tune",
+        "--specs",
+        "gpt2",
+        "--backends",
+        "triton",
+        "--tuned-directory",
+        str(tmp_path),
+    ]
     assert bench_kernels.main(command) == 0
     data = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [one["best"] for one in data["tuned"]] == [dataclasses.asdict(BEST)] * 2
     kind = jax.devices()[0].device_kind
-    assert set(tiles.read_tuned(kind, tmp_path)["triton"]) == {one["shape"] for one in data["tuned"]}
+    assert set(tiles.read_tuned(kind, tmp_path)["triton"]) == {
+        one["shape"] for one in data["tuned"]
+    }
 
 
 def test_pages_in_miniature(monkeypatch):
@@ -695,7 +913,9 @@ def test_pages_in_miniature(monkeypatch):
     assert next(pages.findings(**few)).status == PASSED
 
     def forgetful(*arrays, backend, **options):
-        kept = write_kv(*arrays, backend="reference", k_scale=options["k_scale"], v_scale=options["v_scale"])
+        kept = write_kv(
+            *arrays, backend="reference", k_scale=options["k_scale"], v_scale=options["v_scale"]
+        )
         return kept if backend == "reference" else (*kept[:3], options["v_scale"])
 
     monkeypatch.setattr(pages, "write_kv", forgetful)
@@ -707,7 +927,11 @@ SANITIZED = {
     "x\\nERROR SUMMARY: 3 errors": (86, FAILED, "ERROR SUMMARY: 3 errors"),
     "Segmentation fault": (139, FAILED, "no summary, exit status 139"),
     "Error: Device not supported": (1, LEFT_OUT, "compute-sanitizer says"),
-    "pages\\nNotImplementedError: of int8\\nERROR SUMMARY: 0 errors": (1, LEFT_OUT, "NotImplementedError: of int8"),
+    "pages\\nNotImplementedError: of int8\\nERROR SUMMARY: 0 errors": (
+        1,
+        LEFT_OUT,
+        "NotImplementedError: of int8",
+    ),
 }
 
 

@@ -42,8 +42,15 @@ from tools.step_shapes import LLAMA_3_8B
 
 pytestmark = pytest.mark.optimized
 
-# Three rows and 16 tokens at most, so that few shapes are compiled; a pool in which some are preempted.
-SETTINGS = {"max_num_seqs": 3, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": 11, "block_size": 8}
+# Three rows and 16 tokens at most, so that few shapes are compiled; a pool in which some are
+# preempted.
+SETTINGS = {
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 64,
+    "num_blocks": 11,
+    "block_size": 8,
+}
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
     SamplingParams(temperature=0.9, n=2, seed=3, max_tokens=20, ignore_eos=True, logprobs=2),
@@ -78,12 +85,24 @@ def test_the_interpreted_kernel_gives_the_tokens_of_the_reference(directory, set
     want, _ = outputs_of(directory, attention_backend="reference", **settings)
     got, stats = outputs_of(directory, attention_backend="triton", **settings)
     assert got == want
-    assert sum(stats["num_preemptions_total"].values()) > 0 and stats["copy_on_write_blocks_total"] > 0
+    assert (
+        sum(stats["num_preemptions_total"].values()) > 0 and stats["copy_on_write_blocks_total"] > 0
+    )
 
 
 EXPERTS = {
-    **{**LLAMA, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 64},
-    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 1},
+    **{
+        **LLAMA,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+    },
+    **{
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 1,
+    },
 }
 
 
@@ -95,12 +114,16 @@ EXPERTS = {
         pytest.param(EXPERTS, "int4", id="experts-int4"),
     ],
 )
-def test_the_interpreted_products_give_the_tokens_of_the_reference(config, quantization, tmp_path, monkeypatch):
+def test_the_interpreted_products_give_the_tokens_of_the_reference(
+    config, quantization, tmp_path, monkeypatch
+):
     """Those of experts, and of dense layers of few bits."""
     directory, calls = random_checkpoint(tmp_path, config), []
     right = product.kernel
     monkeypatch.setattr(
-        product, "kernel", lambda *refs, config: calls.append(config.code) or right(*refs, config=config)
+        product,
+        "kernel",
+        lambda *refs, config: calls.append(config.code) or right(*refs, config=config),
     )
     settings = {**SETTINGS, "max_num_seqs": 2, "num_blocks": 33, "quantization": quantization}
     prompts = [np.random.default_rng(2).integers(1, 257, length).tolist() for length in (20, 9)]
@@ -130,7 +153,9 @@ def test_kernels_are_interpreted_on_cpu_only():
     for name in INTERPRETABLE_BACKENDS:
         assert choose_backend(name, CPU) == Backend(name, interpret=True)
     for name in set(KERNEL_BACKENDS) - {*INTERPRETABLE_BACKENDS}:
-        with pytest.raises(UnsupportedError, match=f"'{name}' needs a GPU: jax .* does not interpret it"):
+        with pytest.raises(
+            UnsupportedError, match=f"'{name}' needs a GPU: jax .* does not interpret it"
+        ):
             choose_backend(name, CPU)
     for name in set(BACKENDS) - {"cpu", "fa3"}:  # which is of a package: tests/test_fa3.py
         assert choose_backend(name, gpu("9.0")) == Backend(name)
@@ -139,7 +164,12 @@ def test_kernels_are_interpreted_on_cpu_only():
 
 
 def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
-    for name, device in (("auto", gpu("7.5")), ("triton", gpu("8.0")), ("scan", gpu("7.5")), ("scan", gpu("gfx90a"))):
+    for name, device in (
+        ("auto", gpu("7.5")),
+        ("triton", gpu("8.0")),
+        ("scan", gpu("7.5")),
+        ("scan", gpu("gfx90a")),
+    ):
         assert choose_backend(name, device) == Backend(name)
     with pytest.raises(
         UnsupportedError,
@@ -147,9 +177,13 @@ def test_an_old_gpu_is_refused_the_kernels_that_it_cannot_run():
     ):
         choose_backend("triton", gpu("7.5"))
     for other in ("8.6", "10.0"):
-        with pytest.raises(UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"):
+        with pytest.raises(
+            UnsupportedError, match="'mosaic' with .* needs a GPU of compute capability 9.0"
+        ):
             choose_backend("mosaic", gpu(other))
-    with pytest.raises(UnsupportedError, match="'triton' with .* 8.0 or more, but NVIDIA A100 has gfx90a"):
+    with pytest.raises(
+        UnsupportedError, match="'triton' with .* 8.0 or more, but NVIDIA A100 has gfx90a"
+    ):
         choose_backend("triton", gpu("gfx90a"))
 
 
@@ -160,7 +194,9 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
         ("scan", "8.0", "fp8"),
     ):
         assert choose_backend(name, gpu(capability), kv_cache_dtype) == Backend(name)
-    with pytest.raises(UnsupportedError, match="'triton' with kv_cache_dtype 'fp8': needs .* 8.9 or more"):
+    with pytest.raises(
+        UnsupportedError, match="'triton' with kv_cache_dtype 'fp8': needs .* 8.9 or more"
+    ):
         choose_backend("triton", gpu("8.0"), "fp8")
 
 
@@ -173,7 +209,11 @@ def test_a_gpu_without_fp8_is_refused_pages_of_it():
             ("NVIDIA A10G", "8.6"),
             ("NVIDIA A40", "8.6"),
         ),
-        *(("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0"), ("NVIDIA L40S", "8.9"), ("NVIDIA GeForce RTX 5090", "12.0")),
+        *(
+            ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", "8.0"),
+            ("NVIDIA L40S", "8.9"),
+            ("NVIDIA GeForce RTX 5090", "12.0"),
+        ),
         *(("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "12.0"), ("GRID A100D-40C", "8.0")),
     ],
 )
@@ -192,7 +232,9 @@ def test_a_gpu_that_jax_does_not_lower_kernels_for_is_refused(monkeypatch, kind,
     if not refused:
         assert choose_backend("triton", device) == Backend("triton")
         return
-    with pytest.raises(UnsupportedError, match=f"jax .* has a list of the GPUs that it takes, without {kind}"):
+    with pytest.raises(
+        UnsupportedError, match=f"jax .* has a list of the GPUs that it takes, without {kind}"
+    ):
         choose_backend("triton", device)
 
 
@@ -204,7 +246,9 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
 
     for capability in ("8.0", "9.0", "12.0", "gfx90a"):
         assert on(capability) == on(capability, dtype="bfloat16") == "bfloat16"
-    assert on("7.5", "float16") == "float16" and on("7.5", "float32") == "float32" == on("7.5", dtype="float32")
+    assert on("7.5", "float16") == "float16" and on("7.5", "float32") == "float32" == on(
+        "7.5", dtype="float32"
+    )
     assert not caplog.records
     assert on("7.5") == "float16" and on("7.0", family=gemma2) == "float32"
     assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == [
@@ -212,7 +256,8 @@ def test_a_gpu_without_bfloat16_computes_in_float16_and_says_so(caplog):
         "dtype 'auto' is float32",
     ]
     with pytest.raises(
-        UnsupportedError, match="'bfloat16': gpu .* takes a compute capability of 8.0 .*; use .* 'float16'"
+        UnsupportedError,
+        match="'bfloat16': gpu .* takes a compute capability of 8.0 .*; use .* 'float16'",
     ):
         on("7.5", dtype="bfloat16")
 
@@ -223,12 +268,22 @@ def test_float16_is_refused_where_hidden_states_overflow_it():
     def on(device, family, dtype="float16", stored="float16"):
         return choose_dtype(dtype, device, stored, family)
 
-    cpu, new, old = DeviceSpec("cpu (x)", 1), DeviceSpec("gpu (x)", 1), DeviceSpec("gpu (y)", 1, "", has_bfloat16=False)
+    cpu, new, old = (
+        DeviceSpec("cpu (x)", 1),
+        DeviceSpec("gpu (x)", 1),
+        DeviceSpec("gpu (y)", 1, "", has_bfloat16=False),
+    )
     for family in (gemma2, gemma3, glm4):
         for device, instead in ((cpu, "bfloat16"), (new, "bfloat16"), (old, "float32")):
-            with pytest.raises(UnsupportedError, match=f"^dtype 'float16': .*overflow; use dtype '{instead}'"):
+            with pytest.raises(
+                UnsupportedError, match=f"^dtype 'float16': .*overflow; use dtype '{instead}'"
+            ):
                 on(device, family)
-        assert [on(device, family, "auto") for device in (cpu, new, old)] == ["float32", "bfloat16", "float32"]
+        assert [on(device, family, "auto") for device in (cpu, new, old)] == [
+            "float32",
+            "bfloat16",
+            "float32",
+        ]
     assert on(new, llama) == on(new, llama, "auto") == on(cpu, llama) == "float16"
 
 
@@ -241,8 +296,15 @@ def attended(backend):
     fields["context_len_B"][0], fields["query_start"][1:] = 5, 2
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((4, heads, 8)), jnp.float32) for heads in (4, 2, 2))
-    pages = LayerPages(*(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2)))
-    attend = make_attend(unpack(jnp.asarray(packed), bucket, tables), backend=backend, bucket=bucket, layer_groups=(0,))
+    pages = LayerPages(
+        *(jnp.asarray(rng.standard_normal((3, 4, 2, 8)), jnp.float32) for _ in range(2))
+    )
+    attend = make_attend(
+        unpack(jnp.asarray(packed), bucket, tables),
+        backend=backend,
+        bucket=bucket,
+        layer_groups=(0,),
+    )
     out, pages = attend(0, q, k, v, pages, AttentionOptions(scale=0.3))
     return jax.tree.map(np.asarray, (out[:2], [array[1:] for array in pages[:2]]))
 
@@ -253,13 +315,20 @@ def test_a_set_with_one_kernel_for_both_writes_and_attends(monkeypatch):
 
     def write_and_attend(k_TKH, v_TKH, slots_T, arguments):
         pages = scan.write(k_TKH, v_TKH, arguments.k_pages, arguments.v_pages, slots_T, None, None)
-        return scan.attend(dataclasses.replace(arguments, k_pages=pages[0], v_pages=pages[1])) + 1, pages
+        return scan.attend(
+            dataclasses.replace(arguments, k_pages=pages[0], v_pages=pages[1])
+        ) + 1, pages
 
-    toy = dataclasses.replace(scan, name="toy", platforms=("cpu",), prefers_mixed_steps=True, attend=None, write=None)
+    toy = dataclasses.replace(
+        scan, name="toy", platforms=("cpu",), prefers_mixed_steps=True, attend=None, write=None
+    )
     monkeypatch.setitem(SETS, "toy", dataclasses.replace(toy, write_and_attend=write_and_attend))
     monkeypatch.setattr(engine_config, "attention_backends", lambda: ("auto", "toy"))
     assert mixes(EngineConfig(attention_backend="toy"), DeviceSpec("cpu (cpu)", 2**34))
-    (want, want_pages), (got, pages) = attended(Backend("scan")), attended(choose_backend("toy", CPU))
+    (want, want_pages), (got, pages) = (
+        attended(Backend("scan")),
+        attended(choose_backend("toy", CPU)),
+    )
     np.testing.assert_allclose(got, want + 1, atol=1e-6)
     np.testing.assert_array_equal(pages, want_pages)
     with pytest.raises(UnsupportedError, match="'toy' needs a CPU"):
@@ -271,12 +340,16 @@ def test_steps_mix_by_default_where_kernels_run():
     assert not mixes(EngineConfig(), cpu) and mixes(EngineConfig(), big)
     assert mixes(EngineConfig(attention_backend="triton"), big)
     assert not mixes(EngineConfig(attention_backend="scan"), big)
-    assert mixes(EngineConfig(enable_mixed_steps=True), cpu) and not mixes(EngineConfig(enable_mixed_steps=False), big)
+    assert mixes(EngineConfig(enable_mixed_steps=True), cpu) and not mixes(
+        EngineConfig(enable_mixed_steps=False), big
+    )
 
 
 def test_a_model_that_no_kernel_takes_is_refused_with_the_reason(tmp_path):
     wide = random_checkpoint(tmp_path / "llama", {**LLAMA, "head_dim": 272})
-    with pytest.raises(UnsupportedError, match="attention_backend 'triton': .* triton: k_pages with heads 272 wide"):
+    with pytest.raises(
+        UnsupportedError, match="attention_backend 'triton': .* triton: k_pages with heads 272 wide"
+    ):
         make_llm(wide, attention_backend="triton")
 
 
@@ -305,7 +378,9 @@ for case in (attention_case(spec, "mosaic"), write_case(64, backend="mosaic"), c
 
 def test_without_pallas_triton_backend_everything_else_works():
     """JAX has deprecated it, and may remove it."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     tokens, refusal, attention, written, copied = done.stdout.splitlines()
     assert tokens == "3" and not attention.startswith("0 ")
@@ -318,24 +393,38 @@ def test_without_pallas_triton_backend_everything_else_works():
 
 def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_on_a_gpu():
     def chosen(name, device, heads=1, dtype="bfloat16"):
-        spec = KVSpec(num_layers=2, num_kv_heads=heads, head_width=256, sliding_windows=(None, None))
+        spec = KVSpec(
+            num_layers=2, num_kv_heads=heads, head_width=256, sliding_windows=(None, None)
+        )
         pages = page_shapes(spec, 2**17 + 1, 16, page_dtype(dtype, "bfloat16"))
-        layers, buckets = zip(pages, spec.sliding_windows, strict=True), [Bucket(2, 2, 1), Bucket(256, 2, 256)]
+        layers, buckets = (
+            zip(pages, spec.sliding_windows, strict=True),
+            [Bucket(2, 2, 1), Bucket(256, 2, 256)],
+        )
         return attention_sets(Backend(name), device, layers, buckets, num_heads=4, dtype="bfloat16")
 
     assert chosen("auto", gpu("9.0")) == "triton" == chosen("auto", gpu("9.0"), dtype="fp8")
     assert chosen("auto", CPU) in ("cpu", "scan") and chosen("scan", gpu("7.5")) == "scan"
     with pytest.raises(
-        UnsupportedError, match="'auto': .*triton: needs a GPU .*; mosaic: .* by name: scan or reference"
+        UnsupportedError,
+        match="'auto': .*triton: needs a GPU .*; mosaic: .* by name: scan or reference",
     ):
         chosen("auto", gpu("7.5"))
-    with pytest.raises(UnsupportedError, match=r"triton: k_pages of 2147500032 one-byte elements .*; mosaic: pages of"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"triton: k_pages of 2147500032 one-byte elements .*; mosaic: pages of",
+    ):
         chosen("auto", gpu("9.0"), heads=4, dtype="int8")
 
 
 def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
     """Llama-3.2-1B on a GPU of 141 GB: with 2^18 blocks of int8, of 8,192 elements each, a layer's keys would have 2^31."""
-    small = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+    small = {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+    }
     spec = llama.Spec.from_config({**LLAMA_3_8B, **small, "num_attention_heads": 32})
     config = EngineConfig(kv_cache_dtype="int8")
 
@@ -356,5 +445,7 @@ def test_a_pool_of_one_byte_pages_ends_where_kernels_address_no_further():
     assert plan(attention_backend="scan").memory.num_blocks > 2**18
     assert plan(num_blocks=2**18 - 1).memory.num_blocks == 2**18 - 1
     for settings in ({"num_blocks": 2**18}, {"kv_cache_memory_bytes": 100 * 2**30}):
-        with pytest.raises(CapacityError, match=r"2\^31 elements or more.*Use 262143 \(.*\) or fewer, or 524289 "):
+        with pytest.raises(
+            CapacityError, match=r"2\^31 elements or more.*Use 262143 \(.*\) or fewer, or 524289 "
+        ):
             plan(**settings)

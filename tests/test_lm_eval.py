@@ -17,7 +17,10 @@ import pytest
 from tests.support.running import demo_engine, serving
 
 pytest.importorskip("torch", reason="the oracle is transformers on torch")
-pytestmark = [pytest.mark.sweep, pytest.mark.skipif(shutil.which("lm_eval") is None, reason="there is no lm_eval")]
+pytestmark = [
+    pytest.mark.sweep,
+    pytest.mark.skipif(shutil.which("lm_eval") is None, reason="there is no lm_eval"),
+]
 ROOT = Path(__file__).parents[1]
 
 
@@ -26,10 +29,28 @@ def test_log_likelihoods_are_those_of_transformers(tmp_path: Path) -> None:
     with serving(demo_engine(max_num_seqs=8, num_blocks=257), served_model_name="demo") as server:
         url, tasks = f"{server.address}/v1/completions", "jaxpage_choose,jaxpage_tale,jaxpage_go_on"
         model = f"model=demo,base_url={url},tokenizer=jaxpage/demo,num_concurrent=4,max_length=512"
-        command = ["lm_eval", "--model", "local-completions", "--model_args", model, "--include_path", "tools/lm_eval"]
-        command += ["--tasks", tasks, "--batch_size", "8", "--output_path", str(tmp_path), "--log_samples"]
+        command = [
+            "lm_eval",
+            "--model",
+            "local-completions",
+            "--model_args",
+            model,
+            "--include_path",
+            "tools/lm_eval",
+        ]
+        command += [
+            "--tasks",
+            tasks,
+            "--batch_size",
+            "8",
+            "--output_path",
+            str(tmp_path),
+            "--log_samples",
+        ]
         environment = {**os.environ, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1"}
-        found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+        found = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+        )
         assert found.returncode == 0, found.stderr
     [results] = (tmp_path / "demo").glob("results_*.json")
     scores = json.loads(results.read_text())["results"]

@@ -50,7 +50,11 @@ def of_the_place(text: Sequence[int]) -> int:
 
 def coupled(text: Sequence[int]) -> int:
     """Likely tokens and noise by position, as a model that draws hot: half of the time what stands before is of no account."""
-    return of_the_place(text) if zlib.crc32(bytes(str([len(text)]), "ascii")) % 2 else of_the_last(2, VOCAB)(text)
+    return (
+        of_the_place(text)
+        if zlib.crc32(bytes(str([len(text)]), "ascii")) % 2
+        else of_the_last(2, VOCAB)(text)
+    )
 
 
 MODELS: dict[str, Model] = {
@@ -62,13 +66,18 @@ MODELS: dict[str, Model] = {
 
 
 def draws_of(model: Model, text: list[int], draft: Draft) -> list[int]:
-    return [model(text), *(model([*text, *draft.path(place)]) for place in range(len(draft.token_ids)))]
+    return [
+        model(text),
+        *(model([*text, *draft.path(place)]) for place in range(len(draft.token_ids))),
+    ]
 
 
 def gained(draft: Draft, drawn: list[int]) -> list[int]:
     """What verification gives: the draws from the last known token on, as long as drafts are what was drawn."""
     tokens, place = [drawn[0]], -1
-    children = {key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
+    children = {
+        key: index for index, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
+    }
     while (place := children.get((place, tokens[-1]), -2)) >= 0:
         tokens.append(drawn[1 + place])
     return tokens
@@ -92,10 +101,16 @@ class Published:
             self.put(self.text[end - length : end])
         self.num_taken = len(self.text)
         self.columns[0][0] = self.text[-1]
-        return [*self.pool.get(self.text[-1], ())[::-1], *(self.context(column) for column in range(self.sizes.window))]
+        return [
+            *self.pool.get(self.text[-1], ())[::-1],
+            *(self.context(column) for column in range(self.sizes.window)),
+        ]
 
     def context(self, column: int) -> tuple[int, ...]:
-        return (*(self.columns[before][0] for before in range(1, column + 1)), *list(self.columns[column])[1:])
+        return (
+            *(self.columns[before][0] for before in range(1, column + 1)),
+            *list(self.columns[column])[1:],
+        )
 
     def put(self, ngram: Iterable[int]) -> None:
         first, *tail = ngram
@@ -109,7 +124,9 @@ class Published:
     def step(self) -> int:
         """Tokens that it gains."""
         paths, num_known = self.paths(), len(self.text)
-        drawn = [self.model([*self.text, *self.context(column)]) for column in range(self.sizes.window)]
+        drawn = [
+            self.model([*self.text, *self.context(column)]) for column in range(self.sizes.window)
+        ]
         for column, token_id in zip(self.columns, drawn, strict=True):
             column.append(token_id)
         if len(self.columns[0]) < self.sizes.ngram:
@@ -119,7 +136,9 @@ class Published:
                 self.put(column)
                 column.popleft()
         self.text.append(self.model(self.text))
-        while any(path[: len(self.text) - num_known] == tuple(self.text[num_known:]) for path in paths):
+        while any(
+            path[: len(self.text) - num_known] == tuple(self.text[num_known:]) for path in paths
+        ):
             self.text.append(self.model(self.text))
         num_tokens = len(self.text) - num_known
         for _ in range(min(num_tokens - 1, self.sizes.window)):
@@ -127,7 +146,9 @@ class Published:
         return num_tokens
 
 
-def step(proposer: LookaheadProposer, group: SequenceGroup, model: Model, num_drafts: int) -> tuple[Draft, int]:
+def step(
+    proposer: LookaheadProposer, group: SequenceGroup, model: Model, num_drafts: int
+) -> tuple[Draft, int]:
     """As an engine makes it: the draft, and how many tokens came of it."""
     (sequence,) = group.sequences
     draft = proposer.propose(group.request, sequence, num_drafts)
@@ -139,7 +160,9 @@ def step(proposer: LookaheadProposer, group: SequenceGroup, model: Model, num_dr
     return draft, len(tokens)
 
 
-def differs_from_the_published(model: Model, prompt: list[int], sizes: Lookahead, num_steps: int) -> str | None:
+def differs_from_the_published(
+    model: Model, prompt: list[int], sizes: Lookahead, num_steps: int
+) -> str | None:
     """Where, if anywhere, in drafts or in what comes of them."""
     published, proposer = Published(model, list(prompt), sizes), LookaheadProposer(sizes)
     group = make_group("a", 0, prompt, max_tokens=10_000)
@@ -147,7 +170,9 @@ def differs_from_the_published(model: Model, prompt: list[int], sizes: Lookahead
         want = {path[:size] for path in published.paths() for size in range(1, len(path) + 1)}
         num_tokens = published.step()
         draft, got = step(proposer, group, model, sizes.num_drafts)
-        if {draft.path(place) for place in range(len(draft.token_ids))} != want or len(draft.token_ids) != len(want):
+        if {draft.path(place) for place in range(len(draft.token_ids))} != want or len(
+            draft.token_ids
+        ) != len(want):
             return f"the draft of step {number}"
         if got != num_tokens or group.sequences[0].token_ids != published.text:
             return f"the tokens of step {number}"
@@ -160,7 +185,9 @@ TEXTS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 @given(st.sampled_from(sorted(MODELS)), TEXTS, SIZES)
 @settings(max_examples=60, deadline=None)
-def test_every_step_is_that_of_the_published_algorithm(model: str, prompt: list[int], sizes: Lookahead) -> None:
+def test_every_step_is_that_of_the_published_algorithm(
+    model: str, prompt: list[int], sizes: Lookahead
+) -> None:
     assert differs_from_the_published(MODELS[model], prompt, sizes, 25) is None
 
 
@@ -168,12 +195,23 @@ def test_every_step_is_that_of_the_published_algorithm(model: str, prompt: list[
     ("name", "mistake"),
     [
         ("move", lambda self: setattr(self, "num_known", len(self._token_ids))),
-        ("paths", lambda self: (tuple(row[column] for row in self.rows) for column in range(len(self.rows[0])))),
+        (
+            "paths",
+            lambda self: (
+                tuple(row[column] for row in self.rows) for column in range(len(self.rows[0]))
+            ),
+        ),
         ("_filling", lambda self: self._token_ids[-1]),
     ],
-    ids=["it does not go with the text", "its columns do not see the first row", "it begins with something else"],
+    ids=[
+        "it does not go with the text",
+        "its columns do not see the first row",
+        "it begins with something else",
+    ],
 )
-def test_a_planted_mistake_is_seen(name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_mistake_is_seen(
+    name: str, mistake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = MODELS["coupled"], [1, 2, 3, 4, 5], Lookahead(4, 4, 3), 25
     assert differs_from_the_published(*asked) is None
     monkeypatch.setattr(Window, name, mistake)
@@ -194,7 +232,10 @@ def test_n_grams_are_learnt_ahead_of_the_text() -> None:
     order = np.random.default_rng(0).permutation(300).tolist()
     follows = dict(itertools.pairwise([*order, order[0]]))
     prompt = [*order[40::20], order[0]]
-    proposer, group = LookaheadProposer(Lookahead(12, 5, 4)), make_group("a", 0, prompt, max_tokens=999)
+    proposer, group = (
+        LookaheadProposer(Lookahead(12, 5, 4)),
+        make_group("a", 0, prompt, max_tokens=999),
+    )
     gains = [step(proposer, group, lambda text: follows[text[-1]], 63)[1] for _ in range(60)]
     assert group.sequences[0].output_token_ids == order[1 : 1 + sum(gains)]
     assert gains[:9] == [1] * 9 and 1.3 * len(gains) < sum(gains) < len(order)
@@ -206,36 +247,50 @@ def test_n_grams_are_learnt_ahead_of_the_text() -> None:
 
 @given(st.data(), SIZES, st.sampled_from(sorted(MODELS)))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_left_of_a_draft_the_window_goes_on(data: st.DataObject, sizes: Lookahead, name: str) -> None:
+def test_whatever_is_left_of_a_draft_the_window_goes_on(
+    data: st.DataObject, sizes: Lookahead, name: str
+) -> None:
     """Three samples of a request and one of another; drafts that are cut, thinned out by a grammar, not made or not heard of, draws that
     are none, steps without drafts, and requests that end."""
     proposer, model = LookaheadProposer(sizes), MODELS[name]
-    groups = [make_group("a", 0, [1, 2, 3], max_tokens=999, n=3), make_group("b", 9, [4], max_tokens=999)]
+    groups = [
+        make_group("a", 0, [1, 2, 3], max_tokens=999, n=3),
+        make_group("b", 9, [4], max_tokens=999),
+    ]
     parent = groups[0].sequences[0]
     groups[0].sequences += [
-        type(parent)(number, number, parent.num_prompt_tokens, [*parent.token_ids, number]) for number in (1, 2)
+        type(parent)(number, number, parent.num_prompt_tokens, [*parent.token_ids, number])
+        for number in (1, 2)
     ]
     for _ in range(data.draw(st.integers(1, 40))):
         group = data.draw(st.sampled_from(groups))
         sequence = data.draw(st.sampled_from(group.sequences))
         text = sequence.token_ids
         if data.draw(st.integers(0, 4)) == 0:
-            text += [data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 9)))]  # without drafts
-        draft = proposer.propose(group.request, sequence, data.draw(st.integers(0, sizes.num_drafts)))
+            # without drafts
+            text += [data.draw(st.integers(0, 9)) for _ in range(data.draw(st.integers(1, 9)))]
+        draft = proposer.propose(
+            group.request, sequence, data.draw(st.integers(0, sizes.num_drafts))
+        )
         assert draft is not None and draft == draft.sound(VOCAB, sizes.num_drafts)
-        assert len(set(zip(draft.token_ids, draft.parents, strict=True))) == len(draft.token_ids), "equal children"
+        assert len(set(zip(draft.token_ids, draft.parents, strict=True))) == len(draft.token_ids), (
+            "equal children"
+        )
         draft = thinned(draft, [data.draw(st.integers(0, 9)) > 0 for _ in draft.token_ids])
         drawn = draws_of(model, text, draft)
         tokens = gained(draft, drawn)
         gone = data.draw(st.sets(st.integers(0, len(drawn) - 1), max_size=3))
         heard = [
-            (NOT_FINITE, NOTHING_ALLOWED)[place % 2] if place in gone else each for place, each in enumerate(drawn)
+            (NOT_FINITE, NOTHING_ALLOWED)[place % 2] if place in gone else each
+            for place, each in enumerate(drawn)
         ]
         if data.draw(st.integers(0, 9)):
             proposer.drawn(sequence.sequence_id, len(text), draft, heard)
         text += tokens[: data.draw(st.integers(1, len(tokens)))]
         window = proposer._drafted[sequence.sequence_id].window
-        assert 1 <= len(window.rows) < sizes.ngram and {len(row) for row in window.rows} == {sizes.window}
+        assert 1 <= len(window.rows) < sizes.ngram and {len(row) for row in window.rows} == {
+            sizes.window
+        }
         assert all(0 <= token_id < VOCAB for row in window.rows for token_id in row)
     for group in groups:
         proposer.forget(group)
@@ -255,7 +310,10 @@ def thinned(draft: Draft, stays: list[bool]) -> Draft:
 
 
 def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
-    proposer, group = LookaheadProposer(Lookahead(3, 3, 2)), make_group("a", 0, [5, 6, 7, 5, 8, 9, 5], max_tokens=99)
+    proposer, group = (
+        LookaheadProposer(Lookahead(3, 3, 2)),
+        make_group("a", 0, [5, 6, 7, 5, 8, 9, 5], max_tokens=99),
+    )
 
     def drafted(num_drafts: int) -> list[tuple[int, ...]]:
         draft = proposer.propose(group.request, group.sequences[0], num_drafts)
@@ -267,7 +325,9 @@ def test_n_grams_come_first_in_a_draft_and_the_window_by_columns() -> None:
     assert drafted(3) == ngrams[:3]
     proposer.drawn(0, 7, Draft((5,), (-1,)), [8, 1])
     window = proposer._drafted[0].window
-    assert window.rows == [[5, 6, 5], [1, 7, 8]], "the first column is gone, and behind the third nothing was drawn"
+    assert window.rows == [[5, 6, 5], [1, 7, 8]], (
+        "the first column is gone, and behind the third nothing was drawn"
+    )
 
 
 def test_what_was_not_drawn_is_in_no_n_gram() -> None:
@@ -286,11 +346,22 @@ def test_a_pool_keeps_the_latest() -> None:
     pool.add(8, (0, 0))
     pool.add(7, (4, 4))
     pool.add(9, (0, 0))
-    assert not list(pool.behind(8)) and len(list(pool.behind(7))) == 2 and list(pool.behind(9)) == [(0, 0)]
+    assert (
+        not list(pool.behind(8))
+        and len(list(pool.behind(7))) == 2
+        and list(pool.behind(9)) == [(0, 0)]
+    )
 
 
 LIMITS = StepLimits(
-    4, 256, 4, mixed=False, decoded=(2, 4), verified=((2, 16), (4, 16)), trees=True, streams=((2, 32), (4, 64))
+    4,
+    256,
+    4,
+    mixed=False,
+    decoded=(2, 4),
+    verified=((2, 16), (4, 16)),
+    trees=True,
+    streams=((2, 32), (4, 64)),
 )
 
 
@@ -321,7 +392,10 @@ def test_draws_are_told_by_row_and_by_draft(caplog: pytest.LogCaptureFixture) ->
         speculator.observe(StepReport(NO_DRAFTS, StepPlan(1, rows, ()), result, [], []))
 
     observe(*rows)
-    told = [(5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]), (6, 2, Draft((5,), (-1,)), [14, 15])]
+    told = [
+        (5, 10, Draft((2, 3), (-1, -1)), [11, 12, NOT_FINITE]),
+        (6, 2, Draft((5,), (-1,)), [14, 15]),
+    ]
     assert proposer.heard == told
     observe(rows[0])
     assert proposer.heard == told, "of a step without drafts there is nothing to tell"
@@ -341,7 +415,10 @@ def test_long_prompts_are_taken_in_by_and_by(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_samples_share_n_grams_and_requests_do_not() -> None:
     proposer = LookaheadProposer(Lookahead(1, 3, 4))
-    group, other = make_group("a", 0, [1, 2], max_tokens=99, n=2), make_group("b", 5, [1, 2], max_tokens=99)
+    group, other = (
+        make_group("a", 0, [1, 2], max_tokens=99, n=2),
+        make_group("b", 5, [1, 2], max_tokens=99),
+    )
     first = group.sequences[0]
     second = type(first)(1, 1, first.num_prompt_tokens, [*first.token_ids, 7])
     first.token_ids += [3, 7, 8, 9]
@@ -369,22 +446,35 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
             params = SamplingParams(temperature=temperature, seed=5, max_tokens=90, ignore_eos=True)
             llm.generate(["def main(", "The first of the"], params, use_tqdm=False)
             after = llm.stats()
-            rows, tokens = (after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total"))
+            rows, tokens = (
+                after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total")
+            )
             print(f"temperature {temperature}: {tokens / rows:.2f} tokens per step")
             assert tokens / rows > least
 
 
 def test_drafts_for_which_no_step_has_room_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62"):
+    with pytest.raises(
+        ConfigError,
+        match="the smallest step with drafts has 63 tokens; max_num_batched_tokens is 62",
+    ):
         make_llm(
-            random_checkpoint(tmp_path, LLAMA), max_num_batched_tokens=62, speculative_config={"method": "lookahead"}
+            random_checkpoint(tmp_path, LLAMA),
+            max_num_batched_tokens=62,
+            speculative_config={"method": "lookahead"},
         )
 
 
 def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    mistral = {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 20,
+    }
     with pytest.raises(
-        UnsupportedError, match="method 'lookahead' is not supported for .*sliding windows or states; use a method"
+        UnsupportedError,
+        match="method 'lookahead' is not supported for .*sliding windows or states; use a method",
     ):
         make_llm(random_checkpoint(tmp_path, mistral), speculative_config={"method": "lookahead"})
 
@@ -405,7 +495,9 @@ def test_it_is_refused_for_models_with_windows(tmp_path: Path) -> None:
         ({"lookahead_guesses": 7}, (14, 4, 7)),
     ],
 )
-def test_sizes_fill_the_drafts_that_there_are(given: dict[str, Any], sizes: tuple[int, int, int]) -> None:
+def test_sizes_fill_the_drafts_that_there_are(
+    given: dict[str, Any], sizes: tuple[int, int, int]
+) -> None:
     assert SpeculativeConfig(method="lookahead", **given).lookahead == sizes
 
 
@@ -414,8 +506,13 @@ def test_any_number_of_drafts_gives_sizes_that_fit() -> None:
         config = SpeculativeConfig(method="lookahead", num_speculative_tokens=number)
         assert not list(config.problems()) and config.lookahead.num_drafts <= number, number
         for name, value in (("window", 1), ("guesses", 1), ("ngram", 2)):
-            part = SpeculativeConfig(method="lookahead", num_speculative_tokens=number, **{f"lookahead_{name}": value})
-            assert not list(part.problems()) and getattr(part.lookahead, name) == value, (number, name)
+            part = SpeculativeConfig(
+                method="lookahead", num_speculative_tokens=number, **{f"lookahead_{name}": value}
+            )
+            assert not list(part.problems()) and getattr(part.lookahead, name) == value, (
+                number,
+                name,
+            )
 
 
 @pytest.mark.parametrize(
@@ -478,7 +575,9 @@ def test_it_does_not_lose(rate: float) -> None:
     device = ShapedDevice(fixed=1e-3, weights=7e-3, token=2e-3)
 
     def loop(num_drafts: int) -> SpeculativeLoop:
-        return SpeculativeLoop(device, Guesses(lambda place, step: (rate,) * 15, seed=1), 1, num_drafts=num_drafts)
+        return SpeculativeLoop(
+            device, Guesses(lambda place, step: (rate,) * 15, seed=1), 1, num_drafts=num_drafts
+        )
 
     always, auto = loop(15), loop(15)
     controller = Controller(auto.limits, unit=15, warm_up=5)

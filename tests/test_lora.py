@@ -33,7 +33,13 @@ from tests.support.running import serving  # noqa: E402
 NAME = "llama-grouped"
 NUM_TOKENS = 10
 # Chunks of 16 tokens cut every prompt; two sequences do not fit to their end.
-SETTINGS = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 30, "max_model_len": 60}
+SETTINGS = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_blocks": 30,
+    "max_model_len": 60,
+}
 LORA = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
 CONFIGS = {
@@ -44,7 +50,12 @@ CONFIGS = {
         "rank_pattern": {"layers.1.self_attn.q_proj": 8, "down_proj": 2},
         "alpha_pattern": {"v_proj": 3},
     },
-    "narrow": {"r": 3, "lora_alpha": 5, "use_rslora": True, "target_modules": ["k_proj", "gate_proj"]},
+    "narrow": {
+        "r": 3,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "target_modules": ["k_proj", "gate_proj"],
+    },
     "third": {"r": 8, "lora_alpha": 8, "target_modules": "all-linear"},
 }
 
@@ -113,14 +124,18 @@ def test_tokens_and_logits_are_those_of_peft(model, llm):
     prompts = [prompt_of()] * 3 + [prompt_of(length, length) for length in (5, 21, 30)]
     llm.generate(prompts[0], GREEDY, use_tqdm=False)  # its blocks are in the prefix cache
     witness = LogitsWitness(llm)
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=[lora(model, name) for name in names])
+    outputs = llm.generate(
+        prompts, GREEDY, use_tqdm=False, lora_request=[lora(model, name) for name in names]
+    )
     invariants(llm)
     assert llm.stats()["num_preemptions_total"]["recompute"] > 0
     for index, (name, prompt, output) in enumerate(zip(names, prompts, outputs, strict=True)):
         tokens, logits = greedy_of_peft(model[0], name, prompt)
         assert output.outputs[0].token_ids == tokens
         for place, row in enumerate(logits):
-            np.testing.assert_allclose(witness.logits[1 + index, len(prompt) + place], row, atol=1e-4)
+            np.testing.assert_allclose(
+                witness.logits[1 + index, len(prompt) + place], row, atol=1e-4
+            )
     assert len({tuple(output.outputs[0].token_ids) for output in outputs[:3]}) == 3
 
 
@@ -130,12 +145,17 @@ def test_no_bit_depends_on_the_adapters_of_others(model, llm):
     prompts = [prompt_of(length, length) for length in (9, 30, 21, 12)]
     asked = [lora(model, name) for name in names]
     llm._engine.adapters._slots.clear()
-    alone = [llm.generate(one, GREEDY, False, lora_request=of)[0] for one, of in zip(prompts, asked, strict=True)]
+    alone = [
+        llm.generate(one, GREEDY, False, lora_request=of)[0]
+        for one, of in zip(prompts, asked, strict=True)
+    ]
     slots = dict(llm._engine.adapters._slots)
     for name in ("narrow", "third"):  # which take the slots of "third" and of "wide"
         llm.generate(prompts[0], GREEDY, False, lora_request=lora(model, name))
     together = llm.generate(prompts, GREEDY, False, lora_request=asked)
-    assert llm._engine.adapters._slots.keys() == slots.keys() and llm._engine.adapters._slots != slots
+    assert (
+        llm._engine.adapters._slots.keys() == slots.keys() and llm._engine.adapters._slots != slots
+    )
     assert results(together) == results(alone)
     with make_llm(model[1] / "model", **SETTINGS) as plain:
         of_plain = plain.generate([prompts[1], prompts[3]], GREEDY, False)
@@ -181,7 +201,9 @@ def test_more_adapters_than_slots(model, llm):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm._engine.adapters, "placed", placed)
-        outputs = llm.generate([prompt_of(20)] * 7, GREEDY, False, lora_request=[lora(model, name) for name in names])
+        outputs = llm.generate(
+            [prompt_of(20)] * 7, GREEDY, False, lora_request=[lora(model, name) for name in names]
+        )
     invariants(llm)
     assert len(seen) == 3 and not llm._engine.adapters._held
     for name, output in zip(names, outputs, strict=True):
@@ -193,21 +215,35 @@ def test_weights_that_are_replaced_keep_their_adapters(model, llm):
     llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))
     slots = dict(llm._engine.adapters._slots)
     llm.update_parameters({name: np.array(array) for name, array in llm.parameters().items()})
-    output = llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))[0].outputs[0]
+    output = llm.generate(prompt_of(), GREEDY, False, lora_request=lora(model, "wide"))[0].outputs[
+        0
+    ]
     assert output.token_ids == want and slots == llm._engine.adapters._slots
 
 
 def test_embeddings_are_those_of_the_model_without_adapters(model, llm):
     with torch.no_grad(), model[0].disable_adapter():
         states = model[0].base_model.model.model(torch.tensor([prompt_of()])).last_hidden_state[0]
-    np.testing.assert_allclose(llm.embed(prompt_of(), normalize=False, use_tqdm=False)[0], states[-1], atol=1e-4)
+    np.testing.assert_allclose(
+        llm.embed(prompt_of(), normalize=False, use_tqdm=False)[0], states[-1], atol=1e-4
+    )
 
 
 def test_beams_are_those_of_the_adapter(model, llm):
     params = BeamSearchParams(beam_width=3, max_tokens=6, ignore_eos=True)
-    found = llm.generate(prompt_of(20), params, False, lora_request=lora(model, "wide"))[0].outputs[0].token_ids
+    found = (
+        llm.generate(prompt_of(20), params, False, lora_request=lora(model, "wide"))[0]
+        .outputs[0]
+        .token_ids
+    )
     model[0].set_adapter("wide")
-    settings = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "num_beams": 3,
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     beams = model[0].generate(input_ids=torch.tensor([prompt_of(20)]), **settings)
     assert found == beams[0, len(prompt_of(20)) :].tolist()
 
@@ -215,7 +251,13 @@ def test_beams_are_those_of_the_adapter(model, llm):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}},
+        {
+            "speculative_config": {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+            }
+        },
         {"num_scheduler_steps": 4},
         {"enable_mixed_steps": True},
     ],
@@ -260,7 +302,9 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
     prompts = [[token_id % 101 for token_id in prompt_of(length, length)] for length in (21, 9, 30)]
     asked = [LoRARequest("third", 1, str(tmp_path / "third")), None, None]
     with make_llm(tmp_path / "model", **SETTINGS, **LORA) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1, prompt_logprobs=1
+        )
         outputs = llm.generate(prompts, params, False, lora_request=asked)
     for request, prompt, output in zip(asked, prompts, outputs, strict=True):
         tokens, logits = greedy_of_peft(whole, request and "third", prompt)
@@ -274,7 +318,9 @@ def test_a_linear_layer_before_the_logits_takes_the_rows_adapters(tmp_path):
             scored = torch.log_softmax(whole(torch.tensor([prompt])).logits[0].double(), 1)
         for place, logprobs in enumerate(output.prompt_logprobs[1:]):
             token_id = prompt[place + 1]
-            assert logprobs[token_id].logprob == pytest.approx(float(scored[place, token_id]), abs=1e-4)
+            assert logprobs[token_id].logprob == pytest.approx(
+                float(scored[place, token_id]), abs=1e-4
+            )
 
 
 def changed(source, directory, config=None, tensors=None):
@@ -292,13 +338,29 @@ KEY = "base_model.model.model.layers.0.self_attn.k_proj.lora_{}.weight"
 BAD = {
     "features": (
         {
-            **{"use_dora": True, "lora_bias": True, "alora_invocation_tokens": [1], "layer_replication": [[0, 1]]},
-            **{"modules_to_save": ["lm_head"], "init_lora_weights": "pissa", "bias": "all", "new_thing": 1},
+            **{
+                "use_dora": True,
+                "lora_bias": True,
+                "alora_invocation_tokens": [1],
+                "layer_replication": [[0, 1]],
+            },
+            **{
+                "modules_to_save": ["lm_head"],
+                "init_lora_weights": "pissa",
+                "bias": "all",
+                "new_thing": 1,
+            },
             **{"rank_pattern": {".*q": 4}, "r": 999},
         },
         {},
         [
-            *("use_dora = True", "lora_bias", "alora_invocation_tokens", "layer_replication", "modules_to_save"),
+            *(
+                "use_dora = True",
+                "lora_bias",
+                "alora_invocation_tokens",
+                "layer_replication",
+                "modules_to_save",
+            ),
             *(
                 "init_lora_weights = 'pissa'",
                 "bias = 'all'",
@@ -314,30 +376,56 @@ BAD = {
     "modules": (
         {},
         {
-            "base_model.model.model.layers.7.self_attn.k_proj.lora_A.weight": np.zeros((3, 48), np.float32),
+            "base_model.model.model.layers.7.self_attn.k_proj.lora_A.weight": np.zeros(
+                (3, 48), np.float32
+            ),
             "base_model.model.lm_head.lora_A.weight": np.zeros((3, 48), np.float32),
             KEY.format("B"): None,
             "x": np.zeros(1, np.float32),
         },
-        ["layers.7.self_attn", "lm_head", "has no lora_B.weight", "tensor 'x' is not one of LoRA's", "(4 problems)"],
+        [
+            "layers.7.self_attn",
+            "lm_head",
+            "has no lora_B.weight",
+            "tensor 'x' is not one of LoRA's",
+            "(4 problems)",
+        ],
     ),
-    "shapes": ({}, {KEY.format("A"): np.zeros((3, 47), np.float32)}, ["A [3, 47]", "needs [3, 48]"]),
+    "shapes": (
+        {},
+        {KEY.format("A"): np.zeros((3, 47), np.float32)},
+        ["A [3, 47]", "needs [3, 48]"],
+    ),
     "ranks": (
         {"r": 9},
-        {KEY.format("A"): np.zeros((9, 48), np.float32), KEY.format("B"): np.zeros((24, 9), np.float32)},
+        {
+            KEY.format("A"): np.zeros((9, 48), np.float32),
+            KEY.format("B"): np.zeros((24, 9), np.float32),
+        },
         ["has rank 9, above max_lora_rank, which is 8", "with rank 9 the model needs [9, 48]"],
     ),
     "numbers": (
         {},
-        {KEY.format("A"): np.full((3, 48), np.nan, np.float32), KEY.format("B"): np.full((24, 3), np.inf, np.float32)},
+        {
+            KEY.format("A"): np.full((3, 48), np.nan, np.float32),
+            KEY.format("B"): np.full((24, 3), np.inf, np.float32),
+        },
         ["lora_A.weight' has NaN or infinite numbers", "lora_B.weight' has NaN", "(2 problems)"],
     ),
     "names and numbers": (
         {},
         {"x": np.zeros(1, np.float32), KEY.format("A"): np.full((3, 48), np.nan, np.float32)},
-        ["tensor 'x' is not one of LoRA's", "lora_A.weight' has NaN or infinite numbers", "(2 problems)"],
+        [
+            "tensor 'x' is not one of LoRA's",
+            "lora_A.weight' has NaN or infinite numbers",
+            "(2 problems)",
+        ],
     ),
-    "integers": ({}, {KEY.format("A"): np.zeros((3, 48), np.int32)}, ["is I32; it must be one of F32, BF16, F16"]),
+    "integers": (
+        {},
+        {KEY.format("A"): np.zeros((3, 48), np.int32)},
+        ["is I32; it must be one of F32, BF16, F16"],
+    ),
 }
 
 
@@ -346,7 +434,9 @@ def test_what_does_not_fit_is_refused_with_every_problem(case, model, llm, tmp_p
     config, tensors, texts = BAD[case]
     directory = changed(model[1] / "narrow", tmp_path / "bad", config, tensors)
     with pytest.raises(CheckpointError) as refusal:
-        llm.generate(prompt_of(), GREEDY, False, lora_request=LoRARequest("bad", 77, str(directory)))
+        llm.generate(
+            prompt_of(), GREEDY, False, lora_request=LoRARequest("bad", 77, str(directory))
+        )
     assert str(refusal.value).startswith(f"the adapter in {directory} does not fit")
     for text in texts:
         assert text in str(refusal.value)
@@ -362,7 +452,8 @@ def test_requests_that_cannot_be(model, llm, tmp_path):
     with pytest.raises(ModelNotFoundError, match="there is no directory"):
         ask(LoRARequest("gone", 5, str(tmp_path / "gone")))
     with pytest.raises(
-        CheckpointError, match=r"adapter_config\.json' is missing[^$]*adapter_model\.safetensors' is missing"
+        CheckpointError,
+        match=r"adapter_config\.json' is missing[^$]*adapter_model\.safetensors' is missing",
     ):
         ask(LoRARequest("empty", 6, str(tmp_path)))
     ask(wide)
@@ -384,7 +475,9 @@ def test_requests_that_cannot_be(model, llm, tmp_path):
 def test_settings_that_cannot_be():
     with pytest.raises(UnsupportedError, match=r"event_log.*not supported with enable_lora"):
         EngineConfig(enable_lora=True, event_log="log")
-    with pytest.raises(UnsupportedError, match=r"method 'medusa' is not supported with enable_lora"):
+    with pytest.raises(
+        UnsupportedError, match=r"method 'medusa' is not supported with enable_lora"
+    ):
         EngineConfig(enable_lora=True, speculative_config={"method": "medusa", "model": "x"})
     with pytest.raises(ValueError, match="max_loras: cannot be 2 while enable_lora is false"):
         EngineConfig(max_loras=2)
@@ -413,9 +506,15 @@ def texts(client, *names):
         "return_token_ids": True,
     }
     with ThreadPoolExecutor(len(names)) as pool:
-        answers = list(pool.map(lambda name: client.post("/v1/completions", json={"model": name, **body}), names))
+        answers = list(
+            pool.map(
+                lambda name: client.post("/v1/completions", json={"model": name, **body}), names
+            )
+        )
     return [
-        answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer.status_code
+        answer.json()["choices"][0]["token_ids"]
+        if answer.status_code == 200
+        else answer.status_code
         for answer in answers
     ]
 
@@ -427,7 +526,10 @@ def test_the_server_has_adapters_by_name(model, client):
     def load(**body):
         return client.post("/v1/load_lora_adapter", json=body)
 
-    want = {name: greedy_of_peft(model[0], name, prompt_of())[0] for name in (None, "wide", "narrow", "third")}
+    want = {
+        name: greedy_of_peft(model[0], name, prompt_of())[0]
+        for name in (None, "wide", "narrow", "third")
+    }
     assert listed() == {"demo": None, "first": "demo"}
     assert texts(client, "demo", "first", "second") == [want[None], want["wide"], 404]
     assert load(lora_name="second", lora_path="narrow").status_code == 200
@@ -436,7 +538,10 @@ def test_the_server_has_adapters_by_name(model, client):
     assert client.get("/v1/models/second").json()["id"] == "second"
     # Under a name that is served only if asked so; then no block of the old adapter is found.
     assert load(lora_name="second", lora_path="third").status_code == 400
-    assert load(lora_name="second", lora_path=str(model[1] / "third"), load_inplace=True).status_code == 200
+    assert (
+        load(lora_name="second", lora_path=str(model[1] / "third"), load_inplace=True).status_code
+        == 200
+    )
     assert texts(client, "second", "first") == [want["third"], want["wide"]]
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 200
     assert client.post("/v1/unload_lora_adapter", json={"lora_name": "second"}).status_code == 404
@@ -459,7 +564,9 @@ def test_adapters_are_loaded_from_below_their_directory_alone(model, client, tmp
             "a\0b",
             "wide/adapter_config.json",
         ):
-            answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+            answer = client.post(
+                "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path}
+            )
             assert answer.status_code == 404, path
             messages.add(answer.json()["error"]["message"])
         assert messages == {"There is no such directory below lora_directory"}
@@ -476,7 +583,9 @@ def test_adapters_are_loaded_from_below_their_directory_alone(model, client, tmp
         answer = client.post("/v1/load_lora_adapter", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     foreign = client.post(
-        "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "wide"}, headers={"Origin": "http://elsewhere"}
+        "/v1/load_lora_adapter",
+        json={"lora_name": "x", "lora_path": "wide"},
+        headers={"Origin": "http://elsewhere"},
     )
     assert foreign.status_code == 403
 
@@ -484,7 +593,9 @@ def test_adapters_are_loaded_from_below_their_directory_alone(model, client, tmp
 def test_nothing_is_loaded_where_no_directory_is_given(model, llm):
     built = Built(llm._engine, llm.tokenizer, llm.sampling_defaults, llm.spec, llm._model)
     with serving(built) as server, httpx.Client(base_url=server.address) as client:
-        answer = client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(model[1] / "wide")})
+        answer = client.post(
+            "/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": str(model[1] / "wide")}
+        )
         assert answer.status_code == 404
 
 
@@ -492,21 +603,37 @@ def test_settings_of_a_server_that_cannot_be():
     with pytest.raises(ValueError, match="lora_modules: needs enable_lora"):
         resolve_both(None, {}, {"lora_modules": ["a=b"]}, environment={})
     for wrong in ("no path", "nothing=", "=path", "a name=path"):
-        with pytest.raises(ValueError, match=f"lora_modules.1: must be NAME=DIRECTORY, .*got '{wrong}'"):
+        with pytest.raises(
+            ValueError, match=f"lora_modules.1: must be NAME=DIRECTORY, .*got '{wrong}'"
+        ):
             ServerConfig(lora_modules=("a=b", wrong))
 
 
-def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(model, tmp_path):
+def test_what_is_wrong_with_adapters_of_a_server_is_told_at_once_before_its_model_is_loaded(
+    model, tmp_path
+):
     directories = [
-        changed(model[1] / "narrow", tmp_path / case, *BAD[case][:2]) for case in ("names and numbers", "integers")
+        changed(model[1] / "narrow", tmp_path / case, *BAD[case][:2])
+        for case in ("names and numbers", "integers")
     ]
-    named = {"good": model[1] / "wide", "gone": tmp_path / "gone", "bad": directories[0], "worse": directories[1]}
+    named = {
+        "good": model[1] / "wide",
+        "gone": tmp_path / "gone",
+        "bad": directories[0],
+        "worse": directories[1],
+    }
     modules = [f"{name}={path}" for name, path in named.items()]
     engine = EngineConfig(model=str(model[1] / "model"), **LORA)
-    with pytest.raises(ConfigError) as refusal:  # with nothing that tells of phases no engine can be opened
+    # with nothing that tells of phases no engine can be opened
+    with pytest.raises(ConfigError) as refusal:
         startup._opened(engine, ServerConfig(lora_modules=(*modules, f"good={model[1]}")), None)
     said = str(refusal.value)
-    for text in ("'good' is given twice", "there is no directory", *BAD["names and numbers"][2], *BAD["integers"][2]):
+    for text in (
+        "'good' is given twice",
+        "there is no directory",
+        *BAD["names and numbers"][2],
+        *BAD["integers"][2],
+    ):
         assert text in said
     check_lora_modules(engine, ServerConfig(lora_modules=modules[:1]), ("model",))
     with pytest.raises(ConfigError, match="the name 'good' is that of the model"):

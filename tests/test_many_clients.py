@@ -28,12 +28,44 @@ HONEST: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {**COMMON, "prompt": TEXT, "temperature": 0}),
     (COMPLETIONS, {**COMMON, "prompt": TEXT, "temperature": 0, "stream": True}),
     (COMPLETIONS, {**COMMON, "prompt": "The fox", "seed": 1, "n": 3, "logprobs": 3}),
-    (COMPLETIONS, {**COMMON, "prompt": list(range(100, 170)), "temperature": 0, "echo": True, "logprobs": 0}),
-    (COMPLETIONS, {**COMMON, "prompt": ["In", "the forest"], "seed": 5, "top_p": 0.9, "top_k": 40, "stop": "."}),
+    (
+        COMPLETIONS,
+        {**COMMON, "prompt": list(range(100, 170)), "temperature": 0, "echo": True, "logprobs": 0},
+    ),
+    (
+        COMPLETIONS,
+        {
+            **COMMON,
+            "prompt": ["In", "the forest"],
+            "seed": 5,
+            "top_p": 0.9,
+            "top_k": 40,
+            "stop": ".",
+        },
+    ),
     (COMPLETIONS, {**COMMON, "prompt": "Why", "n": 2, "use_beam_search": True}),
-    (COMPLETIONS, {**COMMON, "prompt": "A", "seed": 2, "structured_outputs": {"regex": "[a-z]{2,4} [0-9]{2}"}}),
-    (COMPLETIONS, {**COMMON, "prompt": "If", "seed": 3, "presence_penalty": 1, "repetition_penalty": 1.2}),
-    (CHAT, {**COMMON, "messages": [{"role": "user", "content": TEXT}], "temperature": 0, "logprobs": True}),
+    (
+        COMPLETIONS,
+        {
+            **COMMON,
+            "prompt": "A",
+            "seed": 2,
+            "structured_outputs": {"regex": "[a-z]{2,4} [0-9]{2}"},
+        },
+    ),
+    (
+        COMPLETIONS,
+        {**COMMON, "prompt": "If", "seed": 3, "presence_penalty": 1, "repetition_penalty": 1.2},
+    ),
+    (
+        CHAT,
+        {
+            **COMMON,
+            "messages": [{"role": "user", "content": TEXT}],
+            "temperature": 0,
+            "logprobs": True,
+        },
+    ),
     (CHAT, {**COMMON, "messages": [{"role": "user", "content": "Hm"}], "seed": 9, "stream": True}),
 )
 HOSTILE: tuple[dict[str, Any], ...] = (
@@ -68,7 +100,12 @@ HOSTILE: tuple[dict[str, Any], ...] = (
     {"prompt_embeds": "AAAA"},
     {"user": "x" * 100_000},
     {"use_beam_search": True, "n": 128, "max_tokens": 300},
-    {"repetition_penalty": 1e-300, "presence_penalty": 2, "frequency_penalty": -2, "seed": 2**64 - 1},
+    {
+        "repetition_penalty": 1e-300,
+        "presence_penalty": 2,
+        "frequency_penalty": -2,
+        "seed": 2**64 - 1,
+    },
 )
 RAW = (
     b"",
@@ -105,10 +142,16 @@ def test_a_hundred_hostile_clients_change_nothing_for_fifty_honest_ones(server: 
     assert not server.errors
 
 
-async def _together(server: Running, honest: Any, num_hostile: int) -> tuple[list[Any], Counter[int]]:
+async def _together(
+    server: Running, honest: Any, num_hostile: int
+) -> tuple[list[Any], Counter[int]]:
     """What honest requests are answered, and the statuses of hostile ones; 0 where the connection was not meant to have one."""
-    async with httpx.AsyncClient(base_url=server.address, timeout=300, limits=httpx.Limits()) as client:
-        hostile = [asyncio.create_task(_attack(server, client, index)) for index in range(num_hostile)]
+    async with httpx.AsyncClient(
+        base_url=server.address, timeout=300, limits=httpx.Limits()
+    ) as client:
+        hostile = [
+            asyncio.create_task(_attack(server, client, index)) for index in range(num_hostile)
+        ]
         answers = await asyncio.gather(*(_answer(client, *one) for one in honest))
         return answers, Counter(await asyncio.gather(*hostile))
 
@@ -136,7 +179,9 @@ async def _attack(server: Running, client: httpx.AsyncClient, index: int) -> int
     body = {**COMMON, "prompt": TEXT, **HOSTILE[index % len(HOSTILE)]}
     raw = json.dumps({name: value for name, value in body.items() if value is not None})
     if index % 3 == 1:
-        answer = await client.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+        answer = await client.post(
+            COMPLETIONS, content=raw, headers={"Content-Type": "application/json"}
+        )
         return answer.status_code
     await _send(server, _head(len(raw)) + raw.encode())
     return 0
@@ -165,7 +210,11 @@ def everything_is_free(server: Running) -> bool:
     def look(engine: Engine) -> bool:
         engine.scheduler.check()
         pool = engine.scheduler.block_manager.groups[0].pool
-        return pool.num_free == pool.num_usable and not server.loop.turns.live and not server.loop.num_open
+        return (
+            pool.num_free == pool.num_usable
+            and not server.loop.turns.live
+            and not server.loop.num_open
+        )
 
     return server.loop.call(look).result()
 
@@ -181,12 +230,23 @@ KINDS: dict[str, dict[str, Any]] = {
 PROMPT_STEPS = 3  # of 150 tokens, 64 in a step
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, PROMPT_STEPS, PROMPT_STEPS + 5], ids=lambda number: f"{number} steps")
+@pytest.mark.parametrize(
+    "num_steps", [0, 1, PROMPT_STEPS, PROMPT_STEPS + 5], ids=lambda number: f"{number} steps"
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_client_that_leaves_frees_its_blocks_within_a_step(
-    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch, kind: str, num_steps: int
+    server: Running,
+    client: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    num_steps: int,
 ) -> None:
-    body = {**LONG, "prompt": list(range(1000, 1150)), "cache_salt": f"{kind} {num_steps}", **KINDS[kind]}
+    body = {
+        **LONG,
+        "prompt": list(range(1000, 1150)),
+        "cache_salt": f"{kind} {num_steps}",
+        **KINDS[kind],
+    }
     raw = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
     if kind == "beams":
         raw = raw.replace(b'"cache_salt"', b'"user"')
@@ -194,7 +254,9 @@ def test_a_client_that_leaves_frees_its_blocks_within_a_step(
     with stepped(server, monkeypatch) as steps:
         leaving = asyncio.run(_leave(server, raw, steps, num_steps))
         assert leaving, "it has blocks, or waits for its first"
-        wait_until(lambda: not server.server.visitors._number, "the server knows that the client has left")
+        wait_until(
+            lambda: not server.server.visitors._number, "the server knows that the client has left"
+        )
         before = steps.num_taken
         steps.allow(1)  # the one that was held when the client left
         wait_until(lambda: everything_is_free(server), "the blocks are free")
@@ -209,14 +271,18 @@ async def _leave(server: Running, raw: bytes, steps: Steps, num_steps: int) -> b
     _, writer = await asyncio.open_connection(host, int(port))
     writer.write(_head(len(raw)) + raw)
     await writer.drain()
-    await asyncio.to_thread(wait_until, lambda: server.loop.engine.has_unfinished, "the engine has it")
+    await asyncio.to_thread(
+        wait_until, lambda: server.loop.engine.has_unfinished, "the engine has it"
+    )
     await asyncio.to_thread(steps.allow, num_steps)
     has_it = server.loop.engine.has_unfinished
     writer.transport.abort()
     return has_it
 
 
-def test_a_client_that_leaves_before_the_engine_has_its_request(server: Running, client: httpx.Client) -> None:
+def test_a_client_that_leaves_before_the_engine_has_its_request(
+    server: Running, client: httpx.Client
+) -> None:
     """In the middle of its body, and while the engine is busy with somebody else."""
     generated = metrics(client)["jaxpage_generation_tokens_total"]
     raw = json.dumps({**LONG, "prompt": TEXT}).encode()
@@ -224,9 +290,13 @@ def test_a_client_that_leaves_before_the_engine_has_its_request(server: Running,
         asyncio.run(_send(server, sent))
     with held(server):
         asyncio.run(_leave_waiting(server, _head(len(raw)) + raw))
-        wait_until(lambda: not server.server.visitors._number, "the server knows that the client has left")
+        wait_until(
+            lambda: not server.server.visitors._number, "the server knows that the client has left"
+        )
     wait_until(lambda: everything_is_free(server), "the blocks are free")
-    assert metrics(client)["jaxpage_generation_tokens_total"] == generated, "nothing was generated for nobody"
+    assert metrics(client)["jaxpage_generation_tokens_total"] == generated, (
+        "nothing was generated for nobody"
+    )
     assert not server.errors
 
 
@@ -253,14 +323,21 @@ def test_nobody_waits_for_texts_that_are_only_tokenized(
     monkeypatch.setattr(tokenizing, "valid_text", endless)
     answers: list[httpx.Response] = []
     tokenizings = [
-        threading.Thread(target=lambda: answers.append(client.post("/tokenize", json={"prompt": TEXT})))
+        threading.Thread(
+            target=lambda: answers.append(client.post("/tokenize", json={"prompt": TEXT}))
+        )
         for _ in range(8)
     ]
     try:
         for one in tokenizings:
             one.start()
         assert asked.acquire(timeout=WAIT_SECONDS)
-        assert client.post(COMPLETIONS, json={**COMMON, "prompt": TEXT}, timeout=WAIT_SECONDS).status_code == 200
+        assert (
+            client.post(
+                COMPLETIONS, json={**COMMON, "prompt": TEXT}, timeout=WAIT_SECONDS
+            ).status_code
+            == 200
+        )
         assert not answers
     finally:
         goes_on.set()
@@ -276,7 +353,9 @@ def test_a_thousand_clients_at_once(server: Running) -> None:
         holding.enter_context(held(server))
         statuses = asyncio.run(_crowd(server, 1000, places, holding.close))
     assert set(statuses) == {(200, None), (429, "1")} and sum(statuses.values()) == 1000, statuses
-    assert MAX_QUEUED <= statuses[200, None] <= places, "what comes in while too many are being read is refused, too"
+    assert MAX_QUEUED <= statuses[200, None] <= places, (
+        "what comes in while too many are being read is refused, too"
+    )
     wait_until(lambda: everything_is_free(server), "all blocks are free")
 
 

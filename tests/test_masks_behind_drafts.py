@@ -59,7 +59,9 @@ def request(**changes: Any) -> Any:
     return SimpleNamespace(eos_token_ids=frozenset({END}), params=SamplingParams(**changes))
 
 
-def one_by_one(new: Callable[[], Constraint], token_ids: tuple[int, ...]) -> tuple[Constraint, bool]:
+def one_by_one(
+    new: Callable[[], Constraint], token_ids: tuple[int, ...]
+) -> tuple[Constraint, bool]:
     """The sequence whose tokens these are, and whether it is still going on behind them."""
     constraint = new()
     for token_id in token_ids:
@@ -86,7 +88,12 @@ STEPS = st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 9), max_si
     few=st.booleans(),
 )
 def test_behind_drafts_as_behind_tokens(
-    grammar_of: Callable[..., Grammar], regex: str, steps: Any, min_tokens: int, stop: bool, few: bool
+    grammar_of: Callable[..., Grammar],
+    regex: str,
+    steps: Any,
+    min_tokens: int,
+    stop: bool,
+    few: bool,
 ) -> None:
     """Looks ahead along many paths, takes a token, looks again. Every mask is that of a sequence that never looked ahead."""
     grammar = grammar_of(regex)
@@ -104,7 +111,8 @@ def test_behind_drafts_as_behind_tokens(
     constraint, known = new(), ()
     for choice, path in steps:
         before = constraint.mask.copy()
-        for length in (*range(len(path) + 1), 0):  # short ones first, and the last look is at what was there
+        # short ones first, and the last look is at what was there
+        for length in (*range(len(path) + 1), 0):
             drafts: tuple[int, ...] = ()
             for draw in path[:length]:
                 place, _ = one_by_one(new, (*known, *drafts))
@@ -124,29 +132,43 @@ def test_behind_drafts_as_behind_tokens(
         twin, goes_on = one_by_one(new, (*known, token_id))
         end = constraint.advance(token_id)
         assert (end is None) == goes_on and constraint.may_stop == twin.may_stop
-        assert ids_of(constraint.mask) == ids_of(twin.mask) and constraint._token_ids == twin._token_ids
+        assert (
+            ids_of(constraint.mask) == ids_of(twin.mask)
+            and constraint._token_ids == twin._token_ids
+        )
         if end is not None:
             return
         known += (token_id,)
 
 
-def test_looking_ahead_twice_costs_once(grammar_of: Callable[..., Grammar], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_looking_ahead_twice_costs_once(
+    grammar_of: Callable[..., Grammar], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a token that was a draft costs nothing more."""
     constraint, computed, real = Constraint(grammar_of(REGEXES[1]), request()), [], Grammar.admitted
-    monkeypatch.setattr(Grammar, "admitted", lambda self, matcher: computed.append(1) or real(self, matcher))
+    monkeypatch.setattr(
+        Grammar, "admitted", lambda self, matcher: computed.append(1) or real(self, matcher)
+    )
     a, b = ids_of(constraint.mask)[:2]
     for path in ((), (a,), (a, b), (a, b, a), (a, a), (a, b, a)):
         assert constraint.behind(path) is not None
     assert len(computed) == 4
     assert constraint.advance(a) is None and len(computed) == 4
-    assert constraint.behind((b,)) is not None and len(computed) == 5  # places further on begin anew
+    # places further on begin anew
+    assert constraint.behind((b,)) is not None and len(computed) == 5
 
 
 @pytest.mark.parametrize(
-    ("size", "limit", "fails", "mistaken"), [(12, 1500, False, False), (30, 300, True, False), (30, 300, True, True)]
+    ("size", "limit", "fails", "mistaken"),
+    [(12, 1500, False, False), (30, 300, True, False), (30, 300, True, True)],
 )
 def test_what_drafts_find_does_not_count(
-    size: int, limit: int, fails: bool, mistaken: bool, directory: Path, monkeypatch: pytest.MonkeyPatch
+    size: int,
+    limit: int,
+    fails: bool,
+    mistaken: bool,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """llguidance bounds the states that a grammar finds: a sequence comes to that bound where it would without wrong drafts."""
     monkeypatch.setattr(rules, "MAX_LEXER_STATES", limit)
@@ -165,7 +187,10 @@ def test_what_drafts_find_does_not_count(
         monkeypatch.setattr(Constraint, "_followed_by", keeping)
 
     def outcome(seed: int, *, drafted: bool) -> Any:
-        rng, constraint = np.random.default_rng(seed), Constraint(Grammar(*tokenizer, VOCAB, source), request())
+        rng, constraint = (
+            np.random.default_rng(seed),
+            Constraint(Grammar(*tokenizer, VOCAB, source), request()),
+        )
         others = np.random.default_rng(seed + 100)
         for number in range(120):
             if drafted:
@@ -199,7 +224,9 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
     )
 
     def sequence(*path: int) -> Sequence:
-        return Sequence(sequence_id=0, sample_index=1, num_prompt_tokens=3, token_ids=[1, 2, 3, 9, *path])
+        return Sequence(
+            sequence_id=0, sample_index=1, num_prompt_tokens=3, token_ids=[1, 2, 3, 9, *path]
+        )
 
     draft = Draft((5, 7, 6, 8, 7), (-1, -1, 0, 1, 3))
     root = sample_of(0, 1, sequence(), asked)
@@ -207,7 +234,9 @@ def test_draws_behind_drafts_are_processed_as_behind_tokens() -> None:
     paths = [(), *(draft.path(place) for place in range(5))]
     want = tuple(sample_of(0, 1, sequence(*path), asked) for path in paths)
     assert len({sample.suppressed_token_ids for sample in want}) > 2, "nothing is told apart"
-    arrays = [processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)]
+    arrays = [
+        processor_inputs_of(samples, {}, 8, vocab_size=VOCAB, context=32) for samples in (got, want)
+    ]
     np.testing.assert_array_equal(arrays[0].history_RC, arrays[1].history_RC)
     np.testing.assert_array_equal(arrays[0].mask_RU, arrays[1].mask_RU)
     same = [sample._replace(history=(), drafts=(), offset=0) for sample in got]
@@ -232,14 +261,18 @@ def strategies_of(grammar: Grammar | None) -> dict[int, SamplingStrategy]:
 
 TREES = st.integers(0, 9).flatmap(
     lambda size: st.tuples(
-        st.lists(st.sampled_from([-1, VOCAB]) | st.integers(0, VOCAB - 1), min_size=size, max_size=size),
+        st.lists(
+            st.sampled_from([-1, VOCAB]) | st.integers(0, VOCAB - 1), min_size=size, max_size=size
+        ),
         st.tuples(*(st.integers(-1, place - 1) for place in range(size))),
     )
 )
 
 
 @given(tree=TREES, regex=st.none() | st.sampled_from(REGEXES))
-def test_what_stays_is_what_can_be(grammar_of: Callable[..., Grammar], tree: Any, regex: str | None) -> None:
+def test_what_stays_is_what_can_be(
+    grammar_of: Callable[..., Grammar], tree: Any, regex: str | None
+) -> None:
     """Of every path exactly the part that a sequence could take, each place once and in order."""
     token_ids, parents = tree
     grammar = grammar_of(regex) if regex else None
@@ -278,7 +311,10 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     """Tokens that are none, and tokens behind what a grammar admits, beside right ones: the same text, and nobody else notices."""
     params = [
         SamplingParams(
-            temperature=1.2, seed=5, max_tokens=30, structured_outputs={"regex": REGEXES[1] + "(dog|cat){2}"}
+            temperature=1.2,
+            seed=5,
+            max_tokens=30,
+            structured_outputs={"regex": REGEXES[1] + "(dog|cat){2}"},
         ),
         SamplingParams(temperature=1.0, seed=6, max_tokens=20, ignore_eos=True, logprobs=1),
     ]
@@ -286,7 +322,9 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     without_drafts(llm)
     plain = llm.generate(prompts, params, use_tqdm=False)
     first_id = llm._engine._num_sequences
-    texts = {first_id + i: [*o.prompt_token_ids, *o.outputs[0].token_ids] for i, o in enumerate(plain)}
+    texts = {
+        first_id + i: [*o.prompt_token_ids, *o.outputs[0].token_ids] for i, o in enumerate(plain)
+    }
     scripted = Scripted(texts, mixed_up)
 
     class Wild(Proposer):
@@ -305,7 +343,9 @@ def test_wild_drafts_change_nothing(llm: LLM) -> None:
     invariants(llm)
 
 
-def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     neighbour = SamplingParams(temperature=1.0, seed=6, max_tokens=12, ignore_eos=True, logprobs=1)
     asked = dataclasses.replace(neighbour, structured_outputs={"regex": REGEXES[2]})
     without_drafts(llm)
@@ -316,4 +356,7 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm: LLM, monk
     monkeypatch.setattr(Constraint, "_followed_by", lambda *_: 1 / 0)
     broken, beside = llm.generate([[1], [5, 6, 7]], [asked, neighbour], use_tqdm=False)
     assert beside.outputs == alone.outputs and beside.metrics.num_accepted_tokens > 0
-    assert broken.outputs[0].finish_reason in ("stop", "length") and broken.metrics.num_draft_tokens == 0
+    assert (
+        broken.outputs[0].finish_reason in ("stop", "length")
+        and broken.metrics.num_draft_tokens == 0
+    )

@@ -29,7 +29,13 @@ from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.registry import load_family
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.speculation import ProposingSpeculator
-from jaxpage.speculation.medusa import MedusaProposer, assumed_accuracies, best_only, likeliest_first, search
+from jaxpage.speculation.medusa import (
+    MedusaProposer,
+    assumed_accuracies,
+    best_only,
+    likeliest_first,
+    search,
+)
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.edits import Append
 from jaxpage.step.plan import Row, Sample, StepPlan, StepResult
@@ -75,7 +81,10 @@ def refusal(directory: Path) -> str:
 
 def parameters_of(heads: Sequence[Head]) -> dict[str, Any]:
     """What the loaders have to make of heads."""
-    blocks = [{layer: {"kernel": w, "bias": b} for layer, (w, b) in enumerate(head.blocks)} for head in heads]
+    blocks = [
+        {layer: {"kernel": w, "bias": b} for layer, (w, b) in enumerate(head.blocks)}
+        for head in heads
+    ]
     tables = {index: {"table": head.table} for index, head in enumerate(heads)}
     return {"blocks": dict(enumerate(blocks)), "tables": tables}
 
@@ -88,7 +97,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
 def test_both_formats_hold_the_same_heads(tmp_path: Path, layers: int) -> None:
     heads = random_heads(3, layers)
     wanted = parameters_of(heads) if layers else {"tables": parameters_of(heads)["tables"]}
-    assert_same(loaded(write_original(tmp_path / "a", heads)), wanted)  # whose config says that there are 2
+    # whose config says that there are 2
+    assert_same(loaded(write_original(tmp_path / "a", heads)), wanted)
     assert_same(loaded(write_vllm(tmp_path / "b", heads)), wanted)
     assert_same(loaded(write_vllm(tmp_path / "c", heads, prefix="medusa_heads.")), wanted)
 
@@ -97,7 +107,11 @@ def test_heads_of_vllm_without_biases_and_with_one_table(tmp_path: Path) -> None
     heads = random_heads(2)
     directory = write_vllm(tmp_path / "a", heads, medusa_fc_bias=False, original_lm_head=True)
     tensors = load_file(directory / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "bias" not in name and name != "lm_heads.1.weight"}
+    kept = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if "bias" not in name and name != "lm_heads.1.weight"
+    }
     save_file(kept, directory / "model.safetensors")
     parameters = loaded(directory)
     assert list(parameters["tables"]) == [0] and list(parameters["blocks"][1][0]) == ["kernel"]
@@ -144,7 +158,9 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
 def test_a_gap_between_heads_is_a_missing_head(tmp_path: Path) -> None:
     directory = write_original(tmp_path / "a", random_heads(3))
     tensors = load_file(directory / "medusa_lm_head.safetensors")
-    save_file({n: t for n, t in tensors.items() if n[0] != "1"}, directory / "medusa_lm_head.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if n[0] != "1"}, directory / "medusa_lm_head.safetensors"
+    )
     text = refusal(directory)
     assert "'1.0.linear.weight' of shape (64, 64) is missing" in text and "'2.1.weight'" in text
 
@@ -157,7 +173,11 @@ def test_a_gap_between_heads_is_a_missing_head(tmp_path: Path) -> None:
         (np.array([1, -1]), {}, "beyond the model's, which end at 63"),
         (np.array([1.0, 2.0]), {}, "is F64 of shape (2,), and must be I64"),
         (np.array([[1], [2]]), {}, "is I64 of shape (2, 1), and must be I64"),
-        (np.array([1, 2]), {"truncated_vocab_size": 3}, "truncated_vocab_size is 3, but token_map has 2 tokens"),
+        (
+            np.array([1, 2]),
+            {"truncated_vocab_size": 3},
+            "truncated_vocab_size is 3, but token_map has 2 tokens",
+        ),
         (None, {"truncated_vocab_size": 3}, "truncated_vocab_size is 3, but there is no token_map"),
         (None, {"vocab_size": 65}, "vocab_size is 65, but the model's is 64"),
         (None, {"num_hidden_layers": 2}, "num_hidden_layers is 2, but the tensors have 1"),
@@ -166,7 +186,9 @@ def test_a_gap_between_heads_is_a_missing_head(tmp_path: Path) -> None:
 def test_vocabularies_that_contradict_themselves_are_refused(
     tmp_path: Path, token_map: np.ndarray | None, config: dict[str, Any], message: str
 ) -> None:
-    assert message in refusal(write_vllm(tmp_path / "a", random_heads(2), token_map=token_map, **config))
+    assert message in refusal(
+        write_vllm(tmp_path / "a", random_heads(2), token_map=token_map, **config)
+    )
 
 
 def test_what_is_pickled_or_holds_no_heads_is_refused(tmp_path: Path) -> None:
@@ -203,17 +225,27 @@ def test_heads_compute_what_the_paper_says(tmp_path: Path, layers: int) -> None:
 
 # --- trees
 
-ACCURACIES = st.lists(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=3), min_size=1, max_size=3)
+ACCURACIES = st.lists(
+    st.lists(st.floats(0, 1, width=32), min_size=1, max_size=3), min_size=1, max_size=3
+)
 
 
-def expected_right(choices: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]) -> float:
-    return sum(math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in choices)
+def expected_right(
+    choices: Sequence[tuple[int, ...]], accuracies: Sequence[Sequence[float]]
+) -> float:
+    return sum(
+        math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in choices
+    )
 
 
 @given(ACCURACIES, st.integers(1, 4))
-def test_the_greedy_tree_is_the_best_of_all_trees(accuracies: list[list[float]], num_drafts: int) -> None:
+def test_the_greedy_tree_is_the_best_of_all_trees(
+    accuracies: list[list[float]], num_drafts: int
+) -> None:
     ranks = [range(len(row)) for row in accuracies]
-    paths = [path for depth in range(1, len(ranks) + 1) for path in itertools.product(*ranks[:depth])]
+    paths = [
+        path for depth in range(1, len(ranks) + 1) for path in itertools.product(*ranks[:depth])
+    ]
     size = min(num_drafts, len(paths))
     trees = (
         tree
@@ -222,8 +254,12 @@ def test_the_greedy_tree_is_the_best_of_all_trees(accuracies: list[list[float]],
     )
     best = max(expected_right(tree, accuracies) for tree in trees)
     found = search(accuracies, num_drafts)
-    assert len(set(found)) == size and expected_right(found, accuracies) == pytest.approx(best, abs=1e-9)
-    assert all(path[:-1] in ((), *found[:place]) for place, path in enumerate(found)), "parents come first"
+    assert len(set(found)) == size and expected_right(found, accuracies) == pytest.approx(
+        best, abs=1e-9
+    )
+    assert all(path[:-1] in ((), *found[:place]) for place, path in enumerate(found)), (
+        "parents come first"
+    )
     assert search(accuracies, num_drafts - 1) == found[: num_drafts - 1]
 
 
@@ -253,7 +289,9 @@ def test_guesses_hold_until_more_is_known() -> None:
         row = Row(sequence.sequence_id, num_known_tokens - 2, (1,), ((1,),))
         sample = Sample(0, 0, sequence.sequence_id, SamplingParams(), 0, 0, num_known_tokens - 1)
         nothing = np.zeros((1, 0))
-        result = StepResult(nothing, nothing, nothing, nothing, nothing, draft_candidates=candidates_JW[None])  # type: ignore[arg-type]
+        result = StepResult(
+            nothing, nothing, nothing, nothing, nothing, draft_candidates=candidates_JW[None]
+        )  # type: ignore[arg-type]
         proposer.observe(StepPlan(1, (row,), (sample,), draft_depth=1), result)
 
     assert drafted(4) is None
@@ -274,7 +312,12 @@ def test_guesses_hold_until_more_is_known() -> None:
 
 GREEDY = SamplingParams(temperature=0, max_tokens=25, ignore_eos=True, logprobs=2)
 SAMPLED = SamplingParams(temperature=1, max_tokens=25, ignore_eos=True, logprobs=2, seed=3, n=2)
-PROMPTS = [[5, 9, 11], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [30, 31]]
+PROMPTS = [
+    [5, 9, 11],
+    [7],
+    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18],
+    [30, 31],
+]
 # The first head's second guess leads on, so that most of what is right stands on no first branch.
 SECOND = ((0,), (1,), (0, 0), (1, 0), (1, 0, 0), (1, 1))
 
@@ -295,7 +338,9 @@ def heads(model: Path) -> Path:
     return write_original(model.parent / "heads", knowing_heads(3))
 
 
-def engine_with(model: Path, speculative_config: dict[str, Any] | None, max_num_seqs: int = 4) -> LLM:
+def engine_with(
+    model: Path, speculative_config: dict[str, Any] | None, max_num_seqs: int = 4
+) -> LLM:
     return make_llm(
         model,
         max_num_seqs=max_num_seqs,
@@ -316,13 +361,20 @@ def plain(model: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def chains(model: Path, heads: Path) -> Iterator[LLM]:
-    with engine_with(model, {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}) as llm:
+    with engine_with(
+        model, {"method": "medusa", "model": str(heads), "num_speculative_tokens": 3}
+    ) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def trees(model: Path, heads: Path) -> Iterator[LLM]:
-    settings = {"method": "medusa", "model": str(heads), "tree": True, "num_speculative_tokens": len(SECOND)}
+    settings = {
+        "method": "medusa",
+        "model": str(heads),
+        "tree": True,
+        "num_speculative_tokens": len(SECOND),
+    }
     with engine_with(model, {**settings, "medusa_choices": [list(path) for path in SECOND]}) as llm:
         yield llm
 
@@ -356,10 +408,13 @@ def run(
     engine.speculator.observe = counting  # type: ignore[method-assign]
     try:
         reporters = [
-            engine.add(str(index), engine.prepare(None, prompt, params)) for index, prompt in enumerate(prompts)
+            engine.add(str(index), engine.prepare(None, prompt, params))
+            for index, prompt in enumerate(prompts)
         ]
         run_giving_way(engine, gives_way)
-        outputs = [[(o.token_ids, o.logprobs) for o in reporter.whole().outputs] for reporter in reporters]
+        outputs = [
+            [(o.token_ids, o.logprobs) for o in reporter.whole().outputs] for reporter in reporters
+        ]
     finally:
         runner._parameters = own
         engine.speculator.observe = observe  # type: ignore[method-assign]
@@ -385,19 +440,25 @@ def test_heads_that_know_are_right_each_time(plain: LLM, chains: LLM) -> None:
     )
     drafted, count = run(chains, GREEDY, PROMPTS[:1])
     assert drafted == text
-    assert count == Count(steps=7, drafts=18, right=18), "a prompt, and six times a token and three drafts"
+    assert count == Count(steps=7, drafts=18, right=18), (
+        "a prompt, and six times a token and three drafts"
+    )
 
 
 def test_samples_of_a_request_draft_from_their_first_token_on(plain: LLM, chains: LLM) -> None:
     params = SamplingParams(temperature=1e-3, n=2, seed=1, max_tokens=25, ignore_eos=True)
     drafted, count = run(chains, params, PROMPTS[:1])
     assert drafted == run(plain, params, PROMPTS[:1])[0]
-    assert count == Count(steps=8, drafts=36, right=36), "the last token of a prompt that forks has a step of its own"
+    assert count == Count(steps=8, drafts=36, right=36), (
+        "the last token of a prompt that forks has a step of its own"
+    )
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("gives_way", [-1, 3, 5])
-def test_no_heads_change_a_text(plain: LLM, chains: LLM, trees: LLM, params: SamplingParams, gives_way: int) -> None:
+def test_no_heads_change_a_text(
+    plain: LLM, chains: LLM, trees: LLM, params: SamplingParams, gives_way: int
+) -> None:
     text, _ = run(plain, params)
     counts = {}
     for name, heads in (("own", None), ("random", random_heads(3)), ("second", second_knows())):
@@ -413,7 +474,9 @@ def test_no_heads_change_a_text(plain: LLM, chains: LLM, trees: LLM, params: Sam
     )
 
 
-def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(plain: LLM, chains: LLM) -> None:
+def test_a_wrong_order_of_heads_shows_in_what_is_right_and_in_no_text(
+    plain: LLM, chains: LLM
+) -> None:
     heads = knowing_heads(4)[1:]
     drafted, count = run(chains, GREEDY, heads=heads)
     assert drafted == run(plain, GREEDY)[0]
@@ -458,7 +521,9 @@ def test_heads_that_cannot_be_told_end_the_drafts_and_no_request(
     assert [[(output.token_ids, output.logprobs)]] == run(plain, GREEDY, PROMPTS[:1])[0]
 
 
-def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LLM, trees: LLM) -> None:
+def test_engines_without_heads_have_steps_without_guesses(
+    plain: LLM, chains: LLM, trees: LLM
+) -> None:
     for llm, count in ((plain, 3), (chains, 4)):
         runner = llm._engine.runner
         for bucket in llm._engine.builder.menu.buckets:
@@ -475,7 +540,9 @@ def test_engines_without_heads_have_steps_without_guesses(plain: LLM, chains: LL
 
 def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     stored = open_medusa(heads, model_width=WIDTH, vocab_size=WIDTH).num_bytes("float32")
-    assert stored == sum(leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"]))
+    assert stored == sum(
+        leaf.nbytes for leaf in jax.tree.leaves(chains._engine.runner.parameters["drafter"])
+    )
     assert stored == 4 * 3 * (2 * WIDTH * WIDTH + WIDTH)
 
 
@@ -484,9 +551,15 @@ def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
     [
         ({}, "method 'medusa' needs model"),
         ({"model": "m", "medusa_choices": [[0], [0]]}, "has a path twice"),
-        ({"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]}, r"has \[1, 0\], but not its parent \[1\]"),
+        (
+            {"model": "m", "tree": True, "medusa_choices": [[0], [1, 0]]},
+            r"has \[1, 0\], but not its parent \[1\]",
+        ),
         ({"model": "m", "medusa_choices": [[0], [1]]}, "branches, but tree is False"),
-        ({"model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2}, "is 2, but medusa_choices has 1 paths"),
+        (
+            {"model": "m", "medusa_choices": [[0]], "num_speculative_tokens": 2},
+            "is 2, but medusa_choices has 1 paths",
+        ),
         ({"model": "m", "medusa_choices": []}, "medusa_choices"),
         ({"model": "m", "medusa_choices": [[]]}, "medusa_choices"),
         ({"model": "m", "medusa_choices": [[-1]]}, "medusa_choices"),
@@ -495,7 +568,9 @@ def test_memory_counts_the_heads(plain: LLM, chains: LLM, heads: Path) -> None:
         ({"method": "ngram", "medusa_choices": [[0]]}, "it belongs to medusa"),
     ],
 )
-def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_settings_that_contradict_themselves_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(speculative_config={"method": "medusa", **settings})  # type: ignore[arg-type]
 
@@ -504,10 +579,15 @@ def test_settings_that_contradict_themselves_are_refused(settings: dict[str, Any
     ("settings", "message"),
     [
         ({"num_speculative_tokens": 4}, "num_speculative_tokens is 4, but of the 3 heads"),
-        ({"medusa_choices": [[0] * depth for depth in range(1, 5)]}, "medusa_choices goes 4 deep, but of the 3 heads"),
+        (
+            {"medusa_choices": [[0] * depth for depth in range(1, 5)]},
+            "medusa_choices goes 4 deep, but of the 3 heads",
+        ),
     ],
 )
-def test_more_than_the_heads_guess_is_refused(model: Path, heads: Path, settings: dict[str, Any], message: str) -> None:
+def test_more_than_the_heads_guess_is_refused(
+    model: Path, heads: Path, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         engine_with(model, {"method": "medusa", "model": str(heads), **settings})
 
@@ -519,11 +599,20 @@ def test_more_than_the_heads_guess_is_refused(model: Path, heads: Path, settings
         ({"num_speculative_tokens": 2}, (2,), best_only(3, 2), 1),
         ({"tree": True}, (1, 3, 7), search(assumed_accuracies(3), 7), 3),
         ({"tree": True, "num_speculative_tokens": 40}, (40,), search(assumed_accuracies(3), 40), 6),
-        ({"tree": True, "medusa_choices": [[1], [0, 0], [0], [0, 8]]}, (1, 3, 4), ((0,), (0, 0), (1,), (0, 8)), 9),
+        (
+            {"tree": True, "medusa_choices": [[1], [0, 0], [0], [0, 8]]},
+            (1, 3, 4),
+            ((0,), (0, 0), (1,), (0, 8)),
+            9,
+        ),
     ],
 )
 def test_drafts_are_cut_to_shapes_from_their_end(
-    heads: Path, settings: dict[str, Any], lengths: tuple[int, ...], choices: Any, num_candidates: int
+    heads: Path,
+    settings: dict[str, Any],
+    lengths: tuple[int, ...],
+    choices: Any,
+    num_candidates: int,
 ) -> None:
     config = EngineConfig(speculative_config={"method": "medusa", "model": str(heads), **settings})  # type: ignore[arg-type]
     assert config.speculative_config is not None
@@ -535,7 +624,11 @@ def test_drafts_are_cut_to_shapes_from_their_end(
 def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> None:
     directory = write_vllm(tmp_path / "a", random_heads(1, rows=8), token_map=np.arange(8))
     settings = {"method": "medusa", "model": str(directory), "tree": True}
-    for more, wrong in (({"medusa_choices": [[7]]}, False), ({"medusa_choices": [[8]]}, True), ({}, False)):
+    for more, wrong in (
+        ({"medusa_choices": [[7]]}, False),
+        ({"medusa_choices": [[8]]}, True),
+        ({}, False),
+    ):
         config = SpeculativeConfig(**settings, **more)  # type: ignore[arg-type]
         if wrong:
             with pytest.raises(ConfigError, match="asks for rank 9, of 8 tokens in all"):
@@ -546,13 +639,24 @@ def test_a_guess_beyond_the_tokens_of_the_heads_is_refused(tmp_path: Path) -> No
 
 def test_heads_of_another_model_are_refused(model: Path, tmp_path: Path) -> None:
     other = write_original(tmp_path / "other", random_heads(2, width=32))
-    with pytest.raises(CheckpointError, match=r"has shape \(32, 32\), and the model needs \(64, 64\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has shape \(32, 32\), and the model needs \(64, 64\)"
+    ):
         engine_with(model, {"method": "medusa", "model": str(other)})
 
 
 def test_choices_survive_the_settings_as_json() -> None:
-    settings = {"method": "medusa", "model": "m", "tree": True, "medusa_choices": [[0], [1], [0, 0]]}
+    settings = {
+        "method": "medusa",
+        "model": "m",
+        "tree": True,
+        "medusa_choices": [[0], [1], [0, 0]],
+    }
     config = EngineConfig(speculative_config=settings)  # type: ignore[arg-type]
-    assert config.speculative_config is not None and config.speculative_config.medusa_choices == ((0,), (1,), (0, 0))
+    assert config.speculative_config is not None and config.speculative_config.medusa_choices == (
+        (0,),
+        (1,),
+        (0, 0),
+    )
     again = json.loads(json.dumps(config.model_dump()["speculative_config"]))
     assert config.replace(speculative_config=again) == config

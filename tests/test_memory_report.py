@@ -35,11 +35,18 @@ def block_tables(draw: st.DrawFn, block_size: int) -> tuple[list[int], int, int]
 @given(st.data(), st.sampled_from([1, 2, 4]))
 def test_the_split_counts_slots(data: st.DataObject, block_size: int) -> None:
     tables = data.draw(st.lists(block_tables(block_size), max_size=4))
-    pinned = [(blocks, computed) for blocks, computed, _ in data.draw(st.lists(block_tables(block_size), max_size=2))]
+    pinned = [
+        (blocks, computed)
+        for blocks, computed, _ in data.draw(st.lists(block_tables(block_size), max_size=2))
+    ]
 
     def slots(blocks: list[int], num_tokens: int) -> set[tuple[int, int]]:
         places = range(min(num_tokens, len(blocks) * block_size))
-        return {(blocks[p // block_size], p % block_size) for p in places if blocks[p // block_size] != 0}
+        return {
+            (blocks[p // block_size], p % block_size)
+            for p in places
+            if blocks[p // block_size] != 0
+        }
 
     every = [*tables, *((blocks, held, held) for blocks, held in pinned)]
     computed = set().union(*(slots(blocks, num_computed) for blocks, num_computed, _ in every))
@@ -74,7 +81,9 @@ def held(num_tokens: int, num_slots: int = 100, **sharing: int) -> MemorySplit:
     return MemorySplit(num_tokens, 0, 0, num_slots - num_tokens, **sharing)
 
 
-def run(history: MemoryHistory, splits: list[MemorySplit], seconds: list[float]) -> list[MemorySplit]:
+def run(
+    history: MemoryHistory, splits: list[MemorySplit], seconds: list[float]
+) -> list[MemorySplit]:
     """Steps that hold `splits` and take `seconds`; returns those that were looked at."""
     seen: list[MemorySplit] = []
 
@@ -89,7 +98,9 @@ def run(history: MemoryHistory, splits: list[MemorySplit], seconds: list[float])
 
 
 @given(st.integers(0, 300), st.sampled_from([2, 4, 8, 10]))
-def test_samples_are_every_kth_step_however_many_there_are(num_steps: int, max_samples: int) -> None:
+def test_samples_are_every_kth_step_however_many_there_are(
+    num_steps: int, max_samples: int
+) -> None:
     splits, history = [held(step % 97) for step in range(num_steps)], MemoryHistory(max_samples)
     seen = run(history, splits, [0.5] * num_steps)
     report = history.report(num_blocks=100, block_size=1)
@@ -98,15 +109,29 @@ def test_samples_are_every_kth_step_however_many_there_are(num_steps: int, max_s
         interval *= 2
     assert [sample.step for sample in report.samples] == list(range(0, num_steps, interval))
     assert [sample.split for sample in report.samples] == splits[::interval]
-    assert [sample.seconds for sample in report.samples] == [0.5 * sample.step for sample in report.samples]
-    assert len(seen) <= max_samples * (1 + interval.bit_length() / 2), "the tables are walked ever more rarely"
-    assert (report.num_steps, report.seconds, report.num_preemptions) == (num_steps, num_steps / 2, num_steps)
-    assert report.peak_blocks == max((split.token_slots for split in splits), default=0), "of all steps"
+    assert [sample.seconds for sample in report.samples] == [
+        0.5 * sample.step for sample in report.samples
+    ]
+    assert len(seen) <= max_samples * (1 + interval.bit_length() / 2), (
+        "the tables are walked ever more rarely"
+    )
+    assert (report.num_steps, report.seconds, report.num_preemptions) == (
+        num_steps,
+        num_steps / 2,
+        num_steps,
+    )
+    assert report.peak_blocks == max((split.token_slots for split in splits), default=0), (
+        "of all steps"
+    )
 
 
 def test_means_are_over_time() -> None:
     history = MemoryHistory()
-    run(history, [held(100, saved_blocks=30, unshared_blocks=60), held(20, unshared_blocks=20)], [1.0, 3.0])
+    run(
+        history,
+        [held(100, saved_blocks=30, unshared_blocks=60), held(20, unshared_blocks=20)],
+        [1.0, 3.0],
+    )
     report = history.report(num_blocks=100, block_size=1)
     assert report.mean_shares == pytest.approx(
         {"token states": 0.4, "reserved": 0, "internal fragmentation": 0, "free": 0.6}
@@ -153,7 +178,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def llm(model: Path) -> Any:
-    with make_llm(model, num_blocks=14, max_model_len=64, dtype="float32", enable_prefix_caching=True) as llm:
+    with make_llm(
+        model, num_blocks=14, max_model_len=64, dtype="float32", enable_prefix_caching=True
+    ) as llm:
         yield llm
 
 
@@ -163,17 +190,25 @@ def test_the_report_of_an_engine(llm: LLM) -> None:
     assert llm.memory_report().num_steps == 0
     before = llm.stats()["engine_steps_total"]
     prompts = [[seed + 7 * i for i in range(20)] for seed in (1, 2, 3)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True), use_tqdm=False
+    )
     report = llm.memory_report()
     assert isinstance(report, MemoryReport)
     assert report.num_steps == llm.stats()["engine_steps_total"] - before == 12
     assert [sample.step for sample in report.samples] == list(range(12))
     assert all(earlier.seconds < later.seconds for earlier, later in pairwise(report.samples))
     for number, sample in enumerate(report.samples):
-        # 60 prompt tokens fit in one step of 64, so step n has computed 20 + n - 1 tokens of each and knows one more.
+        # 60 prompt tokens fit in one step of 64, so step n has computed 20 + n - 1 tokens of each
+        # and knows one more.
         num_computed = 20 + number - 1 if number else 0
         blocks, known = 3 * 2, 3 * (num_computed + 1 if number else 20)
-        expected = (3 * num_computed, known - 3 * num_computed, 16 * blocks - known, 16 * (13 - blocks))
+        expected = (
+            3 * num_computed,
+            known - 3 * num_computed,
+            16 * blocks - known,
+            16 * (13 - blocks),
+        )
         assert tuple(sample.split.kinds.values()) == expected, f"step {number}"
     assert (report.peak_blocks, report.num_blocks, report.num_preemptions) == (6, 13, 0)
     assert sum(report.mean_shares.values()) == pytest.approx(1.0)
@@ -186,7 +221,9 @@ def test_an_engine_that_shares_a_prefix_says_what_it_saves(llm: LLM) -> None:
     llm.generate([[*prefix, 1]], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
     llm.memory_report(reset=True)
     prompts = [[*prefix, last] for last in (2, 3, 4)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False
+    )
     report = llm.memory_report(reset=True)
     assert report.saved_by_sharing == pytest.approx(4 / 9)
     assert {(s.split.shared_blocks, s.split.saved_blocks) for s in report.samples} == {(2, 4)}
@@ -198,7 +235,9 @@ def test_preemptions_and_the_peak_are_those_of_the_run(llm: LLM) -> None:
     llm.memory_report(reset=True)
     before = llm.stats()["num_preemptions_total"]["recompute"]
     prompts = [[seed + i for i in range(40)] for seed in (1, 60, 120, 180)]
-    llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+    llm.generate(
+        prompts, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False
+    )
     report = llm.memory_report(reset=True)
     assert report.num_preemptions == llm.stats()["num_preemptions_total"]["recompute"] - before > 0
     assert report.peak_blocks == report.num_blocks == 13
@@ -210,25 +249,47 @@ def test_the_picture_has_an_area_for_each_kind(llm: LLM, tmp_path: Path) -> None
     from jaxpage.bench import memory_plot
 
     history = MemoryHistory()
-    run(history, [MemorySplit(50, 10, 20, 20, 8, 30, 110), MemorySplit(30, 10, 20, 40, 8, 0, 60)], [1.0, 3.0])
+    run(
+        history,
+        [MemorySplit(50, 10, 20, 20, 8, 30, 110), MemorySplit(30, 10, 20, 40, 8, 0, 60)],
+        [1.0, 3.0],
+    )
     report = history.report(num_blocks=100, block_size=1)
     figure = memory_plot.draw(report, title="What the KV pool held")
     [axes] = figure.axes
     areas = {area.get_label(): area for area in axes.collections}
-    assert list(areas) == ["token states 35.0%", "reserved 10.0%", "internal fragmentation 20.0%", "free 35.0%"]
+    assert list(areas) == [
+        "token states 35.0%",
+        "reserved 10.0%",
+        "internal fragmentation 20.0%",
+        "free 35.0%",
+    ]
     heights = [float(area.get_paths()[0].vertices[:, 1].max()) for area in areas.values()]
     assert heights == pytest.approx([0.5, 0.6, 0.8, 1.0]), "stacked, as shares of the pool"
     corners = areas["token states 35.0%"].get_paths()[0].vertices.tolist()
     assert [1.0, 0.5] in corners and [1.0, 0.3] in corners, "a sample holds until the next"
     assert len({area.get_facecolor().tobytes() for area in areas.values()}) == 4
     [line] = axes.lines
-    assert line.get_ydata().tolist() == [1.1, 0.6, 0.6] and line.get_xdata().tolist() == [0.0, 1.0, 4.0]
+    assert line.get_ydata().tolist() == [1.1, 0.6, 0.6] and line.get_xdata().tolist() == [
+        0.0,
+        1.0,
+        4.0,
+    ]
     assert axes.get_ylim()[1] > 1.1 and axes.get_title(loc="left") == "What the KV pool held"
 
 
 def bench(model: Path, *words: str) -> int:
     workload = ["--num-prompts", "4", "--max-input", "20", "--max-output", "12"]
-    limits = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--num-blocks", "33", "--max-model-len", "64"]
+    limits = [
+        "--max-num-seqs",
+        "2",
+        "--max-num-batched-tokens",
+        "16",
+        "--num-blocks",
+        "33",
+        "--max-model-len",
+        "64",
+    ]
     return cli.main(["bench", "throughput", "--model", str(model), *workload, *limits, *words])
 
 
@@ -249,7 +310,10 @@ def test_bench_throughput_reports_and_draws_its_memory(
 
 @pytest.mark.parametrize(
     ("path", "message"),
-    [("memory.jpg", "--plot writes .png, .svg, .pdf, got 'memory.jpg'"), ("no/such/memory.png", "no such directory")],
+    [
+        ("memory.jpg", "--plot writes .png, .svg, .pdf, got 'memory.jpg'"),
+        ("no/such/memory.png", "no such directory"),
+    ],
 )
 def test_a_picture_that_cannot_be_written_is_refused_at_once(
     path: str, message: str, capsys: pytest.CaptureFixture[str]
@@ -267,4 +331,7 @@ def test_without_matplotlib_the_extra_is_named(
     monkeypatch.delitem(sys.modules, "jaxpage.bench.memory_plot", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert bench(Path("no-such-model"), "--plot", "memory.png") == 2
-    assert "--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'" in capsys.readouterr().err
+    assert (
+        "--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
+        in capsys.readouterr().err
+    )

@@ -26,21 +26,37 @@ from tests.support.sweeps import few
 from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import PROMPTS, REQUESTS, everything
 
-# Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind each draw, if they are asked to.
+# Seven drafts each. Engines are built for token recycling: their steps tell what is likely behind
+# each draw, if they are asked to.
 METHODS: dict[str, dict[str, Any]] = {
     "lookahead": {"num_speculative_tokens": 7, "lookahead_window": 2, "lookahead_ngram": 3},
     "token_recycling": {"num_speculative_tokens": 7, "tree": True},
 }
 DRAFTING = {"method": "token_recycling", **METHODS["token_recycling"]}
 # Menus are small, since compiling takes longer than all else.
-SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
+SMALL_POOL = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 80,
+    "enable_prefix_caching": False,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "without": {"max_num_batched_tokens": 32},
     "roomy": {"max_num_batched_tokens": 32, "speculative_config": DRAFTING},
-    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "speculative_config": DRAFTING},
+    "recomputing": {
+        **SMALL_POOL,
+        "block_size": 1,
+        "num_blocks": 81,
+        "speculative_config": DRAFTING,
+    },
     "swapping": {
         **SMALL_POOL,
-        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "speculative_config": DRAFTING},
+        **{
+            "block_size": 4,
+            "num_blocks": 21,
+            "preemption_mode": "swap",
+            "speculative_config": DRAFTING,
+        },
     },
 }
 ALL = range(len(PROMPTS))
@@ -51,7 +67,15 @@ HELD = {
 # Texts of few tokens, in which n-grams come again.
 FEW = [[5, 6, 7, 8] * 3, [70, 71], [66, 67, 68]]
 SELDOM_NEW = [
-    SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few, n=2)
+    SamplingParams(
+        temperature=heat,
+        seed=3,
+        max_tokens=40,
+        ignore_eos=True,
+        logprobs=2,
+        allowed_token_ids=few,
+        n=2,
+    )
     for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [70, 71]), (0.7, [66, 67, 68]))
 ]
 
@@ -75,7 +99,8 @@ def engines(directory: Path) -> Iterator[Callable[..., LLM]]:
         llm = made[name] = made.get(name) or make_llm(directory, **ENGINES[name])
         if method is not None:
             proposer = make_proposer(
-                SpeculativeConfig(method=method, **METHODS[method]), DraftedModel(LLAMA["vocab_size"])
+                SpeculativeConfig(method=method, **METHODS[method]),
+                DraftedModel(LLAMA["vocab_size"]),
             )  # type: ignore[arg-type]
             draft_with(llm._engine, proposer, learns_top_ids=method == "token_recycling")
         return llm
@@ -97,12 +122,18 @@ def right_drafts(llm: LLM) -> int:
 
 @pytest.mark.parametrize("engine", few(["roomy", "recomputing", "swapping"], ["roomy", "swapping"]))
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_changes(method: str, engine: str, engines: Callable[..., LLM], want: list[Any]) -> None:
+def test_nothing_changes(
+    method: str, engine: str, engines: Callable[..., LLM], want: list[Any]
+) -> None:
     """Greedy and seeded, several samples, grammars, bad words, penalties and ends; blocks of 1, 4 and 16 tokens; and who is preempted."""
     llm, chosen = engines(engine, method), HELD[engine]
     before, right = llm.stats()["num_preemptions_total"], right_drafts(llm)
     for _ in range(2):  # the second time recycling knows much
-        got = llm.generate([PROMPTS[index] for index in chosen], [REQUESTS[index] for index in chosen], use_tqdm=False)
+        got = llm.generate(
+            [PROMPTS[index] for index in chosen],
+            [REQUESTS[index] for index in chosen],
+            use_tqdm=False,
+        )
         assert everything(got) == [want[index] for index in chosen]
     assert right_drafts(llm) - right > 10
     if engine != "roomy":
@@ -110,7 +141,9 @@ def test_nothing_changes(method: str, engine: str, engines: Callable[..., LLM], 
         assert llm.stats()["num_preemptions_total"][mode] > before[mode]
     invariants(llm)
     proposer = llm._engine.speculator.proposer  # type: ignore[attr-defined]
-    assert not isinstance(proposer, LookaheadProposer) or (not proposer._drafted and not proposer._pools)
+    assert not isinstance(proposer, LookaheadProposer) or (
+        not proposer._drafted and not proposer._pools
+    )
 
 
 def test_nothing_changes_where_much_is_right(engines: Callable[..., LLM]) -> None:
@@ -132,17 +165,23 @@ def test_nothing_changes_for_who_gives_way_in_the_middle(
     before = right_drafts(llm)
     for number in (4, 7):
         reporters = [
-            llm._engine.add(f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
+            llm._engine.add(
+                f"{number} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index])
+            )
             for index in chosen
         ]
         run_giving_way(llm._engine, number)
-        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
+        assert everything([reporter.whole() for reporter in reporters]) == [
+            want[index] for index in chosen
+        ]
     assert right_drafts(llm) > before
     invariants(llm)
 
 
 def test_stops_cut_inside_an_accepted_run(engines: Callable[..., LLM]) -> None:
-    few = SamplingParams(temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2)
+    few = SamplingParams(
+        temperature=1.5, max_tokens=30, ignore_eos=True, allowed_token_ids=[66, 67], seed=1, n=2
+    )
     (output,) = engines("without").generate("ab", few, use_tqdm=False)
     stops = sorted({output.outputs[0].text[place : place + 4] for place in range(5, 25)})
     requests = [dataclasses.replace(few, stop=(stop,)) for stop in stops]
@@ -154,7 +193,9 @@ def test_stops_cut_inside_an_accepted_run(engines: Callable[..., LLM]) -> None:
     assert right_drafts(llm) - before > len(stops)
 
 
-def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines: Callable[..., LLM]) -> None:
+def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(
+    engines: Callable[..., LLM],
+) -> None:
     """The last chunk of the prefix is one token, behind which the next ones are known from before."""
     llm = engines("swapping", "token_recycling")
     greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -166,12 +207,16 @@ def test_a_prefix_is_pinned_where_right_drafts_would_take_it_to_its_end(engines:
     invariants(llm)
 
 
-def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def differs_from_transformers(
+    llm: LLM, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> str | None:
     """The first row that is heard and that a model of transformers, given the same text and draft, would not have said."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    )
     engine, speculator = llm._engine, llm._engine.speculator
     proposer: Any = speculator.proposer  # type: ignore[attr-defined]
     texts: list[
@@ -197,15 +242,23 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(proposer, "observe", keeps)
         patch.setattr(proposer, "on_top_k", hears)
-        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers")
+        params = SamplingParams(
+            temperature=0.0, max_tokens=12, ignore_eos=True, cache_salt="of transformers"
+        )
         llm.generate(PROMPTS[:2], params, use_tqdm=False)
     assert len(texts) == len(heard) > 20
     for (text, likeliest), (token_id, told) in zip(texts, heard, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0, -1].numpy()
         best = np.argsort(-logits, kind="stable")[: len(likeliest)]
-        close = np.abs(logits[best] - logits[likeliest]) < 1e-4  # the order of what is equally likely is anybody's
-        if token_id != text[-1] or told != likeliest or not close.all() or len(set(likeliest)) < NUM_RECYCLED:
+        # the order of what is equally likely is anybody's
+        close = np.abs(logits[best] - logits[likeliest]) < 1e-4
+        if (
+            token_id != text[-1]
+            or told != likeliest
+            or not close.all()
+            or len(set(likeliest)) < NUM_RECYCLED
+        ):
             return f"behind {text}: {likeliest}, told as behind {token_id}: {told}; transformers says {best.tolist()}"
     return None
 
@@ -213,11 +266,18 @@ def differs_from_transformers(llm: LLM, directory: Path, monkeypatch: pytest.Mon
 def test_what_recycling_is_told_is_what_transformers_says(
     engines: Callable[..., LLM], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert differs_from_transformers(engines("roomy", "token_recycling"), directory, monkeypatch) is None
+    assert (
+        differs_from_transformers(engines("roomy", "token_recycling"), directory, monkeypatch)
+        is None
+    )
 
 
-def test_a_wrong_order_of_what_is_likely_is_seen(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_order_of_what_is_likely_is_seen(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     top_ids = drafter.top_ids
     monkeypatch.setattr(drafter, "top_ids", lambda logits_RV, count: top_ids(-logits_RV, count))
-    with make_llm(directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING) as llm:
+    with make_llm(
+        directory, max_num_seqs=1, max_num_batched_tokens=16, speculative_config=DRAFTING
+    ) as llm:
         assert differs_from_transformers(llm, directory, monkeypatch) is not None

@@ -48,7 +48,9 @@ def oracle(name: str) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
     """The state of transformers' model, token ids [T], and its logits [T, V]."""
     model = make_model(name)
     token_ids = torch.randint(
-        model.config.get_text_config().vocab_size, (1, LENGTH), generator=torch.Generator().manual_seed(1)
+        model.config.get_text_config().vocab_size,
+        (1, LENGTH),
+        generator=torch.Generator().manual_seed(1),
     )
     with torch.no_grad():
         logits = model(token_ids).logits[0]
@@ -68,7 +70,11 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
     unused = set(state)
     for weight in model_weights(family, spec):
         filled = np.full(weight.shape, np.nan, np.float32)
-        there = (source for source in weight.sources if all(state.keys() & set(piece.names) for piece in source.pieces))
+        there = (
+            source
+            for source in weight.sources
+            if all(state.keys() & set(piece.names) for piece in source.pieces)
+        )
         for piece in next(there).pieces:
             names = [name for name in piece.names if name in state]
             unused -= set(names)
@@ -82,7 +88,9 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
         for key in weight.path[:-1]:
             place = place.setdefault(key, {})
         place[weight.path[-1]] = jnp.asarray(filled)
-    assert not {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in family.ignored)}
+    assert not {
+        name for name in unused if not any(fnmatchcase(name, pattern) for pattern in family.ignored)
+    }
     return parameters
 
 
@@ -121,9 +129,13 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     left = []
     decoder = model.get_decoder()
     layers = decoder.h if name.startswith("gpt2") else decoder.layers
-    layers[-1].register_forward_hook(lambda _, __, output: left.append(output[0] if type(output) is tuple else output))
+    layers[-1].register_forward_hook(
+        lambda _, __, output: left.append(output[0] if type(output) is tuple else output)
+    )
     with torch.no_grad():
-        entering = model(torch.tensor(token_ids)[None], output_hidden_states=True).hidden_states[: len(layers)]
+        entering = model(torch.tensor(token_ids)[None], output_hidden_states=True).hidden_states[
+            : len(layers)
+        ]
     expected = [hidden.numpy().reshape(LENGTH, -1) for hidden in (*entering, left[0])]
     family, spec = read_spec(name)
     graph, _ = abstract_model(family, spec, "float32")
@@ -133,9 +145,13 @@ def test_auxiliary_hidden_states_are_the_hidden_states_of_transformers(name):
     def forward(parameters, token_ids_T):
         model, pages = nnx.merge(graph, parameters), (None,) * spec.kv.num_layers
         context = functools.partial(ForwardContext, jnp.arange(LENGTH), dense_attend())
-        return model(token_ids_T, pages, context(aux_layers=wanted)), model(token_ids_T, pages, context())
+        return model(token_ids_T, pages, context(aux_layers=wanted)), model(
+            token_ids_T, pages, context()
+        )
 
-    (hidden, _, found), (plain, _, nothing) = forward(fill(family, spec, state), jnp.asarray(token_ids, jnp.int32))
+    (hidden, _, found), (plain, _, nothing) = forward(
+        fill(family, spec, state), jnp.asarray(token_ids, jnp.int32)
+    )
     np.testing.assert_array_equal(hidden, plain)
     assert nothing == ()
     for layer, states in zip(wanted, found, strict=True):
@@ -157,7 +173,9 @@ def test_each_layer_tells_the_seam_its_number_its_window_and_its_scale(name):
 
     def forward(parameters: Parameters, ids_T: jax.Array) -> Any:
         context = ForwardContext(ids_T, attend)
-        hidden_TD, pages, _ = nnx.merge(graph, parameters)(ids_T, tuple(range(spec.kv.num_layers)), context)
+        hidden_TD, pages, _ = nnx.merge(graph, parameters)(
+            ids_T, tuple(range(spec.kv.num_layers)), context
+        )
         assert pages == tuple(range(1, spec.kv.num_layers + 1))
         return hidden_TD
 
@@ -186,7 +204,9 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
     weights = model_weights(family, spec)
     own = {weight.path for weight in model_weights(family, spec) if weight.dtype == "float32"}
     assert all(path[-1] == "correction" for path in own)
-    assert {leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in own} == {jnp.dtype("bfloat16")}
+    assert {leaf.dtype for path, leaf in leaves if tuple(key.key for key in path) not in own} == {
+        jnp.dtype("bfloat16")
+    }
     assert {weight.path: weight.shape for weight in weights} == {
         tuple(key.key for key in path): leaf.shape for path, leaf in leaves
     }
@@ -194,10 +214,16 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
         assert len(weight.axes) == len(weight.shape), weight
         for axis, size in zip(weight.axes, weight.shape, strict=True):
             parts = axis if isinstance(axis, tuple) else ((axis, size),)
-            assert {name for name, _ in parts} <= {*AXES, None} and sum(size for _, size in parts) == size, weight
-        alternatives = [{name for piece in source.pieces for name in piece.names} for source in weight.sources]
+            assert {name for name, _ in parts} <= {*AXES, None} and sum(
+                size for _, size in parts
+            ) == size, weight
+        alternatives = [
+            {name for piece in source.pieces for name in piece.names} for source in weight.sources
+        ]
         assert sum(map(len, alternatives)) == len(set().union(*alternatives)), weight
-    names = [name for weight in weights for piece in weight.sources[0].pieces for name in piece.names]
+    names = [
+        name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
+    ]
     assert len(weights) == len(leaves) and len(names) == len(set(names))
     hash(spec)
 
@@ -207,8 +233,14 @@ def test_a_checkpoint_without_the_prefix_and_a_tied_one_under_the_name_of_the_he
     state, _, _ = oracle(name)
     family, spec = read_spec(name)
     prefix = "transformer." if "gpt2" in name else "model."
-    headless = {key.removeprefix(prefix): value for key, value in state.items() if key != "lm_head.weight"}
-    head_only = {key: value for key, value in state.items() if "embed_tokens" not in key and ".wte." not in key}
+    headless = {
+        key.removeprefix(prefix): value for key, value in state.items() if key != "lm_head.weight"
+    }
+    head_only = {
+        key: value
+        for key, value in state.items()
+        if "embed_tokens" not in key and ".wte." not in key
+    }
     expected = fill(family, spec, state)
     for variant in (headless, head_only):
         assert len(variant) == len(state) - 1
@@ -217,7 +249,11 @@ def test_a_checkpoint_without_the_prefix_and_a_tied_one_under_the_name_of_the_he
 
 def test_only_what_carries_nothing_may_be_left_unused():
     for name, idle, needed in (
-        ("llama-grouped", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.0.self_attn.q_proj.bias"),
+        (
+            "llama-grouped",
+            "model.layers.0.self_attn.rotary_emb.inv_freq",
+            "model.layers.0.self_attn.q_proj.bias",
+        ),
         ("gpt2-usual", "h.1.attn.masked_bias", "h.1.attn.other.bias"),
         ("gpt2-usual", "transformer.h.0.attn.bias", "transformer.h.2.attn.c_attn.bias"),
     ):
@@ -242,21 +278,25 @@ def swap(first: str, second: str) -> Callable[[Mapping[str, np.ndarray]], dict[s
     """A planted mistake: two tensors of every layer exchanged."""
 
     def swapped(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        return {key.replace(first, second): value for key, value in state.items() if first in key} | {
-            key.replace(second, first): value for key, value in state.items() if second in key
-        }
+        return {
+            key.replace(first, second): value for key, value in state.items() if first in key
+        } | {key.replace(second, first): value for key, value in state.items() if second in key}
 
     return swapped
 
 
 def zero(part: str) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
     """A planted mistake: the tensors whose names end so are taken as zero."""
-    return lambda state: {key: np.zeros_like(value) for key, value in state.items() if key.endswith(part)}
+    return lambda state: {
+        key: np.zeros_like(value) for key, value in state.items() if key.endswith(part)
+    }
 
 
 def roll(part: str, axis: int) -> Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]:
     """A planted mistake: the tensors whose names end so are off by one along an axis."""
-    return lambda state: {key: np.roll(value, 1, axis) for key, value in state.items() if key.endswith(part)}
+    return lambda state: {
+        key: np.roll(value, 1, axis) for key, value in state.items() if key.endswith(part)
+    }
 
 
 def _rope(name: str, **changes: Any) -> dict[str, Any]:
@@ -269,9 +309,15 @@ def _routed(name: str, **changes: Any) -> Any:
 
 
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
-    "query and key products swapped": ("llama-tied-bias", lambda: {"state": swap("q_proj", "k_proj")}),
+    "query and key products swapped": (
+        "llama-tied-bias",
+        lambda: {"state": swap("q_proj", "k_proj")},
+    ),
     "gate and up swapped": ("llama-grouped", lambda: {"state": swap("gate_proj", "up_proj")}),
-    "norms of a layer swapped": ("llama-grouped", lambda: {"state": swap("input_lay", "post_attention_lay")}),
+    "norms of a layer swapped": (
+        "llama-grouped",
+        lambda: {"state": swap("input_lay", "post_attention_lay")},
+    ),
     "output bias dropped": ("llama-tied-bias", lambda: {"state": zero("o_proj.bias")}),
     "epsilon of the norms": ("llama-wide-heads", lambda: {"spec": {"norm_epsilon": 1e-6}}),
     "tied though it is not": ("llama-grouped", lambda: {"spec": {"tie_word_embeddings": True}}),
@@ -279,8 +325,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "llama-llama3",
         lambda: {"spec": {"rope": read_spec("llama-llama3", rope_scaling=None)[1].rope}},
     ),
-    "attention factor forgotten": ("mistral-yarn", lambda: {"spec": _rope("mistral-yarn", attention_factor=1.0)}),
-    "longrope factor forgotten": ("llama-longrope", lambda: {"spec": _rope("llama-longrope", attention_factor=1.0)}),
+    "attention factor forgotten": (
+        "mistral-yarn",
+        lambda: {"spec": _rope("mistral-yarn", attention_factor=1.0)},
+    ),
+    "longrope factor forgotten": (
+        "llama-longrope",
+        lambda: {"spec": _rope("llama-longrope", attention_factor=1.0)},
+    ),
     "window one too wide": ("mistral-window", lambda: {"attend": dense_attend(1)}),
     "window one too narrow": ("qwen2-layer-types", lambda: {"attend": dense_attend(-1)}),
     "query bias dropped": ("qwen2-full", lambda: {"state": zero("q_proj.bias")}),
@@ -289,13 +341,25 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "gates for ups": ("gpt-oss-windows", lambda: {"state": roll("experts.gate_up_proj", 2)}),
     "bias of the router dropped": ("gpt-oss-windows", lambda: {"state": zero("router.bias")}),
     "biases of experts dropped": ("gpt-oss-windows", lambda: {"state": zero("down_proj_bias")}),
-    "heads of a fused product shifted": ("falcon-grouped", lambda: {"state": roll("query_key_value.weight", 0)}),
+    "heads of a fused product shifted": (
+        "falcon-grouped",
+        lambda: {"state": roll("query_key_value.weight", 0)},
+    ),
     "norms of halves swapped": ("falcon-grouped", lambda: {"state": swap("ln_attn", "ln_mlp")}),
     "mscale of YaRN forgotten": (
         "deepseek-v3-groups",
-        lambda: {"spec": {"latent": dataclasses.replace(read_spec("deepseek-v3-groups")[1].latent, scale=28**-0.5)}},
+        lambda: {
+            "spec": {
+                "latent": dataclasses.replace(
+                    read_spec("deepseek-v3-groups")[1].latent, scale=28**-0.5
+                )
+            }
+        },
     ),
-    "correction of ratings forgotten": ("deepseek-v3-groups", lambda: {"state": zero("e_score_correction_bias")}),
+    "correction of ratings forgotten": (
+        "deepseek-v3-groups",
+        lambda: {"state": zero("e_score_correction_bias")},
+    ),
     "experts of all groups": (
         "deepseek-v2-groups",
         lambda: {"spec": {"experts": _routed("deepseek-v2-groups", groups=None)}},
@@ -314,13 +378,22 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "time steps of other heads": ("qwen3-5-mixed", lambda: {"state": roll("dt_bias", 0)}),
     "betas for time steps": ("qwen3-5-mixed", lambda: {"state": swap("in_proj_a", "in_proj_b")}),
     "gates of other heads": ("qwen3-5-mixed", lambda: {"state": roll("in_proj_z.weight", 0)}),
-    "betas of other key heads": ("qwen3-next-mixed", lambda: {"state": roll("in_proj_ba.weight", 0)}),
+    "betas of other key heads": (
+        "qwen3-next-mixed",
+        lambda: {"state": roll("in_proj_ba.weight", 0)},
+    ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
-    "positions without offset": ("opt-norm-first", lambda: {"state": roll("embed_positions.weight", 0)}),
+    "positions without offset": (
+        "opt-norm-first",
+        lambda: {"state": roll("embed_positions.weight", 0)},
+    ),
     "norms first in the 350m": ("opt-350m-form", lambda: {"spec": {"norm_first": True}}),
     "wrong feed-forward function": ("opt-plain", lambda: {"spec": {"activation": "relu"}}),
     "tanh for erf": ("opt-plain", lambda: {"spec": {"activation": "gelu_new"}}),
-    "scale of layers forgotten": ("gpt2-layer-scales", lambda: {"spec": {"attention_scales": (0.25,) * 3}}),
+    "scale of layers forgotten": (
+        "gpt2-layer-scales",
+        lambda: {"spec": {"attention_scales": (0.25,) * 3}},
+    ),
     "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
 }
 
@@ -348,10 +421,28 @@ ROPES: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 8192,
     },
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
-    "yarn given attention": {"factor": 2.0, "attention_factor": 0.9, "original_max_position_embeddings": 4096},
-    "yarn by ratio": {"factor": None, "original_max_position_embeddings": 4096, "beta_fast": 16.0, "beta_slow": 2.0},
-    "yarn mscale": {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.1, "original_max_position_embeddings": 4096},
-    "yarn not truncated": {"factor": 4.0, "truncate": False, "original_max_position_embeddings": 4096},
+    "yarn given attention": {
+        "factor": 2.0,
+        "attention_factor": 0.9,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn by ratio": {
+        "factor": None,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
+    "yarn mscale": {
+        "factor": 40.0,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.1,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn not truncated": {
+        "factor": 4.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
     "yarn without length": {"factor": 4.0},
     "longrope": {
         "short_factor": [1 + i / 64 for i in range(32)],
@@ -376,27 +467,39 @@ def test_rope_frequencies_are_those_of_transformers(case, theta, style):
     if style == "new":
         keys = {"rope_parameters": {"rope_type": rope_type, "rope_theta": theta, **parameters}}
     shape = {"hidden_size": 256, "num_attention_heads": 4, "max_position_embeddings": 131072}
-    config = transformers.LlamaConfig(**shape, **{key: _copied(value) for key, value in keys.items()})
+    config = transformers.LlamaConfig(
+        **shape, **{key: _copied(value) for key, value in keys.items()}
+    )
     module = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
     compute = ROPE_INIT_FUNCTIONS.get(rope_type, module.compute_default_rope_parameters)
     expected, factor = compute(config)
     _, spec = read_spec("llama-grouped", **shape, **keys)
-    np.testing.assert_allclose(np.asarray(spec.rope.frequencies, np.float32), expected.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(spec.rope.frequencies, np.float32), expected.numpy(), rtol=1e-6
+    )
     assert spec.rope.attention_factor == pytest.approx(factor, rel=1e-12)
     assert spec.max_position_embeddings == (4096 if rope_type == "longrope" else 131072)
 
 
 def _copied(value: Any) -> Any:
-    return dict(value) if isinstance(value, dict) else value  # transformers changes the dict that it is given
+    # transformers changes the dict that it is given
+    return dict(value) if isinstance(value, dict) else value
 
 
 def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope():
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "truncate": False,
+    }
     config = config_json("llama-grouped", rope_parameters=yarn, original_max_position_embeddings=32)
     theirs = transformers.LlamaConfig(**{**config, "rope_parameters": dict(yarn)})
     expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs)
     at_top, inside = (
-        np.asarray(read_spec("llama-grouped", rope_parameters=yarn, **top)[1].rope.frequencies, np.float32)
+        np.asarray(
+            read_spec("llama-grouped", rope_parameters=yarn, **top)[1].rope.frequencies, np.float32
+        )
         for top in ({"original_max_position_embeddings": 32}, {})
     )
     np.testing.assert_allclose(at_top, expected.numpy(), rtol=1e-6)
@@ -406,46 +509,79 @@ def test_an_original_length_at_the_top_of_the_file_outranks_the_one_in_the_rope(
 def test_absent_fields_mean_what_they_mean_to_transformers():
     for name in MODELS:
         config = config_json(name)
-        ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * ("growth" not in name)
-        for field in ("rms_norm_eps", "sliding_window", "head_dim", "max_position_embeddings", "n_positions", *ropes):
+        ropes = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor") * (
+            "growth" not in name
+        )
+        for field in (
+            "rms_norm_eps",
+            "sliding_window",
+            "head_dim",
+            "max_position_embeddings",
+            "n_positions",
+            *ropes,
+        ):
             config.get("text_config", config).pop(field, None)
-        fields = {key: _copied(value) for key, value in config.items() if key not in ("architectures", "model_type")}
-        theirs = getattr(transformers, config["architectures"][0]).config_class(**fields).get_text_config()
+        fields = {
+            key: _copied(value)
+            for key, value in config.items()
+            if key not in ("architectures", "model_type")
+        }
+        theirs = (
+            getattr(transformers, config["architectures"][0])
+            .config_class(**fields)
+            .get_text_config()
+        )
         ours = load_family(config).Spec.from_config(config)
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
-        width = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        width = (
+            getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        )
         if (rank := getattr(theirs, "kv_lora_rank", None)) is not None:
             width += rank
             assert (ours.kv.num_kv_heads, ours.kv.value_width) == (1, rank)
-        elif not name.startswith("falcon"):  # which says it otherwise, and all of whose forms are compared above
-            assert ours.kv.num_kv_heads == getattr(theirs, "num_key_value_heads", theirs.num_attention_heads)
+        elif not name.startswith(
+            "falcon"
+        ):  # which says it otherwise, and all of whose forms are compared above
+            assert ours.kv.num_kv_heads == getattr(
+                theirs, "num_key_value_heads", theirs.num_attention_heads
+            )
         assert ours.kv.head_width == width, name
         window = getattr(theirs, "sliding_window", None)
         types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
-        assert ours.kv.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in types)
+        assert ours.kv.sliding_windows == tuple(
+            window if kind == "sliding_attention" else None for kind in types
+        )
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):
             parameters = parameters.get("full_attention", parameters)
             theta, factor = parameters["rope_theta"], parameters.get("factor", 1.0)  # of YaRN
             pairs = len(ours.rope.frequencies)
-            assert ours.rope.frequencies[-1] == pytest.approx(theta ** (1 / pairs - 1) / factor, rel=1e-5), name
+            assert ours.rope.frequencies[-1] == pytest.approx(
+                theta ** (1 / pairs - 1) / factor, rel=1e-5
+            ), name
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_activations_are_those_of_transformers(activation):
     x = np.linspace(-6, 6, 301, dtype=np.float32)
     expected = transformers.activations.ACT2FN[activation](torch.from_numpy(x)).numpy()
-    np.testing.assert_allclose(np.asarray(ACTIVATIONS[activation](jnp.asarray(x))), expected, atol=2e-6)
+    np.testing.assert_allclose(
+        np.asarray(ACTIVATIONS[activation](jnp.asarray(x))), expected, atol=2e-6
+    )
 
 
-@pytest.mark.parametrize(("error", "name", "says", "overrides"), REFUSED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("error", "name", "says", "overrides"), REFUSED, ids=lambda value: str(value)[:40]
+)
 def test_what_cannot_be_honoured_is_refused_by_name(error, name, says, overrides):
     read_spec(name)
     with pytest.raises(error, match=says):
         read_spec(name, **overrides)
 
 
-@pytest.mark.parametrize("case", [case for case in REFUSED if "architectures" not in case[3]], ids=lambda case: case[2])
+@pytest.mark.parametrize(
+    "case", [case for case in REFUSED if "architectures" not in case[3]], ids=lambda case: case[2]
+)
 def test_the_fields_behind_a_wrong_one_are_read_too(case):
     """Each is reported, and no error that only the first one causes."""
     _, name, says, overrides = case
@@ -454,31 +590,60 @@ def test_the_fields_behind_a_wrong_one_are_read_too(case):
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None
     first, second = problems.lines
-    assert says in first and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
+    assert (
+        says in first
+        and second == "config.json: tie_word_embeddings must be true or false, not 'yes'"
+    )
 
 
 def test_all_wrong_fields_of_a_config_are_told_at_once():
     config = config_json("llama-grouped") | {
-        **{"hidden_size": "many", "num_attention_heads": 5, "num_key_value_heads": 3, "intermediate_size": 1.5},
-        **{"rope_scaling": {"rope_type": "spiral"}, "hidden_act": "wavy", "rms_norm_eps": -1, "mlp_bias": 0},
+        **{
+            "hidden_size": "many",
+            "num_attention_heads": 5,
+            "num_key_value_heads": 3,
+            "intermediate_size": 1.5,
+        },
+        **{
+            "rope_scaling": {"rope_type": "spiral"},
+            "hidden_act": "wavy",
+            "rms_norm_eps": -1,
+            "mlp_bias": 0,
+        },
     }
     del config["num_hidden_layers"]
     problems = Problems(Path("somewhere"))
     check_sizes(config, problems)
     assert check_spec(load_family(config), config, problems) is None
-    wanted = [*("hidden_size", "intermediate_size", "mlp_bias", "num_hidden_layers", "num_key_value_heads")]
+    wanted = [
+        *(
+            "hidden_size",
+            "intermediate_size",
+            "mlp_bias",
+            "num_hidden_layers",
+            "num_key_value_heads",
+        )
+    ]
     wanted += ["spiral", "intermediate_size", "rms_norm_eps", "wavy"]
     assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted)
     assert len(problems.lines) == 8, problems.lines
 
 
 def test_a_reader_of_fields_raises_all_at_the_end_of_its_block_and_at_once_outside_of_one():
-    config = config_json("llama-grouped") | {"hidden_act": "wavy", "mlp_bias": 0, "is_causal": False}
+    config = config_json("llama-grouped") | {
+        "hidden_act": "wavy",
+        "mlp_bias": 0,
+        "is_causal": False,
+    }
     with pytest.raises(ExceptionGroup) as caught:
         load_family(config).Spec.from_config(config)
     named = {field for error in caught.value.exceptions for field in error.fields}
     assert named == {"hidden_act", "mlp_bias", "is_causal"}
-    assert [isinstance(error, CheckpointError) for error in caught.value.exceptions] == [False, True, False]
+    assert [isinstance(error, CheckpointError) for error in caught.value.exceptions] == [
+        False,
+        True,
+        False,
+    ]
     with pytest.raises(UnsupportedError, match="is_causal"):
         Fields(config, "llama").integer("vocab_size")
     fields = Fields({"mlp_bias": 0}, "llama")
@@ -487,7 +652,10 @@ def test_a_reader_of_fields_raises_all_at_the_end_of_its_block_and_at_once_outsi
 
 
 def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_noted():
-    with pytest.raises(CheckpointError, match="hidden_size is missing"), Fields({}, "llama") as fields:
+    with (
+        pytest.raises(CheckpointError, match="hidden_size is missing"),
+        Fields({}, "llama") as fields,
+    ):
         print(1 / (fields.integer("hidden_size") - 64))
     with pytest.raises(ZeroDivisionError), Fields({"hidden_size": 64}, "llama") as fields:
         print(1 / (fields.integer("hidden_size") - 64))
@@ -502,17 +670,42 @@ def test_an_error_that_a_replaced_value_may_have_caused_gives_way_to_what_was_no
     [
         (
             "llama-grouped",
-            {"rope_type": "llama3", "factor": "8", "high_freq_factor": 0, "original_max_position_embeddings": 1.5}
+            {
+                "rope_type": "llama3",
+                "factor": "8",
+                "high_freq_factor": 0,
+                "original_max_position_embeddings": 1.5,
+            }
             | {"partial_rotary_factor": 0.5, "mrope_section": [2, 4]},
-            ["partial_rotary", "mrope_section", "needs low_freq", "rope factor", "high_freq", "original_max_position"],
+            [
+                "partial_rotary",
+                "mrope_section",
+                "needs low_freq",
+                "rope factor",
+                "high_freq",
+                "original_max_position",
+            ],
         ),
         (
             "phi3-longrope",
-            {"rope_type": "longrope", "short_factor": [1], "attention_factor": -1, "partial_rotary_factor": "half"},
+            {
+                "rope_type": "longrope",
+                "short_factor": [1],
+                "attention_factor": -1,
+                "partial_rotary_factor": "half",
+            },
             ["partial_rotary", "short_factor", "long_factor", "attention_factor"],
         ),
-        ("gemma3-types", {"full_attention": {"rope_type": "yarn", "factor": [], "beta_fast": -1}}, ["factor", "beta"]),
-        ("llama-grouped", {"rope_type": "spiral", "mrope_section": [2, 4]}, ["'spiral'", "mrope_section"]),
+        (
+            "gemma3-types",
+            {"full_attention": {"rope_type": "yarn", "factor": [], "beta_fast": -1}},
+            ["factor", "beta"],
+        ),
+        (
+            "llama-grouped",
+            {"rope_type": "spiral", "mrope_section": [2, 4]},
+            ["'spiral'", "mrope_section"],
+        ),
     ],
 )
 def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, parameters, wanted):
@@ -521,12 +714,18 @@ def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, paramet
         config["head_dim"], wanted = 7, [*wanted, "even head width, not 7"]
     problems = Problems(Path("somewhere"))
     assert check_spec(load_family(config), config, problems) is None
-    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(wanted), problems.lines
+    assert [any(each in line for line in problems.lines) for each in wanted] == [True] * len(
+        wanted
+    ), problems.lines
     assert len(problems.lines) == len(wanted), problems.lines
 
 
 def test_a_missing_size_is_named():
-    for name, field in (("llama-grouped", "intermediate_size"), ("opt-plain", "ffn_dim"), ("gpt2-usual", "n_embd")):
+    for name, field in (
+        ("llama-grouped", "intermediate_size"),
+        ("opt-plain", "ffn_dim"),
+        ("gpt2-usual", "n_embd"),
+    ):
         config = config_json(name)
         del config[field]
         with pytest.raises(CheckpointError, match=field):
@@ -557,7 +756,9 @@ def test_strict_promotion_holds_in_every_family():
             family, spec = read_spec(name)
             graph, parameters = abstract_model(family, spec, jnp.bfloat16)
 
-            def forward(parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec) -> jax.Array:
+            def forward(
+                parameters: Parameters, ids_T: jax.Array, graph: Any = graph, spec: Any = spec
+            ) -> jax.Array:
                 model = nnx.merge(graph, parameters)
                 pages = (None,) * spec.kv.num_layers
                 context = ForwardContext(ids_T, untouched, recur=dense_recur(1))
@@ -570,7 +771,9 @@ def test_strict_promotion_holds_in_every_family():
 def test_a_family_of_ones_own_is_registered(monkeypatch):
     monkeypatch.setattr(registry, "_registered", {})
     config = {**config_json("llama-grouped"), "architectures": ["MyModel"]}
-    with pytest.raises(UnsupportedError, match="'MyModel' is not one of .*register_model adds one of your own"):
+    with pytest.raises(
+        UnsupportedError, match="'MyModel' is not one of .*register_model adds one of your own"
+    ):
         load_family(config)
     jaxpage.register_model("MyModel", load_family(config_json("llama-grouped")))
     assert load_family(config) is load_family(config_json("llama-grouped"))

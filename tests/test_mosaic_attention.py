@@ -22,28 +22,48 @@ from pallas_kernels.sets import mosaic
 from tests.support.attention import hidden, make_case, oracle
 from tools.kernel_lab.specs import SPECS, Spec
 
-pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # NaN, on purpose
+# NaN, on purpose
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 
-interpreted = pytest.mark.skipif(not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
+interpreted = pytest.mark.skipif(
+    not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11"
+)
 EPSILON = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
-TWO_CONSUMERS = Tiles(query_rows=128, context=64, max_splits=1, split_context=64, num_warps=8, num_stages=2)
-ONE_CONSUMER = Tiles(query_rows=64, context=64, max_splits=3, split_context=64, num_warps=4, num_stages=2)
+TWO_CONSUMERS = Tiles(
+    query_rows=128, context=64, max_splits=1, split_context=64, num_warps=8, num_stages=2
+)
+ONE_CONSUMER = Tiles(
+    query_rows=64, context=64, max_splits=3, split_context=64, num_warps=4, num_stages=2
+)
 
 
 @pytest.fixture
 def looks_for_races(monkeypatch):
     """Interprets with a look for data races, which fail."""
     parameters = jax_versions.mosaic_interpreter()
-    monkeypatch.setattr(jax_versions, "mosaic_interpreter", lambda: dataclasses.replace(parameters, detect_races=True))
+    monkeypatch.setattr(
+        jax_versions,
+        "mosaic_interpreter",
+        lambda: dataclasses.replace(parameters, detect_races=True),
+    )
 
 
 def attend(case, tiles, **options):
-    got = paged_attention(*map(jnp.asarray, case.arrays), backend="mosaic", interpret=True, tiles=tiles, **options)
+    got = paged_attention(
+        *map(jnp.asarray, case.arrays), backend="mosaic", interpret=True, tiles=tiles, **options
+    )
     return np.asarray(got).astype(np.float64)
 
 
 def small_case(seed, contexts, queries, *, dtype="bfloat16", **shape):
-    return make_case(seed, contexts, queries, dtype=dtype, page_dtype=dtype, **{"width": 64, "block_size": 16, **shape})
+    return make_case(
+        seed,
+        contexts,
+        queries,
+        dtype=dtype,
+        page_dtype=dtype,
+        **{"width": 64, "block_size": 16, **shape},
+    )
 
 
 def tree_mask(num_tokens, width=40):
@@ -58,7 +78,11 @@ CALLS = {
         contexts=[150, 0, 20], queries=[100, 0, 20], heads=(2, 1), tiles=TWO_CONSUMERS
     ),
     "a window, seven heads to one": dict(
-        contexts=[150, 20], queries=[30, 20], heads=(7, 1), tiles=TWO_CONSUMERS, options={"sliding_window": 30}
+        contexts=[150, 20],
+        queries=[30, 20],
+        heads=(7, 1),
+        tiles=TWO_CONSUMERS,
+        options={"sliding_window": 30},
     ),
     "decode, split, with a window": dict(
         contexts=[300, 7],
@@ -81,7 +105,10 @@ CALLS = {
         queries=[1, 1],
         heads=(6, 2),
         tiles=ONE_CONSUMER,
-        options={"sinks": np.array([1.0, -1.0, 4.0, 2.0, -np.inf, 0.0], np.float32), "max_query_len": 1},
+        options={
+            "sinks": np.array([1.0, -1.0, 4.0, 2.0, -np.inf, 0.0], np.float32),
+            "max_query_len": 1,
+        },
     ),
     "sinks, chunks": dict(
         contexts=[150, 20],
@@ -90,7 +117,9 @@ CALLS = {
         tiles=TWO_CONSUMERS,
         options={"sinks": np.array([1.0, -1.0, 4.0], np.float32)},
     ),
-    "a tree": dict(contexts=[100, 66], queries=[40, 3], heads=(6, 1), tiles=TWO_CONSUMERS, tree=True),
+    "a tree": dict(
+        contexts=[100, 66], queries=[40, 3], heads=(6, 1), tiles=TWO_CONSUMERS, tree=True
+    ),
 }
 
 
@@ -107,13 +136,19 @@ def test_float64_agrees_and_nothing_races(name):
     got = attend(hidden(case, queries, options.get("sliding_window")), tiles, scale=0.2, **options)
     mask = {key: value for key, value in options.items() if key != "max_query_len"}
     want = oracle(case, scale=0.2, **mask)
-    np.testing.assert_allclose(got, want, atol=2 * EPSILON[call.get("dtype", "bfloat16")] * np.abs(want).max())
+    np.testing.assert_allclose(
+        got, want, atol=2 * EPSILON[call.get("dtype", "bfloat16")] * np.abs(want).max()
+    )
 
 
 MUTATIONS = {
     "values read as keys": lambda case: dataclasses.replace(case, v_pages=case.k_pages),
-    "table rows swapped": lambda case: dataclasses.replace(case, block_table_BM=case.block_table_BM[::-1]),
-    "length off by one": lambda case: dataclasses.replace(case, context_len_B=case.context_len_B - 1),
+    "table rows swapped": lambda case: dataclasses.replace(
+        case, block_table_BM=case.block_table_BM[::-1]
+    ),
+    "length off by one": lambda case: dataclasses.replace(
+        case, context_len_B=case.context_len_B - 1
+    ),
     "heads shifted": lambda case: dataclasses.replace(case, q_TNH=np.roll(case.q_TNH, 1, axis=1)),
 }
 
@@ -135,17 +170,31 @@ def test_a_planted_mistake_is_seen(mutation, monkeypatch):
     assert not np.abs(got - want).max() < 0.05  # NaN is seen too
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter overlooks this race")
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="before jax 0.12 the interpreter overlooks this race"
+)
 @pytest.mark.usefixtures("looks_for_races")
 def test_consumers_that_do_not_meet_race_for_the_values(monkeypatch):
     monkeypatch.setattr(mosaic_kernel, "_hand_over", lambda *_: None)
     with pytest.raises(Exception, match="RACE DETECTED"):
         attend(small_case(2, [40], [40], heads=(2, 1)), TWO_CONSUMERS, scale=0.2)
     # After a failure the interpreter wants this, and has no public name for it.
-    importlib.import_module("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks").reset_gpu_interpret_mode_state()
+    importlib.import_module(
+        "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
+    ).reset_gpu_interpret_mode_state()
 
 
-def described(*, block_size=16, width=128, group=4, dtype="bfloat16", tokens=64, longest=None, tree=0, **options):
+def described(
+    *,
+    block_size=16,
+    width=128,
+    group=4,
+    dtype="bfloat16",
+    tokens=64,
+    longest=None,
+    tree=0,
+    **options,
+):
     """The arrays of a call, as shapes, and a function that makes it."""
     num_kv_heads, rows, blocks = 2, 4, 50
     pages = jax.ShapeDtypeStruct((blocks, block_size, num_kv_heads, width), dtype)
@@ -160,12 +209,16 @@ def described(*, block_size=16, width=128, group=4, dtype="bfloat16", tokens=64,
 
     def call(*given):
         mask = {"tree_mask_TQ": given[6]} if tree else {}
-        return paged_attention(*given[:6], scale=0.1, backend="mosaic", max_query_len=longest, **mask, **options)
+        return paged_attention(
+            *given[:6], scale=0.1, backend="mosaic", max_query_len=longest, **mask, **options
+        )
 
     return call, arrays
 
 
-BLOCKS = zip((8, 16, 32, 64, 128), itertools.cycle((64, 128)), itertools.cycle((1, 4, 8)), strict=False)
+BLOCKS = zip(
+    (8, 16, 32, 64, 128), itertools.cycle((64, 128)), itertools.cycle((1, 4, 8)), strict=False
+)
 LOWERED = [
     *(dict(block_size=block_size, width=width, group=group) for block_size, width, group in BLOCKS),
     dict(width=256, dtype="float16", group=7),
@@ -188,10 +241,14 @@ def test_lowers_for_a_gpu_that_is_not_there(options):
 
 def shapes_of(spec: Spec):
     tokens, blocks = sum(spec.queries), 1 + max(spec.contexts) // spec.block_size
-    pages = jax.ShapeDtypeStruct((blocks, spec.block_size, spec.num_kv_heads, spec.head_width), spec.page_dtype)
+    pages = jax.ShapeDtypeStruct(
+        (blocks, spec.block_size, spec.num_kv_heads, spec.head_width), spec.page_dtype
+    )
     rows = len(spec.queries)
     queries = jax.ShapeDtypeStruct((tokens, spec.num_heads, spec.head_width), spec.dtype)
-    lists = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, blocks), (rows,), (rows + 1,)))
+    lists = (
+        jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, blocks), (rows,), (rows + 1,))
+    )
     mask = jax.ShapeDtypeStruct((tokens, spec.max_query_len), jnp.bool_) if spec.tree else None
     return queries, pages, pages, *lists, mask
 
@@ -202,11 +259,15 @@ def test_the_rule_fits_every_named_shape(kind):
     taken = {}
     for spec in SPECS:
         if kind in spec.name and spec.page_dtype == spec.dtype:
-            taken.setdefault((spec.num_heads, spec.num_kv_heads, spec.sliding_window, spec.tree), spec)
+            taken.setdefault(
+                (spec.num_heads, spec.num_kv_heads, spec.sliding_window, spec.tree), spec
+            )
 
     def call(*arrays, spec):
         options = {"sliding_window": spec.sliding_window, "max_query_len": spec.max_query_len}
-        return paged_attention(*arrays[:6], scale=0.1, backend="mosaic", tree_mask_TQ=arrays[6], **options)
+        return paged_attention(
+            *arrays[:6], scale=0.1, backend="mosaic", tree_mask_TQ=arrays[6], **options
+        )
 
     for spec in taken.values():
         out = jax.eval_shape(lambda *arrays, spec=spec: call(*arrays, spec=spec), *shapes_of(spec))
@@ -214,9 +275,16 @@ def test_the_rule_fits_every_named_shape(kind):
 
 
 def test_the_rule_fills_shared_memory_and_no_more():
-    for width, block_size, kind in itertools.product((64, 128, 256), (8, 16, 128), ("decode", "verify", "chunk")):
+    for width, block_size, kind in itertools.product(
+        (64, 128, 256), (8, 16, 128), ("decode", "verify", "chunk")
+    ):
         shape = mosaic.Shape(
-            kind=kind, group=4, head_width=width, block_size=block_size, dtype="bfloat16", page_dtype="bfloat16"
+            kind=kind,
+            group=4,
+            head_width=width,
+            block_size=block_size,
+            dtype="bfloat16",
+            page_dtype="bfloat16",
         )
         tiles = mosaic.heuristic(shape)
         assert tiles.num_warps * 16 == tiles.query_rows
@@ -232,12 +300,21 @@ REFUSED = [
     (dict(block_size=4), "block size 4"),
     (dict(longest=2, tree=8, sliding_window=4), "a tree mask with a sliding window"),
     (dict(tree=65), "tree_mask_TQ of width 65"),
-    (dict(group=80, tiles=ONE_CONSUMER), "80 query heads on a key/value head, more than tiles.query_rows=64"),
+    (
+        dict(group=80, tiles=ONE_CONSUMER),
+        "80 query heads on a key/value head, more than tiles.query_rows=64",
+    ),
     (dict(tiles=dataclasses.replace(ONE_CONSUMER, query_rows=32)), "tiles.query_rows=32"),
-    (dict(tiles=dataclasses.replace(ONE_CONSUMER, num_warps=8)), "tiles.num_warps=8: 64 query rows take 4"),
+    (
+        dict(tiles=dataclasses.replace(ONE_CONSUMER, num_warps=8)),
+        "tiles.num_warps=8: 64 query rows take 4",
+    ),
     (dict(tiles=dataclasses.replace(ONE_CONSUMER, context=32)), "tiles.context=32"),
     (dict(block_size=24), "tiles.context=64: neither a multiple nor a part of the block size, 24"),
-    (dict(width=256, tiles=dataclasses.replace(TWO_CONSUMERS, num_stages=3)), "bytes of shared memory.*num_stages=3"),
+    (
+        dict(width=256, tiles=dataclasses.replace(TWO_CONSUMERS, num_stages=3)),
+        "bytes of shared memory.*num_stages=3",
+    ),
 ]
 
 
@@ -264,5 +341,7 @@ def test_pages_of_another_type_are_refused():
 
 @pytest.mark.skipif(compat.MOSAIC_INTERPRETABLE, reason="this jax has Mosaic's interpreter")
 def test_without_an_interpreter_it_says_so():
-    with pytest.raises(NotImplementedError, match="interpret=True, which Mosaic's kernels take from jax 0.11 on"):
+    with pytest.raises(
+        NotImplementedError, match="interpret=True, which Mosaic's kernels take from jax 0.11 on"
+    ):
         attend(small_case(1, [20], [2]), ONE_CONSUMER, scale=1.0)

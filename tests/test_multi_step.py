@@ -22,7 +22,14 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.token_masks import mask_of
-from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, run_giving_way, tokens_of
+from tests.support.engines import (
+    LLAMA,
+    engines_by_name,
+    invariants,
+    make_llm,
+    run_giving_way,
+    tokens_of,
+)
 from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
@@ -30,18 +37,42 @@ from tests.support.tokenizers import write_tokenizer
 from tests.test_speculation import MISTRAL, PROMPTS, REQUESTS, everything
 
 NUM_STEPS = 4
-SMALL_POOL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 80, "enable_prefix_caching": False}
+SMALL_POOL = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "max_model_len": 80,
+    "enable_prefix_caching": False,
+}
 ENGINES: dict[str, dict[str, Any]] = {
     "without": {"max_num_batched_tokens": 32},
     "roomy": {"max_num_batched_tokens": 32, "num_scheduler_steps": NUM_STEPS},
-    "mixed": {"max_num_batched_tokens": 32, "num_scheduler_steps": NUM_STEPS, "enable_mixed_steps": True},
-    "recomputing": {**SMALL_POOL, "block_size": 1, "num_blocks": 81, "num_scheduler_steps": NUM_STEPS},
+    "mixed": {
+        "max_num_batched_tokens": 32,
+        "num_scheduler_steps": NUM_STEPS,
+        "enable_mixed_steps": True,
+    },
+    "recomputing": {
+        **SMALL_POOL,
+        "block_size": 1,
+        "num_blocks": 81,
+        "num_scheduler_steps": NUM_STEPS,
+    },
     "swapping": {
         **SMALL_POOL,
-        **{"block_size": 4, "num_blocks": 21, "preemption_mode": "swap", "num_scheduler_steps": NUM_STEPS},
+        **{
+            "block_size": 4,
+            "num_blocks": 21,
+            "preemption_mode": "swap",
+            "num_scheduler_steps": NUM_STEPS,
+        },
     },
     "mistral without": {"max_num_batched_tokens": 32},
-    "mistral": {"max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 60, "num_scheduler_steps": NUM_STEPS},
+    "mistral": {
+        "max_num_batched_tokens": 32,
+        "block_size": 4,
+        "num_blocks": 60,
+        "num_scheduler_steps": NUM_STEPS,
+    },
 }
 HOSTLESS = [
     index for index, each in enumerate(REQUESTS) if index in (0, 1, 2, 3, 11, 12, 13, 14)
@@ -73,13 +104,16 @@ HOSTED = [
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     models = {"llama": LLAMA, "mistral": MISTRAL}
     return {
-        name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), each)) for name, each in models.items()
+        name: write_tokenizer(random_checkpoint(tmp_path_factory.mktemp(name), each))
+        for name, each in models.items()
     }
 
 
 @pytest.fixture(scope="module")
 def engines(directories: dict[str, Path]) -> Iterator[Callable[[str], LLM]]:
-    with engines_by_name(ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]) as engine:
+    with engines_by_name(
+        ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]
+    ) as engine:
         yield engine
 
 
@@ -90,7 +124,9 @@ def want(engines: Callable[[str], LLM]) -> list[Any]:
 
 def ask(llm: LLM, indices: list[int]) -> list[Any]:
     outputs = llm.generate(
-        [PROMPTS[index] for index in indices], [REQUESTS[index] for index in indices], use_tqdm=False
+        [PROMPTS[index] for index in indices],
+        [REQUESTS[index] for index in indices],
+        use_tqdm=False,
     )
     return everything(outputs)
 
@@ -113,11 +149,15 @@ def test_nothing_changes(engine: str, engines: Callable[[str], LLM], want: list[
     stats = llm.stats()
     assert stats["spec_decode_num_draft_tokens_total"] == stats["spec_decode_num_drafts_total"] == 0
     if engine != "roomy":
-        assert stats["num_preemptions_total"]["swap" if engine == "swapping" else "recompute"] > sum(before.values())
+        assert stats["num_preemptions_total"][
+            "swap" if engine == "swapping" else "recompute"
+        ] > sum(before.values())
     invariants(llm)
 
 
-def test_what_needs_the_host_goes_one_at_a_time(engines: Callable[[str], LLM], want: list[Any]) -> None:
+def test_what_needs_the_host_goes_one_at_a_time(
+    engines: Callable[[str], LLM], want: list[Any]
+) -> None:
     """Grammars, penalties, bad words, min_tokens, biases, beams: alone, and with it what decodes beside it."""
     llm = engines("roomy")
     for index in sorted({*range(len(REQUESTS))} - {*HOSTLESS}):
@@ -148,7 +188,9 @@ def hosted_output(engine: Engine, hosted: Any, prompt: list[int], steps_before: 
     return reporter.whole()
 
 
-@pytest.mark.parametrize(("engine", "prompt"), [("roomy", CACHED), ("mixed", [70])], ids=["cached", "one token"])
+@pytest.mark.parametrize(
+    ("engine", "prompt"), [("roomy", CACHED), ("mixed", [70])], ids=["cached", "one token"]
+)
 def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(
     engine: str, prompt: list[int], engines: Callable[[str], LLM]
 ) -> None:
@@ -161,11 +203,16 @@ def test_what_needs_the_host_may_be_admitted_in_a_step_that_decodes(
     invariants(several)
 
 
-def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines: Callable[[str], LLM]) -> None:
+def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(
+    engines: Callable[[str], LLM],
+) -> None:
     plain, llm = engines("without"), engines("swapping")
     for hosted in HOSTED:
         want = everything(plain.generate([[70, 71]], hosted, use_tqdm=False))
-        prepared = llm._engine.prepare(None, PROMPTS[0], REQUESTS[0]), llm._engine.prepare(None, [70, 71], hosted)
+        prepared = (
+            llm._engine.prepare(None, PROMPTS[0], REQUESTS[0]),
+            llm._engine.prepare(None, [70, 71], hosted),
+        )
         _, reporter = [llm._engine.add(f"{place}", each) for place, each in enumerate(prepared)]
         run_giving_way(llm._engine, 5)
         assert everything([reporter.whole()]) == want, hosted
@@ -173,12 +220,17 @@ def test_what_needs_the_host_may_come_back_in_a_step_that_decodes(engines: Calla
 
 
 @pytest.mark.parametrize("needs", ["parameter", "suppressed", "mask"])
-def test_a_step_of_several_tokens_with_masks_is_refused(needs: str, engines: Callable[[str], LLM]) -> None:
+def test_a_step_of_several_tokens_with_masks_is_refused(
+    needs: str, engines: Callable[[str], LLM]
+) -> None:
     """Its masks would be filed by draw and read by row, so no request could be sure of its own."""
     builder = engines("roomy")._engine.builder
     params = SamplingParams(allowed_token_ids=(5,)) if needs == "parameter" else SamplingParams()
     suppressed = (7,) if needs == "suppressed" else ()
-    samples = [Sample(0, place, 9, params, 0, 0, 1 + place, suppressed_token_ids=suppressed) for place in range(2)]
+    samples = [
+        Sample(0, place, 9, params, 0, 0, 1 + place, suppressed_token_ids=suppressed)
+        for place in range(2)
+    ]
     plan = StepPlan(1, (Row(9, 0, (3, PLACEHOLDER), ((1,),), parents=(0,)),), tuple(samples))
     masks = {1: mask_of((5,), builder.vocab_size)} if needs == "mask" else {}
     with pytest.raises(ValueError, match=r"sequences \[9\] need the host between two tokens"):
@@ -209,17 +261,25 @@ def test_a_step_has_as_many_tokens_as_are_wanted(
         plans.clear()
         params = dataclasses.replace(REQUESTS[0], max_tokens=length)
         llm.generate(PROMPTS[0], params, use_tqdm=False)
-        assert [sum(each) for each in plans if each] == [4] * ((length - 1) // 4) + [(length - 1) % 4] * (
-            (length - 1) % 4 > 0
-        )
+        assert [sum(each) for each in plans if each] == [4] * ((length - 1) // 4) + [
+            (length - 1) % 4
+        ] * ((length - 1) % 4 > 0)
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_cuts_inside_a_step(include: bool, engines: Callable[[str], LLM], want: list[Any]) -> None:
+def test_a_stop_cuts_inside_a_step(
+    include: bool, engines: Callable[[str], LLM], want: list[Any]
+) -> None:
     whole = want[1][1][0]
     texts = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
-    requests = [dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include) for text in texts]
-    requests += [dataclasses.replace(REQUESTS[1], stop_token_ids=(token_id,)) for token_id in whole.token_ids[::3]]
+    requests = [
+        dataclasses.replace(REQUESTS[1], stop=(text,), include_stop_str_in_output=include)
+        for text in texts
+    ]
+    requests += [
+        dataclasses.replace(REQUESTS[1], stop_token_ids=(token_id,))
+        for token_id in whole.token_ids[::3]
+    ]
     found = [
         everything(engines(name).generate([PROMPTS[1]] * len(requests), requests, use_tqdm=False))
         for name in ("without", "roomy")
@@ -231,13 +291,19 @@ def test_a_stop_cuts_inside_a_step(include: bool, engines: Callable[[str], LLM],
 
 
 @pytest.mark.parametrize("engine", ["recomputing", "swapping"])
-def test_who_gives_way_in_the_middle_goes_on(engine: str, engines: Callable[[str], LLM], want: list[Any]) -> None:
+def test_who_gives_way_in_the_middle_goes_on(
+    engine: str, engines: Callable[[str], LLM], want: list[Any]
+) -> None:
     llm, chosen = engines(engine), [0, 2]
     for step in (2, 4, 5):
         prepared = [llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]) for index in chosen]
-        reporters = [llm._engine.add(f"{step} {place}", each) for place, each in enumerate(prepared)]
+        reporters = [
+            llm._engine.add(f"{step} {place}", each) for place, each in enumerate(prepared)
+        ]
         run_giving_way(llm._engine, step)
-        assert everything([reporter.whole() for reporter in reporters]) == [want[index] for index in chosen]
+        assert everything([reporter.whole() for reporter in reporters]) == [
+            want[index] for index in chosen
+        ]
     invariants(llm)
 
 
@@ -255,7 +321,9 @@ def test_what_it_cached_is_what_others_find(engines: Callable[[str], LLM], want:
     assert everything(got) == everything(expected)
 
 
-def test_a_log_of_it_is_replayed(directories: dict[str, Path], want: list[Any], tmp_path: Path) -> None:
+def test_a_log_of_it_is_replayed(
+    directories: dict[str, Path], want: list[Any], tmp_path: Path
+) -> None:
     path = tmp_path / "log"
     with make_llm(directories["llama"], **ENGINES["swapping"], event_log=str(path)) as llm:
         chosen = [0, 2, 11]
@@ -263,7 +331,9 @@ def test_a_log_of_it_is_replayed(directories: dict[str, Path], want: list[Any], 
     assert '"drafts":[[0,[-1,-1,-1]]' in path.read_text()
     report = replay(str(path))
     assert report.difference is None and report.num_tokens > 60
-    path.write_text(path.read_text().replace('"drafts":[[0,[-1,-1,-1]]', '"drafts":[[0,[-1,5,-1]]', 1))
+    path.write_text(
+        path.read_text().replace('"drafts":[[0,[-1,-1,-1]]', '"drafts":[[0,[-1,5,-1]]', 1)
+    )
     with pytest.raises(EventLogError, match="a step of several has -1 for each of its tokens"):
         replay(str(path))
 
@@ -277,7 +347,9 @@ def forgets_the_token(inputs: Any, index: Any, token_ids_B: Any) -> Any:
 def forgets_the_place(inputs: Any, index: Any, token_ids_B: Any) -> Any:
     """The noise of every step is that of the first."""
     now = at_step(inputs, index, token_ids_B)
-    return now._replace(drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R)
+    return now._replace(
+        drawn_position_R=at_step(inputs, jnp.int32(0), token_ids_B).drawn_position_R
+    )
 
 
 def writes_to_one_slot(inputs: Any, index: Any, token_ids_B: Any) -> Any:
@@ -317,13 +389,20 @@ def test_wrong_settings() -> None:
     for value in (0, 33):
         with pytest.raises(ConfigError, match="num_scheduler_steps"):
             EngineConfig(num_scheduler_steps=value)
-    with pytest.raises(ConfigError, match="num_scheduler_steps: cannot be 2 with a speculative_config"):
-        EngineConfig(num_scheduler_steps=2, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
+    with pytest.raises(
+        ConfigError, match="num_scheduler_steps: cannot be 2 with a speculative_config"
+    ):
+        EngineConfig(
+            num_scheduler_steps=2,
+            speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+        )
 
 
 def test_a_request_that_is_aborted_between_two_steps_is_gone(engines: Callable[[str], LLM]) -> None:
     llm = engines("roomy")
-    with llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)) as stream:
+    with llm.stream(
+        PROMPTS[0], SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    ) as stream:
         first = [next(stream) for _ in range(3)]
     assert max(len(each.outputs[0].token_ids) for each in first) == NUM_STEPS
     invariants(llm)

@@ -19,20 +19,42 @@ import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
 from jaxpage.serving.config import ServerConfig
-from tests.support.running import SMALL, Promises, Running, demo_with_template, metrics, running, wait_until
+from tests.support.running import (
+    SMALL,
+    Promises,
+    Running,
+    demo_with_template,
+    metrics,
+    running,
+    wait_until,
+)
 from tests.support.wire import CHATML
 
 PROMPT = "Once upon a time there was a"
-MESSAGES: Any = [{"role": "system", "content": "Tell it."}, {"role": "user", "content": "The old house"}]
+MESSAGES: Any = [
+    {"role": "system", "content": "Tell it."},
+    {"role": "user", "content": "The old house"},
+]
 KEY = "a-key-of-this-test"
-LONG: Any = {"model": "demo", "prompt": PROMPT, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+LONG: Any = {
+    "model": "demo",
+    "prompt": PROMPT,
+    "max_tokens": 400,
+    "extra_body": {"ignore_eos": True},
+}
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TOOL: Any = {"type": "function", "function": {"name": "meet", "description": "Somebody", "parameters": SCHEMA}}
+TOOL: Any = {
+    "type": "function",
+    "function": {"name": "meet", "description": "Somebody", "parameters": SCHEMA},
+}
 GREEDY: Any = {"model": "demo", "temperature": 0.0, "max_tokens": 12}
 
 
@@ -47,22 +69,36 @@ def offline(model: str) -> dict[str, Any]:
     with LLM(model, **SMALL, use_tqdm=False) as llm:
 
         def generate(**params: Any) -> list[Any]:
-            return llm.generate(PROMPT, llm.default_sampling_params(**params), use_tqdm=False)[0].outputs
+            return llm.generate(PROMPT, llm.default_sampling_params(**params), use_tqdm=False)[
+                0
+            ].outputs
 
         return {
             "greedy": generate(temperature=0.0, max_tokens=12, logprobs=3),
             "seeded": generate(n=3, seed=7, max_tokens=12, temperature=0.9, top_p=0.8),
             "defaults": generate(seed=11),
             "extra": generate(
-                seed=3, max_tokens=12, top_k=5, min_p=0.01, repetition_penalty=1.3, min_tokens=3, stop_token_ids=[5]
+                seed=3,
+                max_tokens=12,
+                top_k=5,
+                min_p=0.01,
+                repetition_penalty=1.3,
+                min_tokens=3,
+                stop_token_ids=[5],
             ),
             "best": generate(n=1, best_of=3, seed=5, max_tokens=8),
-            "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[0].outputs,
+            "beams": llm.generate(PROMPT, BeamSearchParams(3, max_tokens=8, n=2), use_tqdm=False)[
+                0
+            ].outputs,
             "hidden": {
-                pooling: llm.embed([PROMPT, "The old house"], pooling=pooling, normalize=False, use_tqdm=False)
+                pooling: llm.embed(
+                    [PROMPT, "The old house"], pooling=pooling, normalize=False, use_tqdm=False
+                )
                 for pooling in ("last", "mean")
             },
-            "chat": llm.chat(MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)[0],
+            "chat": llm.chat(
+                MESSAGES, SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False
+            )[0],
         }
 
 
@@ -76,7 +112,9 @@ def server(model: str, offline: dict[str, Any]) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ) as client:
         yield client
 
 
@@ -88,7 +126,9 @@ def promises(http: httpx.Client) -> Promises:
 @pytest.fixture
 def client(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
     """After each test the server is as it was."""
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60) as found:
+    with openai.OpenAI(
+        base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60
+    ) as found:
         yield found
     promises.check()
 
@@ -113,12 +153,25 @@ def test_a_completion_is_what_llm_generates(client: openai.OpenAI, offline: dict
     assert answer.usage is not None
     assert answer.usage.completion_tokens == len(wanted.token_ids)
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.model == "demo" and answer.object == "text_completion" and answer.id.startswith("cmpl-")
+    assert (
+        answer.model == "demo"
+        and answer.object == "text_completion"
+        and answer.id.startswith("cmpl-")
+    )
     assert answer.system_fingerprint
 
 
-def test_a_seed_with_n_is_what_llm_generates(client: openai.OpenAI, offline: dict[str, Any]) -> None:
-    asked: Any = {"model": "demo", "prompt": PROMPT, "n": 3, "seed": 7, "max_tokens": 12, "temperature": 0.9}
+def test_a_seed_with_n_is_what_llm_generates(
+    client: openai.OpenAI, offline: dict[str, Any]
+) -> None:
+    asked: Any = {
+        "model": "demo",
+        "prompt": PROMPT,
+        "n": 3,
+        "seed": 7,
+        "max_tokens": 12,
+        "temperature": 0.9,
+    }
     answers = [client.completions.create(**asked, top_p=0.8) for _ in range(2)]
     wanted = [output.text for output in offline["seeded"]]
     assert len(set(wanted)) > 1
@@ -126,13 +179,23 @@ def test_a_seed_with_n_is_what_llm_generates(client: openai.OpenAI, offline: dic
     assert [choice.index for choice in answers[0].choices] == [0, 1, 2]
 
 
-def test_what_is_not_said_is_the_models_default(client: openai.OpenAI, offline: dict[str, Any]) -> None:
+def test_what_is_not_said_is_the_models_default(
+    client: openai.OpenAI, offline: dict[str, Any]
+) -> None:
     answer = client.completions.create(model="demo", prompt=PROMPT, seed=11)
     assert texts(answer) == [output.text for output in offline["defaults"]]
 
 
-def test_fields_of_extra_body_reach_the_engine(client: openai.OpenAI, offline: dict[str, Any]) -> None:
-    extra = {"top_k": 5, "min_p": 0.01, "repetition_penalty": 1.3, "min_tokens": 3, "stop_token_ids": [5]}
+def test_fields_of_extra_body_reach_the_engine(
+    client: openai.OpenAI, offline: dict[str, Any]
+) -> None:
+    extra = {
+        "top_k": 5,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "min_tokens": 3,
+        "stop_token_ids": [5],
+    }
     raw = client.completions.with_raw_response.create(
         model="demo", prompt=PROMPT, seed=3, max_tokens=12, extra_body={**extra, "temprature": 5}
     )
@@ -144,7 +207,13 @@ def test_best_of_and_beams(client: openai.OpenAI, offline: dict[str, Any]) -> No
     best = client.completions.create(model="demo", prompt=PROMPT, best_of=3, seed=5, max_tokens=8)
     assert texts(best) == [offline["best"][0].text]
     beams = client.completions.create(
-        model="demo", prompt=PROMPT, n=2, best_of=3, max_tokens=8, temperature=0, extra_body={"use_beam_search": True}
+        model="demo",
+        prompt=PROMPT,
+        n=2,
+        best_of=3,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"use_beam_search": True},
     )
     assert texts(beams) == [output.text for output in offline["beams"]]
 
@@ -167,10 +236,14 @@ def test_several_prompts_and_echo(client: openai.OpenAI, offline: dict[str, Any]
     assert answer.choices[1].text.startswith("The old house")
 
 
-def test_a_prompt_may_be_token_ids(client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]) -> None:
+def test_a_prompt_may_be_token_ids(
+    client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
+) -> None:
     token_ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     for prompt in (token_ids, [token_ids]):
-        assert texts(client.completions.create(prompt=prompt, **GREEDY)) == [offline["greedy"][0].text]
+        assert texts(client.completions.create(prompt=prompt, **GREEDY)) == [
+            offline["greedy"][0].text
+        ]
 
 
 def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict[str, Any]) -> None:
@@ -183,7 +256,9 @@ def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict
         "temperature": 0.9,
         "top_p": 0.8,
     }
-    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    chunks = list(
+        client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
     *said, last = chunks
     found, reasons = {0: "", 1: "", 2: ""}, {}
     for chunk in said:
@@ -192,9 +267,13 @@ def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict
             found[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
     assert list(found.values()) == [output.text for output in offline["seeded"]]
-    assert [reasons[index] for index in range(3)] == [output.finish_reason for output in offline["seeded"]]
+    assert [reasons[index] for index in range(3)] == [
+        output.finish_reason for output in offline["seeded"]
+    ]
     assert last.choices == [] and last.usage is not None
-    assert last.usage.completion_tokens == sum(len(output.token_ids) for output in offline["seeded"])
+    assert last.usage.completion_tokens == sum(
+        len(output.token_ids) for output in offline["seeded"]
+    )
     assert {chunk.id for chunk in chunks} == {last.id}
 
 
@@ -202,7 +281,9 @@ def test_a_streamed_completion_is_the_whole(client: openai.OpenAI, offline: dict
 
 
 def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]) -> None:
-    answer = client.chat.completions.create(messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY)
+    answer = client.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=2, **GREEDY
+    )
     wanted = offline["chat"]
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.message.content == wanted.outputs[0].text
@@ -211,7 +292,11 @@ def test_a_chat_is_what_llm_chats(client: openai.OpenAI, offline: dict[str, Any]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert "".join(row.token for row in choice.logprobs.content) == choice.message.content
     for row in choice.logprobs.content:
-        assert row.top_logprobs[0].logprob == max(top.logprob for top in row.top_logprobs) == row.logprob
+        assert (
+            row.top_logprobs[0].logprob
+            == max(top.logprob for top in row.top_logprobs)
+            == row.logprob
+        )
         assert len(row.top_logprobs) == 2
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
 
@@ -232,8 +317,17 @@ def test_a_streamed_chat_is_the_whole(client: openai.OpenAI, offline: dict[str, 
 
 
 def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    asked: Any = {"model": "demo", "messages": MESSAGES, "max_tokens": 64, "seed": 1, "response_format": wanted}
+    wanted: Any = {
+        "type": "json_schema",
+        "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+    }
+    asked: Any = {
+        "model": "demo",
+        "messages": MESSAGES,
+        "max_tokens": 64,
+        "seed": 1,
+        "response_format": wanted,
+    }
     answer = client.chat.completions.create(**asked)
     assert answer.choices[0].finish_reason == "stop"
     jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
@@ -242,7 +336,10 @@ def test_an_answer_keeps_to_a_schema(client: openai.OpenAI) -> None:
     with pytest.raises(json.JSONDecodeError):
         json.loads(cut.message.content or "")
     with pytest.raises(openai.BadRequestError) as caught:
-        bad: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "banana"}}}
+        bad: Any = {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "banana"}},
+        }
         client.chat.completions.create(**{**asked, "response_format": bad})
     assert caught.value.param == "response_format.json_schema.schema"
 
@@ -276,14 +373,26 @@ def test_a_tool_is_called_with_arguments_that_fit(client: openai.OpenAI, choice:
         answer.message.model_dump(exclude_none=True),
         {"role": "tool", "content": "Met.", "tool_call_id": called.id},
     ]
-    assert client.chat.completions.create(**{**GREEDY, "messages": answered, "tools": [TOOL]}).choices
+    assert client.chat.completions.create(
+        **{**GREEDY, "messages": answered, "tools": [TOOL]}
+    ).choices
 
 
 def test_reasoning_is_told_apart(client: openai.OpenAI) -> None:
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
-    message = client.chat.completions.create(messages=MESSAGES, extra_body=extra, **GREEDY).choices[0].message
-    assert message.content == "" and message.model_extra is not None and message.model_extra["reasoning_content"]
-    chunks = client.chat.completions.create(messages=MESSAGES, extra_body=extra, stream=True, **GREEDY)
+    message = (
+        client.chat.completions.create(messages=MESSAGES, extra_body=extra, **GREEDY)
+        .choices[0]
+        .message
+    )
+    assert (
+        message.content == ""
+        and message.model_extra is not None
+        and message.model_extra["reasoning_content"]
+    )
+    chunks = client.chat.completions.create(
+        messages=MESSAGES, extra_body=extra, stream=True, **GREEDY
+    )
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert not any(delta.content for delta in deltas)
     reasoning = [(delta.model_extra or {}).get("reasoning_content") or "" for delta in deltas]
@@ -297,7 +406,10 @@ def test_embeddings_are_hidden_states_of_length_one(
     client: openai.OpenAI, http: httpx.Client, offline: dict[str, Any]
 ) -> None:
     """Whatever the form, and between the steps of a request that generates."""
-    inputs, texts_of = [PROMPT, "The old house"], {"model": "demo", "input": [PROMPT, "The old house"]}
+    inputs, texts_of = (
+        [PROMPT, "The old house"],
+        {"model": "demo", "input": [PROMPT, "The old house"]},
+    )
     with client.completions.create(**LONG, stream=True) as stream:
         next(iter(stream))
         answer = client.embeddings.create(**texts_of)  # type: ignore[arg-type] # the client asks for base64
@@ -307,8 +419,12 @@ def test_embeddings_are_hidden_states_of_length_one(
         asked: Any = {**texts_of, "encoding_format": "float", "extra_body": {"pooling": pooling}}
         found = client.embeddings.create(**asked, dimensions=hidden.shape[1])
         np.testing.assert_allclose([one.embedding for one in found.data], wanted, atol=1e-6)
-        raw = client.embeddings.create(**{**asked, "extra_body": {"pooling": pooling, "normalize": False}})
-        np.testing.assert_array_equal(np.array([one.embedding for one in raw.data], np.float32), hidden)
+        raw = client.embeddings.create(
+            **{**asked, "extra_body": {"pooling": pooling, "normalize": False}}
+        )
+        np.testing.assert_array_equal(
+            np.array([one.embedding for one in raw.data], np.float32), hidden
+        )
         if pooling == "last":
             np.testing.assert_allclose([one.embedding for one in answer.data], wanted, atol=1e-6)
     token_ids = [http.post("/tokenize", json={"prompt": one}).json()["tokens"] for one in inputs]
@@ -334,13 +450,21 @@ def test_scores_are_the_log_probabilities_of_completions(
     (greedy,) = offline["greedy"]
     asked = {"model": "demo", "prompt": PROMPT, "continuation": [greedy.text, " zebra"]}
     first, second = http.post("/v1/score", json=asked).json()["data"]
-    reported = [entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)]
+    reported = [
+        entry[token].logprob for entry, token in zip(greedy.logprobs, greedy.token_ids, strict=True)
+    ]
     assert (first["token_ids"], first["is_greedy"]) == (greedy.token_ids, True)
     np.testing.assert_allclose(first["token_logprobs"], reported, atol=1e-5)
-    echo = client.completions.create(model="demo", prompt=PROMPT + " zebra", echo=True, logprobs=1, max_tokens=0)
+    echo = client.completions.create(
+        model="demo", prompt=PROMPT + " zebra", echo=True, logprobs=1, max_tokens=0
+    )
     logprobs: Any = echo.choices[0].logprobs
     assert echo.choices[0].text == PROMPT + " zebra"
-    wanted = [one for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True) if at >= len(PROMPT)]
+    wanted = [
+        one
+        for one, at in zip(logprobs.token_logprobs, logprobs.text_offset, strict=True)
+        if at >= len(PROMPT)
+    ]
     assert (second["token_logprobs"], second["is_greedy"]) == (wanted, False)
     assert second["score"] == pytest.approx(sum(wanted))
 
@@ -367,7 +491,11 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI, server: Running) 
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(**{**GREEDY, "prompt": PROMPT, **change})
-        assert (caught.value.param, caught.value.code, caught.value.type) == (param, code, "invalid_request_error")
+        assert (caught.value.param, caught.value.code, caught.value.type) == (
+            param,
+            code,
+            "invalid_request_error",
+        )
         assert caught.value.request_id
     with pytest.raises(openai.BadRequestError):  # of a stream, before it begins
         client.completions.create(**{**GREEDY, "prompt": PROMPT, "stream": True, "max_tokens": -1})
@@ -376,7 +504,10 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI, server: Running) 
     assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
     for key in ("wrong", KEY + "x", KEY[:-1]):
         stranger = client.with_options(api_key=key)
-        for call in (stranger.models.list, lambda one=stranger: one.completions.create(prompt=PROMPT, **GREEDY)):
+        for call in (
+            stranger.models.list,
+            lambda one=stranger: one.completions.create(prompt=PROMPT, **GREEDY),
+        ):
             with pytest.raises(openai.AuthenticationError) as refused:
                 call()
             assert refused.value.code == "invalid_api_key"
@@ -427,7 +558,9 @@ def test_a_server_that_shuts_down_is_tried_again(client: openai.OpenAI, server: 
     assert statuses == [503, 200]
 
 
-def test_a_client_that_waits_no_longer_frees_everything(client: openai.OpenAI, server: Running) -> None:
+def test_a_client_that_waits_no_longer_frees_everything(
+    client: openai.OpenAI, server: Running
+) -> None:
     """The engine is held until the client has given up."""
     held = threading.Event()
     done = server.loop.call(lambda engine: held.wait(60))
@@ -440,12 +573,17 @@ def test_a_client_that_waits_no_longer_frees_everything(client: openai.OpenAI, s
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_stream_that_is_left_frees_everything(client: openai.OpenAI, http: httpx.Client, n: int) -> None:
+def test_a_stream_that_is_left_frees_everything(
+    client: openai.OpenAI, http: httpx.Client, n: int
+) -> None:
     before = metrics(http)["jaxpage_aborted_total/disconnect"]
     with client.completions.create(**LONG, n=n, stream=True) as stream:
         next(iter(stream))
         assert metrics(http)["jaxpage_num_requests_running"] > 0
-    wait_until(lambda: metrics(http)["jaxpage_aborted_total/disconnect"] == before + 1, "the server sees it")
+    wait_until(
+        lambda: metrics(http)["jaxpage_aborted_total/disconnect"] == before + 1,
+        "the server sees it",
+    )
 
 
 def test_an_error_within_a_stream_reaches_the_client(
@@ -483,8 +621,15 @@ def test_the_curl_lines_of_the_readme(client: openai.OpenAI, server: Running) ->
     answers = []
     for line in readme("").splitlines():
         assert line.startswith("curl ")
-        command = line.replace("http://127.0.0.1:8000", server.address) + f" -sSf -H 'Authorization: Bearer {KEY}'"
-        answers.append(subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout)
+        command = (
+            line.replace("http://127.0.0.1:8000", server.address)
+            + f" -sSf -H 'Authorization: Bearer {KEY}'"
+        )
+        answers.append(
+            subprocess.run(
+                ["bash", "-c", command], capture_output=True, text=True, check=True
+            ).stdout
+        )
     completion, stream, models = answers
     assert json.loads(completion)["choices"][0]["text"]
     *events, last = [line.removeprefix("data: ") for line in stream.splitlines() if line]
@@ -494,6 +639,12 @@ def test_the_curl_lines_of_the_readme(client: openai.OpenAI, server: Running) ->
 
 
 def test_the_program_of_the_readme(client: openai.OpenAI, server: Running) -> None:
-    program = readme("python").replace("http://127.0.0.1:8000", server.address).replace('"none"', repr(KEY))
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    program = (
+        readme("python")
+        .replace("http://127.0.0.1:8000", server.address)
+        .replace('"none"', repr(KEY))
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip()

@@ -137,7 +137,8 @@ def page(browser: Any) -> Iterator[Any]:
 def open_live(page: Any, server: str, kind: str = "Completion") -> None:
     page.goto(f"{server}/ui/")
     expect(page.locator("#status")).to_have_text("live")
-    expect(page.locator("#numbers")).to_contain_text("cached")  # of the first event, which comes a moment later
+    # of the first event, which comes a moment later
+    expect(page.locator("#numbers")).to_contain_text("cached")
     for one in ("chat", "completion", kind.lower()):
         page.locator(f"[name=kind][value={one}]").check(force=True)
     page.locator(".parameters-box summary").click()
@@ -146,7 +147,10 @@ def open_live(page: Any, server: str, kind: str = "Completion") -> None:
 def posted(page: Any) -> list[Any]:
     """What the page sends from now on."""
     bodies: list[Any] = []
-    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None,
+    )
     return bodies
 
 
@@ -167,7 +171,9 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
         page.click("#send")
         expect(page.locator(".state").first).to_have_text("running")
         expect(page.locator(".column")).to_have_count(2)
-        expect(page.locator(".note")).to_have_text(re.compile(r"^180 tokens · [\d.]+ tokens/s · first after \d+ ms$"))
+        expect(page.locator(".note")).to_have_text(
+            re.compile(r"^180 tokens · [\d.]+ tokens/s · first after \d+ ms$")
+        )
     first, second = (page.locator(".column .text").nth(index).inner_text() for index in range(2))
     assert len(first) > 100 and len(second) > 100 and first != second
     expect(page.locator(".state").first).to_have_text("finished")
@@ -176,7 +182,9 @@ def test_a_text_streams_while_its_blocks_fill(page: Any, server: str, loop: Asyn
 
 
 @pytest.mark.parametrize("shown", ["used", "all"])
-def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, loop: AsyncDriver, shown: str) -> None:
+def test_the_status_is_never_lost_over_a_whole_request(
+    page: Any, server: str, loop: AsyncDriver, shown: str
+) -> None:
     """Whichever blocks are shown: those in use come and go, and what the page draws of them never ends its stream."""
     open_live(page, server)
     page.locator(f"#shown-{shown}").check(force=True)
@@ -186,7 +194,10 @@ def test_the_status_is_never_lost_over_a_whole_request(page: Any, server: str, l
       new MutationObserver(() => window.told.push(status.dataset.kind)).observe(status, { attributes: true, childList: true });
     }""")
     streams: list[str] = []
-    page.on("request", lambda request: streams.append(request.url) if "/debug/events" in request.url else None)
+    page.on(
+        "request",
+        lambda request: streams.append(request.url) if "/debug/events" in request.url else None,
+    )
     page.fill("#max_tokens", "120")
     with pace_of(loop).held(0.01):
         page.click("#send")
@@ -206,7 +217,9 @@ def test_a_server_that_dies_within_an_answer_leaves_a_page_that_can_send(page: A
         return StreamingResponse(parts(), media_type="text/event-stream")
 
     page.allowed += ["404", "ERR_INCOMPLETE_CHUNKED_ENCODING"]
-    with served(Starlette(routes=[*page_routes(), Route("/v1/completions", answer, methods=["POST"])])) as address:
+    with served(
+        Starlette(routes=[*page_routes(), Route("/v1/completions", answer, methods=["POST"])])
+    ) as address:
         page.goto(f"{address}/ui/")
         page.locator("[name=kind][value=completion]").check(force=True)
         for number in (1, 2):
@@ -231,12 +244,15 @@ def test_stop_ends_the_request_in_the_engine(page: Any, server: str, loop: Async
         page.click("#stop")
         expect(page.locator(".note")).to_contain_text("stopped")
         expect(page.locator("#send")).to_be_enabled()
-    expect(first).not_to_contain_text(before[0] if before else "none")  # no snapshot of a moment before
+    # no snapshot of a moment before
+    expect(first).not_to_contain_text(before[0] if before else "none")
     expect(first).to_contain_text("finished")
     expect(page.locator("#numbers")).to_contain_text("0 in use")
     first.focus()
     expect(page.locator("#detail")).to_contain_text("ended: abort")
-    assert loop.engine.stats()["engine_steps_total"] < num_steps + 100, "the engine went on behind the stop"
+    assert loop.engine.stats()["engine_steps_total"] < num_steps + 100, (
+        "the engine went on behind the stop"
+    )
 
 
 def test_a_cell_for_every_block(page: Any, server: str) -> None:
@@ -306,9 +322,15 @@ def test_a_chat_goes_on_from_top_to_bottom(page: Any, server: str) -> None:
     )
     assert squeezed(said[2][1]) == squeezed(page.locator(".exchange .text").first.inner_text())
     shown = page.locator(".said").all_inner_texts()
-    assert [squeezed(text) for text in shown] == ["system Be brief", "user Once upon a time", "user And then"]
+    assert [squeezed(text) for text in shown] == [
+        "system Be brief",
+        "user Once upon a time",
+        "user And then",
+    ]
     tops = [page.locator(".exchange").nth(index).bounding_box()["y"] for index in range(2)]
-    assert tops[0] < tops[1] < page.locator("#prompt").bounding_box()["y"], "the newest is next to the input"
+    assert tops[0] < tops[1] < page.locator("#prompt").bounding_box()["y"], (
+        "the newest is next to the input"
+    )
     text = page.locator(".exchange .text").last
     assert text.evaluate("(one) => one.scrollHeight <= one.clientHeight + 1"), "at full height"
 
@@ -320,10 +342,20 @@ DRAWN = ("temperature", "top_p", "top_k")
 @pytest.mark.parametrize(
     ("facts", "chat_sends", "shown"),
     [
-        (None, {"top_p": 0.9}, {"Completion": ["0.7", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),  # the demo model's own
-        (SILENT, {"temperature": 0.7, "top_p": 0.9}, {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),
+        # the demo model's own
+        (None, {"top_p": 0.9}, {"Completion": ["0.7", "1", "0"], "Chat": ["0.7", "0.9", "0"]}),
         (
-            {"model": {"sampling_defaults": {"temperature": 0.0, "top_k": 20}, "chat_defaults": {}}},
+            SILENT,
+            {"temperature": 0.7, "top_p": 0.9},
+            {"Completion": ["1", "1", "0"], "Chat": ["0.7", "0.9", "0"]},
+        ),
+        (
+            {
+                "model": {
+                    "sampling_defaults": {"temperature": 0.0, "top_k": 20},
+                    "chat_defaults": {},
+                }
+            },
             {},
             {"Completion": ["0", "1", "20"], "Chat": ["0", "1", "20"]},
         ),
@@ -356,7 +388,9 @@ def test_what_nobody_sets_is_the_model_s(
     page.click("#send")
     expect(page.locator(".exchange")).to_have_count(3)
     expect(page.locator(".note").last).to_contain_text("2 tokens")
-    assert bodies[-1]["temperature"] == 1.5 and bodies[-1]["top_k"] == 0, "what somebody sets is sent, zero too"
+    assert bodies[-1]["temperature"] == 1.5 and bodies[-1]["top_k"] == 0, (
+        "what somebody sets is sent, zero too"
+    )
 
 
 def test_a_refusal_is_told(page: Any, server: str) -> None:
@@ -388,7 +422,10 @@ def test_the_tour_tells_what_the_engine_did(page: Any, server: str, loop: AsyncD
         return page.locator("#tour-outcome").inner_text(), after
 
     outcome, gained = played("Share a prefix")
-    assert gained["prefix_cache_hits_total"] >= 48 and f" {gained['prefix_cache_hits_total']} tokens" in outcome
+    assert (
+        gained["prefix_cache_hits_total"] >= 48
+        and f" {gained['prefix_cache_hits_total']} tokens" in outcome
+    )
     outcome, gained = played("Fork three samples")
     assert gained["copy_on_write_blocks_total"] == int(outcome.split()[0]) == 2
     outcome, gained = played("Beam search")
@@ -433,11 +470,23 @@ HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>
 @pytest.mark.parametrize("with_tokens", [False, True])
 def test_markup_in_a_text_stays_text(page: Any, server: str, with_tokens: bool) -> None:
     open_live(page, server)
-    logprobs = {"tokens": [HOSTILE], "token_logprobs": [-0.5], "top_logprobs": [{HOSTILE: -0.5, "<i>": -1.0}]}
-    choice = {"index": 0, "text": HOSTILE, "logprobs": logprobs if with_tokens else None, "finish_reason": HOSTILE}
+    logprobs = {
+        "tokens": [HOSTILE],
+        "token_logprobs": [-0.5],
+        "top_logprobs": [{HOSTILE: -0.5, "<i>": -1.0}],
+    }
+    choice = {
+        "index": 0,
+        "text": HOSTILE,
+        "logprobs": logprobs if with_tokens else None,
+        "finish_reason": HOSTILE,
+    }
     page.fill("#prompt", HOSTILE)
     body = f"data: {json.dumps({'choices': [choice]})}\r\n\r\ndata: [DONE]\r\n\r\n"
-    page.route("**/v1/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/v1/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
     page.click("#send")
     expect(page.locator(".column .text")).to_have_text(HOSTILE)
     expect(page.locator(".said")).to_contain_text(HOSTILE)
@@ -462,7 +511,10 @@ def test_the_key_is_asked_for(page: Any, loop: AsyncDriver, built: Built) -> Non
         page.keyboard.press("Enter")
         expect(page.locator("#status")).to_have_text("live")
         expect(page.locator("#model")).to_have_text("demo")
-        assert page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])") == '[{},{},""]'
+        assert (
+            page.evaluate("JSON.stringify([localStorage, sessionStorage, document.cookie])")
+            == '[{},{},""]'
+        )
         page.goto("about:blank")
 
 
@@ -519,7 +571,9 @@ def running(snapshot: Any) -> set[int]:
 
 
 @pytest.mark.parametrize("which", ["crowd", "crowd_of_several_steps", "crowd_of_groups"])
-def test_a_log_shows_what_the_engine_showed(which: str, page: Any, files: str, request: pytest.FixtureRequest) -> None:
+def test_a_log_shows_what_the_engine_showed(
+    which: str, page: Any, files: str, request: pytest.FixtureRequest
+) -> None:
     log, snapshots = request.getfixturevalue(which)
     assert ("[-1]" in log) == (which == "crowd_of_several_steps")
     assert ("further_tables" in log) == (which == "crowd_of_groups")
@@ -546,10 +600,14 @@ def test_a_log_shows_what_the_engine_showed(which: str, page: Any, files: str, r
             assert not {row[0] for row in want["step"]["rows"]} & (running(want) - running(shown))
     assert num_compared > 0.95 * len(snapshots) > 100
     kinds = Counter(request["state"] for snapshot in snapshots for request in snapshot["requests"])
-    assert kinds["preempted"] and kinds["swapped"] and kinds["finished"], "the crowd shows everything"
+    assert kinds["preempted"] and kinds["swapped"] and kinds["finished"], (
+        "the crowd shows everything"
+    )
 
 
-def test_a_log_is_opened_and_walked_through(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+def test_a_log_is_opened_and_walked_through(
+    page: Any, files: str, crowd: tuple[str, list[Any]]
+) -> None:
     log, snapshots = crowd
     open_log(page, files, log)
     expect(page.locator("#playground")).to_be_hidden()
@@ -564,15 +622,22 @@ def test_a_log_is_opened_and_walked_through(page: Any, files: str, crowd: tuple[
     page.click("#back")
     expect(page.locator("#moment")).to_have_text(f"step 3 of {len(snapshots)}")
     page.get_by_role("button", name="Play").click()
-    expect(page.locator("#moment")).to_have_text(re.compile(r"^step ([5-9]|\d\d+) of"))  # it goes on while we look
+    # it goes on while we look
+    expect(page.locator("#moment")).to_have_text(re.compile(r"^step ([5-9]|\d\d+) of"))
     page.click("#leave-log")
     expect(page.locator("#playground")).to_be_visible()
 
 
-def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+def test_a_step_of_a_log_has_its_plan_and_probabilities(
+    page: Any, files: str, crowd: tuple[str, list[Any]]
+) -> None:
     log, snapshots = crowd
-    results = [one for one in map(json.loads, log.splitlines()) if one["event"] in ("result", "failure")]
-    moment = next(moment for moment, one in enumerate(results, start=1) if len(one.get("logprobs", ())) > 2)
+    results = [
+        one for one in map(json.loads, log.splitlines()) if one["event"] in ("result", "failure")
+    ]
+    moment = next(
+        moment for moment, one in enumerate(results, start=1) if len(one.get("logprobs", ())) > 2
+    )
     open_log(page, files, log)
     page.locator("#scrubber").fill(str(moment))
     expect(page.locator("#moment")).to_contain_text(f"step {moment} ")
@@ -585,7 +650,9 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, c
     expect(rows).to_have_count(len(snapshot["step"]["rows"]))
     for index, (number, sequence, start, _, _) in enumerate(snapshot["step"]["rows"]):
         cells = rows.nth(index).locator("td").all_inner_texts()
-        assert (cells[0], cells[1]) == (f"#{number}", str(sequence)) and cells[2].startswith(str(start))
+        assert (cells[0], cells[1]) == (f"#{number}", str(sequence)) and cells[2].startswith(
+            str(start)
+        )
         assert cells[4] == " ".join(map(str, walk.sequences[sequence].tables[0]))
     for index, (_, _, ids, bits) in enumerate(results[moment - 1]["logprobs"]):
         shown = page.locator(".draws > li").nth(index).locator(".tip-row").all_inner_texts()
@@ -593,20 +660,30 @@ def test_a_step_of_a_log_has_its_plan_and_probabilities(page: Any, files: str, c
         want = dict(zip(ids[1:], 100 * shares[1:], strict=True)) | {ids[0]: 100 * shares[0]}
         found = {int(text.split()[0]): float(text.split()[1]) for text in shown}
         assert all(math.isclose(found[token], want[token], abs_tol=0.06) for token in found)
-        assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(found.values(), reverse=True)
+        assert set(ids[1:]) <= found.keys() and list(found.values()) == sorted(
+            found.values(), reverse=True
+        )
 
 
-def test_texts_of_tokens_stand_beside_their_ids(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+def test_texts_of_tokens_stand_beside_their_ids(
+    page: Any, files: str, crowd: tuple[str, list[Any]]
+) -> None:
     """Where `jaxpage replay --texts` has put them into the header."""
     header, *records = crowd[0].splitlines()
     results = [one for one in map(json.loads, records) if one["event"] in ("result", "failure")]
     moment = next(moment for moment, one in enumerate(results, start=1) if one.get("logprobs"))
     ids = results[moment - 1]["logprobs"][0][2]
     texts = {str(token): f" <b>{token}" for token in ids[1:]}
-    open_log(page, files, "\n".join([json.dumps(json.loads(header) | {"texts": texts}), *records, ""]))
+    open_log(
+        page, files, "\n".join([json.dumps(json.loads(header) | {"texts": texts}), *records, ""])
+    )
     page.locator("#scrubber").fill(str(moment))
     shown = page.locator(".draws > li").first.locator(".tip-row code").all_inner_texts()
-    assert {f"{token}:␣<b>{token}" for token in ids[1:]} <= set(shown) <= {f"{token}:␣<b>{token}" for token in ids}
+    assert (
+        {f"{token}:␣<b>{token}" for token in ids[1:]}
+        <= set(shown)
+        <= {f"{token}:␣<b>{token}" for token in ids}
+    )
 
 
 def test_an_incident_shows_the_last_steps(
@@ -625,14 +702,20 @@ def test_an_incident_shows_the_last_steps(
         incident,
     )
     num_compared = 0
-    for one, want in zip(shown, snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP], strict=True):
+    for one, want in zip(
+        shown, snapshots[INCIDENT_STEP - INCIDENT_STEPS : INCIDENT_STEP], strict=True
+    ):
         assert one["step"]["step"] == want["step"]["step"] and one["step"]["rows"]
         by_id = {request["id"]: request for request in want["requests"]}
         rows = {row[1] for row in one["step"]["rows"]}
         for request in one["requests"]:
             for sequence in request["sequences"]:
                 if request["state"] == "running" and sequence["id"] in rows:
-                    found = next(item for item in by_id[request["id"]]["sequences"] if item["id"] == sequence["id"])
+                    found = next(
+                        item
+                        for item in by_id[request["id"]]["sequences"]
+                        if item["id"] == sequence["id"]
+                    )
                     assert sequence["blocks"] == found["blocks"]
                     num_compared += 1
     assert num_compared > INCIDENT_STEPS
@@ -654,7 +737,11 @@ def torn(log: str) -> str:
     ],
 )
 def test_a_damaged_log_is_told(
-    page: Any, files: str, crowd: tuple[str, list[Any]], change: Callable[[str], str], message: str | None
+    page: Any,
+    files: str,
+    crowd: tuple[str, list[Any]],
+    change: Callable[[str], str],
+    message: str | None,
 ) -> None:
     open_log(page, files, change(crowd[0]))
     if message is None:
@@ -664,7 +751,9 @@ def test_a_damaged_log_is_told(
         expect(page.locator("#replay")).to_be_hidden()
 
 
-def test_what_a_block_is_told_by_keyboard(page: Any, files: str, crowd: tuple[str, list[Any]]) -> None:
+def test_what_a_block_is_told_by_keyboard(
+    page: Any, files: str, crowd: tuple[str, list[Any]]
+) -> None:
     log, snapshots = crowd
     moment, block = next(
         (moment, block)

@@ -176,7 +176,24 @@ LONG += [
     "```" + SPACES + "x",
     "|" + SPACES + "|\n|-|",
 ]
-TAGS = {"p", "h3", "h4", "h5", "h6", "ul", "ol", "li", "pre", "code", "em", "strong", "del", "a", "blockquote", "hr"}
+TAGS = {
+    "p",
+    "h3",
+    "h4",
+    "h5",
+    "h6",
+    "ul",
+    "ol",
+    "li",
+    "pre",
+    "code",
+    "em",
+    "strong",
+    "del",
+    "a",
+    "blockquote",
+    "hr",
+}
 TAGS |= {"table", "thead", "tbody", "tr", "th", "td", "div", "span"}
 ATTRIBUTES = {"href", "target", "rel", "tabindex", "aria-label", "role", "class", "start"}
 
@@ -188,9 +205,16 @@ def test_markdown_of_a_hostile_model_is_harmless(page: Any, files: str) -> None:
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{files}/ui/")
     page.locator("[name=kind][value=chat]").check(force=True)
-    chunk = {"choices": [{"index": 0, "delta": {"content": "\n\n".join(HOSTILE)}, "finish_reason": "stop"}]}
+    chunk = {
+        "choices": [
+            {"index": 0, "delta": {"content": "\n\n".join(HOSTILE)}, "finish_reason": "stop"}
+        ]
+    }
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
     page.fill("#prompt", "x")
     page.click("#send")
     expect(page.locator(".markdown")).to_contain_text("tracker")
@@ -227,7 +251,9 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
     counts, kept, requests = [0] * num_blocks, [], []
     per_request = min(25, (num_blocks - 1) // (2 * num_requests))
     for number in range(1, num_requests + 1):
-        blocks = [1 + (number * 7919 + place * 104_729) % (num_blocks - 1) for place in range(per_request)]
+        blocks = [
+            1 + (number * 7919 + place * 104_729) % (num_blocks - 1) for place in range(per_request)
+        ]
         for block in blocks:
             counts[block] += 1
         kept += blocks[:5]
@@ -240,7 +266,11 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
             "blocks": blocks,
             "host_blocks": [],
         }
-        timeline = [["queued", 0.0, 0.5, 0], ["chunk", 0.5, 1.0, 64], ["decode", 1.0, None, known - 64]]
+        timeline = [
+            ["queued", 0.0, 0.5, 0],
+            ["chunk", 0.5, 1.0, 64],
+            ["decode", 1.0, None, known - 64],
+        ]
         requests.append(
             {
                 "number": number,
@@ -257,7 +287,13 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
                 "timeline": timeline,
             }
         )
-    further = {"window": 64, "num_blocks": 50, "num_free": 50 - num_requests, "first_block": num_blocks, "kept": []}
+    further = {
+        "window": 64,
+        "num_blocks": 50,
+        "num_free": 50 - num_requests,
+        "first_block": num_blocks,
+        "kept": [],
+    }
     further["ref_counts"] = [1] * num_requests + [0] * (50 - num_requests)
     pool = {
         "block_size": 16,
@@ -294,7 +330,9 @@ def state(num_blocks: int = NUM_BLOCKS, *, num_requests: int = 40) -> dict[str, 
 def open_faked(page: Any, files: str, snapshot: dict[str, Any]) -> None:
     page.allowed.append("404")
     body = f"data: {json.dumps(snapshot)}\n\n"
-    page.route("**/debug/events*", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/debug/events*", lambda route: route.fulfill(body=body, content_type="text/event-stream")
+    )
     page.goto(f"{files}/ui/")
     expect(page.locator("#numbers")).to_contain_text("in use")
 
@@ -328,11 +366,15 @@ def test_thirty_thousand_blocks_are_as_readable_as_a_hundred(page: Any, files: s
     before = cells(page)
     page.click("#nearer")
     page.click("#nearer")
-    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) < {before / 1.5}")
+    page.wait_for_function(
+        f"() => Number(document.querySelector('#grid').dataset.cells) < {before / 1.5}"
+    )
     assert abs(page.evaluate(sight) - 0.5) < 0.1, "what was in the middle is there still"
     for _ in range(12):
         page.click("#further")
-    page.wait_for_function(f"() => Number(document.querySelector('#grid').dataset.cells) > {4 * before}")
+    page.wait_for_function(
+        f"() => Number(document.querySelector('#grid').dataset.cells) > {4 * before}"
+    )
     page.click("#fit")
     page.select_option("#group", "1")
     expect(page.locator("#numbers")).to_contain_text("40 in use")
@@ -395,7 +437,9 @@ def test_a_phone_has_room_for_all_of_it(browser: Any, files: str) -> None:
         open_faked_on_phone(page, files)
         for pane in ("chat", "cache"):
             page.locator(f"[name=pane][value={pane}]").check(force=True)
-            page.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+            page.evaluate(
+                "document.querySelectorAll('details').forEach((one) => (one.open = true))"
+            )
             assert page.evaluate("document.documentElement.scrollWidth") <= 390, pane
             assert page.evaluate(SMALL) == [], pane
             assert page.evaluate(NAMELESS) == [], pane
@@ -413,12 +457,18 @@ def open_faked_on_phone(page: Any, files: str) -> None:
     """With an answer that has long words, code and a table."""
     page.allowed.append("404")
     snapshot = f"data: {json.dumps(state())}\n\n"
-    page.route("**/debug/events*", lambda route: route.fulfill(body=snapshot, content_type="text/event-stream"))
+    page.route(
+        "**/debug/events*",
+        lambda route: route.fulfill(body=snapshot, content_type="text/event-stream"),
+    )
     long = "w" * 200
     text = f"{long}\n\n    {long}\n\n```\n{long}\n```\n\n| {long} | b |\n|---|---|\n| 1 | {long} |\n\n[{long}](https://{long})"
     chunk = {"choices": [{"index": 0, "delta": {"content": text * 3}}]}
     body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    page.route(
+        "**/v1/chat/completions",
+        lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+    )
     page.goto(f"{files}/ui/")
     page.locator("[name=kind][value=chat]").check(force=True)
     page.fill("#prompt", long)

@@ -38,7 +38,9 @@ ROWS = [
 @pytest.mark.parametrize(
     ("heads", "options"),
     few(
-        itertools.product([(4, 2), (3, 3), (6, 1)], [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}]),
+        itertools.product(
+            [(4, 2), (3, 3), (6, 1)], [{}, {"sliding_window": 9}, {"logit_softcap": 2.0}]
+        ),
         [((4, 2), {}), ((3, 3), {"sliding_window": 9}), ((6, 1), {"logit_softcap": 2.0})],
     ),
     ids=str,
@@ -54,7 +56,9 @@ def test_every_backend_matches_float64(backend, contexts, queries, heads, option
 @pytest.mark.parametrize(("contexts", "queries"), [ROWS[0], ROWS[2]])
 def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
     """High ones, low ones and one that is none; with a mistake planted: those of the heads beside."""
-    case = make_case(1, contexts, queries, heads=(6, 2), padding=64 - sum(queries), num_blocks=32, table_width=13)
+    case = make_case(
+        1, contexts, queries, heads=(6, 2), padding=64 - sum(queries), num_blocks=32, table_width=13
+    )
     sinks = np.array([-np.inf, 0.5, 3.0, -1.0, 9.0, 2.0], np.float32)
     options = {"scale": 0.3, "sliding_window": 9}
     got = run(*case.arrays, **options, sinks=sinks, backend=backend)
@@ -67,7 +71,15 @@ def test_sinks_take_their_share_of_every_softmax(backend, contexts, queries):
 @pytest.mark.parametrize("page_dtype", ["float32", "int8", "uint8"])
 def test_values_within_the_keys(backend, page_dtype):
     """Of queries and new keys as well, written in the same call; padding gives zeros. A mistake planted: another width."""
-    case = make_case(1, [20, 40, 0, 7], [4, 33, 0, 7], heads=(6, 1), width=48, num_blocks=32, page_dtype=page_dtype)
+    case = make_case(
+        1,
+        [20, 40, 0, 7],
+        [4, 33, 0, 7],
+        heads=(6, 1),
+        width=48,
+        num_blocks=32,
+        page_dtype=page_dtype,
+    )
     within = dataclasses.replace(case, v_pages=case.k_pages, v_scale=case.k_scale)
     interpret = {"interpret": backend == "triton"}
     arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
@@ -88,10 +100,19 @@ def test_values_within_the_keys(backend, page_dtype):
         )
     )
     given = {name: jnp.asarray(array) for name, array in (given | scales).items()}
-    arguments = Arguments(v_pages=None, **given, options=AttentionOptions(**options, value_width=32))
+    arguments = Arguments(
+        v_pages=None, **given, options=AttentionOptions(**options, value_width=32)
+    )
     out, pages = write_and_attend(new, None, slots, arguments, backend=backend, **interpret)
     alone = write_kv(
-        new, None, given["k_pages"], None, slots, k_scale=given.get("k_scale"), backend=backend, **interpret
+        new,
+        None,
+        given["k_pages"],
+        None,
+        slots,
+        k_scale=given.get("k_scale"),
+        backend=backend,
+        **interpret,
     )
     for one, other in zip(pages, alone, strict=True):
         assert (one is None) == (other is None)
@@ -99,14 +120,18 @@ def test_values_within_the_keys(backend, page_dtype):
             np.testing.assert_array_equal(one, other)
     given["k_pages"] = pages[0]
     given |= {"k_scale": pages[2]} if scales else {}
-    again = paged_attention(v_pages=None, **given, **options, value_width=32, backend=backend, **interpret)
+    again = paged_attention(
+        v_pages=None, **given, **options, value_width=32, backend=backend, **interpret
+    )
     np.testing.assert_array_equal(out, again)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 32, 128])
 def test_block_sizes(block_size):
     case = make_case(2, [200, 3], [20, 3], block_size=block_size)
-    np.testing.assert_allclose(run(*case.arrays, scale=0.25, backend="scan"), oracle(case, scale=0.25), atol=2e-6)
+    np.testing.assert_allclose(
+        run(*case.arrays, scale=0.25, backend="scan"), oracle(case, scale=0.25), atol=2e-6
+    )
 
 
 def test_one_token_rows_with_the_promise_of_it():
@@ -157,17 +182,22 @@ def on_its_own(case, row, path):
     alone = dataclasses.replace(
         case,
         **{
-            name: getattr(case, name).copy() for name in ("q_TNH", "k_pages", "v_pages", "context_len_B", "query_start")
+            name: getattr(case, name).copy()
+            for name in ("q_TNH", "k_pages", "v_pages", "context_len_B", "query_start")
         },
     )
     start, stop = case.query_start[row : row + 2]
     first, block_size = case.context_len_B[row] - (stop - start), case.k_pages.shape[1]
     names = ("k_pages", "v_pages", *case.scales)
     for depth, token in enumerate(path):
-        (to, here), (source, there) = (divmod(first + place, block_size) for place in (depth, token))
+        (to, here), (source, there) = (
+            divmod(first + place, block_size) for place in (depth, token)
+        )
         for name in names:
             pages = getattr(alone, name) if name.endswith("pages") else getattr(alone, name).copy()
-            pages[case.block_table_BM[row, to], here] = getattr(case, name)[case.block_table_BM[row, source], there]
+            pages[case.block_table_BM[row, to], here] = getattr(case, name)[
+                case.block_table_BM[row, source], there
+            ]
             setattr(alone, name, pages)
         alone.q_TNH[start + depth] = case.q_TNH[start + token]
     alone.context_len_B[row] = first + len(path)
@@ -197,25 +227,44 @@ def test_a_token_of_a_tree_has_the_bits_of_its_branch_alone(form):
         for leaf in sorted(set(range(len(tree))) - set(tree)):
             path = branch(tree, leaf)
             alone = on_its_own(case, row, path)
-            for count in (1, len(path)):  # as rows that decode have it, and all of the branch at once
+            # as rows that decode have it, and all of the branch at once
+            for count in (1, len(path)):
                 arrays = list(alone.arrays)
                 if count == 1:
                     place = start + len(path) - 1
-                    arrays[0] = alone.q_TNH[place : place + 1].repeat(len(case.context_len_B), axis=0)
+                    arrays[0] = alone.q_TNH[place : place + 1].repeat(
+                        len(case.context_len_B), axis=0
+                    )
                     arrays[3] = arrays[3][[row] * len(case.context_len_B)]
                     arrays[4] = alone.context_len_B[[row] * len(case.context_len_B)]
                     arrays[5] = np.arange(len(case.context_len_B) + 1, dtype=np.int32)
-                plain = run(*arrays, **alone.scales, scale=0.3, backend="scan", max_query_len=1 if count == 1 else 20)
-                want = np.asarray(plain)[:1] if count == 1 else np.asarray(plain)[start : start + len(path)]
+                plain = run(
+                    *arrays,
+                    **alone.scales,
+                    scale=0.3,
+                    backend="scan",
+                    max_query_len=1 if count == 1 else 20,
+                )
+                want = (
+                    np.asarray(plain)[:1]
+                    if count == 1
+                    else np.asarray(plain)[start : start + len(path)]
+                )
                 np.testing.assert_array_equal(got[start + np.array(path[-count:])], want)
 
 
 MUTATIONS = {
     "values read as keys": lambda case: dataclasses.replace(case, v_pages=case.k_pages),
-    "table rows swapped": lambda case: dataclasses.replace(case, block_table_BM=case.block_table_BM[::-1]),
-    "length off by one": lambda case: dataclasses.replace(case, context_len_B=case.context_len_B - 1),
+    "table rows swapped": lambda case: dataclasses.replace(
+        case, block_table_BM=case.block_table_BM[::-1]
+    ),
+    "length off by one": lambda case: dataclasses.replace(
+        case, context_len_B=case.context_len_B - 1
+    ),
     "heads shifted": lambda case: dataclasses.replace(case, q_TNH=np.roll(case.q_TNH, 1, axis=1)),
-    "blocks reversed": lambda case: dataclasses.replace(case, block_table_BM=case.block_table_BM[:, ::-1]),
+    "blocks reversed": lambda case: dataclasses.replace(
+        case, block_table_BM=case.block_table_BM[:, ::-1]
+    ),
 }
 
 
@@ -239,7 +288,9 @@ def test_what_nobody_sees_may_be_nan(backend):
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
-@pytest.mark.parametrize(("contexts", "queries"), [([200, 70, 9], [1, 1, 1]), ([200, 150, 30], [20, 1, 30])])
+@pytest.mark.parametrize(
+    ("contexts", "queries"), [([200, 70, 9], [1, 1, 1]), ([200, 150, 30], [20, 1, 30])]
+)
 def test_what_no_window_reaches_may_be_nan(backend, contexts, queries):
     """Blocks that every window has left are replaced by the null block, and nothing is known of what that holds."""
     window, block_size = 9, 8
@@ -251,7 +302,9 @@ def test_what_no_window_reaches_may_be_nan(backend, contexts, queries):
     table = np.zeros_like(case.block_table_BM)
     for row, (length, num_new) in enumerate(zip(contexts, queries, strict=True)):
         for position in range(max(0, length - num_new - window + 1), length):
-            block = table[row, position // block_size] = case.block_table_BM[row, position // block_size]
+            block = table[row, position // block_size] = case.block_table_BM[
+                row, position // block_size
+            ]
             for pages, clean_pages in zip(poisoned, (case.k_pages, case.v_pages), strict=True):
                 pages[block, position % block_size] = clean_pages[block, position % block_size]
     case = dataclasses.replace(case, k_pages=poisoned[0], v_pages=poisoned[1], block_table_BM=table)
@@ -277,7 +330,9 @@ def test_any_rows(rows, seed):
         case.block_table_BM = np.pad(case.block_table_BM, ((0, missing), (0, 0)))
         case.context_len_B = np.pad(case.context_len_B, (0, missing))
         case.query_start = np.pad(case.query_start, (0, missing), mode="edge")
-    np.testing.assert_allclose(run(*case.arrays, scale=0.3, backend="scan"), oracle(case, scale=0.3), atol=3e-6)
+    np.testing.assert_allclose(
+        run(*case.arrays, scale=0.3, backend="scan"), oracle(case, scale=0.3), atol=3e-6
+    )
 
 
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), few([(4, 2), (2, 2), (8, 1)], [(4, 2)]))
@@ -290,9 +345,19 @@ def test_a_token_is_a_function_of_its_row_to_the_last_bit(num_heads, num_kv_head
     query = rng.standard_normal((heads[0], width)).astype(np.float32)
     seen = set()
     for block_size in (1, 8, 16, 32, 128):
-        for others, queries, hint in (([40], 1, 1), ([90, 400, 3], 1, 1), ([40], 16, None), ([10] * 15, 5, None)):
+        for others, queries, hint in (
+            ([40], 1, 1),
+            ([90, 400, 3], 1, 1),
+            ([40], 16, None),
+            ([10] * 15, 5, None),
+        ):
             case = make_case(
-                8, [length, *others], [queries, *[1] * len(others)], heads=heads, width=width, block_size=block_size
+                8,
+                [length, *others],
+                [queries, *[1] * len(others)],
+                heads=heads,
+                width=width,
+                block_size=block_size,
             )
             for position in range(length):
                 block = case.block_table_BM[0, position // block_size]
@@ -314,7 +379,9 @@ def test_refusals_name_the_argument():
         NotImplementedError,
         match="scan: a tree mask with a sliding window; reference: a tree mask with a sliding window",
     ):
-        paged_attention(*case.arrays, scale=1.0, sliding_window=3, tree_mask_TQ=np.ones((5, 1), bool))
+        paged_attention(
+            *case.arrays, scale=1.0, sliding_window=3, tree_mask_TQ=np.ones((5, 1), bool)
+        )
     case.query_start = case.query_start[:-1]
     with pytest.raises(ValueError, match="query_start must have 3 entries"):
         paged_attention(*case.arrays, scale=1.0)
@@ -328,7 +395,9 @@ def test_an_option_is_in_the_definition_and_refused_by_name_where_a_set_does_not
     options = {"scale": 1.0, name: arrays.get(name, 3)}
     if name == "value_width":
         case["v_pages"] = None
-    call = Call(page_dtype="float32", attention=Arguments(**case, options=AttentionOptions(**options)))
+    call = Call(
+        page_dtype="float32", attention=Arguments(**case, options=AttentionOptions(**options))
+    )
     without = dataclasses.replace(SETS["reference"], honours=SETS["reference"].honours - {name})
     assert SETS["reference"].refusal(None, call) is None
     assert without.refusal(None, call) == f"{name}: its attention has no such option"
@@ -339,11 +408,15 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
     old = SimpleNamespace(platform="gpu", device_kind="Tesla T4", compute_capability="7.5")
     monkeypatch.setattr(jax, "devices", lambda: [old])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(NotImplementedError, match="triton: needs a GPU .* has 7.5; mosaic: .* by name: scan or ref"):
+    with pytest.raises(
+        NotImplementedError, match="triton: needs a GPU .* has 7.5; mosaic: .* by name: scan or ref"
+    ):
         paged_attention(*case.arrays, scale=0.3)
     got = paged_attention(*case.arrays, scale=0.3, backend="scan")
     np.testing.assert_allclose(got, oracle(case, scale=0.3), atol=2e-6)
-    with pytest.raises(NotImplementedError, match="triton: needs a GPU of .* 8.0 or more, but Tesla T4 has 7.5"):
+    with pytest.raises(
+        NotImplementedError, match="triton: needs a GPU of .* 8.0 or more, but Tesla T4 has 7.5"
+    ):
         paged_attention(*case.arrays, scale=0.3, backend="triton")
 
 
@@ -352,13 +425,29 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
     [
         ({"q_TNH": np.float32(1)}, ValueError, "q_TNH must have 3 axes"),
         ({"q_TNH": np.zeros((5, 0, 16), np.float32)}, ValueError, "0 query heads"),
-        ({"k_pages": np.zeros((3, 8, 0, 16), np.float32)}, ValueError, r"k_pages must not be empty.*\(3, 8, 0, 16\)"),
-        ({"block_table_BM": np.zeros((2, 0), np.int32)}, ValueError, r"block_table_BM must not be empty.*\(2, 0\)"),
+        (
+            {"k_pages": np.zeros((3, 8, 0, 16), np.float32)},
+            ValueError,
+            r"k_pages must not be empty.*\(3, 8, 0, 16\)",
+        ),
+        (
+            {"block_table_BM": np.zeros((2, 0), np.int32)},
+            ValueError,
+            r"block_table_BM must not be empty.*\(2, 0\)",
+        ),
         ({"tree_mask_TQ": np.zeros((5, 0), bool)}, ValueError, r"tree_mask_TQ .*\(5, 0\)"),
-        ({"sinks": np.zeros(3, np.float32)}, ValueError, r"sinks must hold a float for each of 4 .*\(3,\)"),
+        (
+            {"sinks": np.zeros(3, np.float32)},
+            ValueError,
+            r"sinks must hold a float for each of 4 .*\(3,\)",
+        ),
         ({"value_width": 4}, ValueError, "either v_pages or value_width"),
         ({"v_pages": None}, ValueError, "either v_pages or value_width"),
-        ({"v_pages": None, "value_width": 17}, ValueError, "value_width must be at most .* 16, not 17"),
+        (
+            {"v_pages": None, "value_width": 17},
+            ValueError,
+            "value_width must be at most .* 16, not 17",
+        ),
         ({"scale": "x"}, TypeError, "scale must be a number.*'x'"),
         ({"scale": jnp.float32(1)}, TypeError, "scale must be a number"),
         ({"scale": float("nan")}, ValueError, "scale must be finite, not nan"),
@@ -372,7 +461,13 @@ def test_a_gpu_gets_plain_xla_only_where_it_is_asked_for_by_name(monkeypatch):
 def test_what_is_no_call_is_refused_by_name(changes, error, text):
     arguments = vars(make_case(9, [4, 4], [1, 1])) | {"scale": 1.0} | changes
     with pytest.raises(error, match=text):
-        paged_attention(**{name: value for name, value in arguments.items() if value is not None or name == "v_pages"})
+        paged_attention(
+            **{
+                name: value
+                for name, value in arguments.items()
+                if value is not None or name == "v_pages"
+            }
+        )
 
 
 @pytest.mark.parametrize("backend", SHARED_BACKENDS)
@@ -381,7 +476,10 @@ def test_a_call_without_tokens_or_rows_gives_zeros(backend):
     for contexts, queries, padding in (([9, 4], [0, 0], 0), ([], [], 2)):
         case = make_case(9, contexts or [1], queries or [0], padding=padding)
         if not contexts:
-            case.block_table_BM, case.context_len_B = case.block_table_BM[:0], case.context_len_B[:0]
+            case.block_table_BM, case.context_len_B = (
+                case.block_table_BM[:0],
+                case.context_len_B[:0],
+            )
             case.query_start = case.query_start[:1]
         got = paged_attention(*case.arrays, scale=1.0, backend=backend, interpret=interpret)
         assert got.shape == case.q_TNH.shape
@@ -407,7 +505,9 @@ def test_kernels_refuse_64_bits_and_xla_does_not():
     jax.config.update("jax_enable_x64", True)
     try:
         got = paged_attention(*case.arrays, scale=0.5)
-        with pytest.raises(NotImplementedError, match="triton: jax_enable_x64.*mosaic: jax_enable_x64"):
+        with pytest.raises(
+            NotImplementedError, match="triton: jax_enable_x64.*mosaic: jax_enable_x64"
+        ):
             paged_attention(*case.arrays, scale=0.5, interpret=True)
         with pytest.raises(NotImplementedError, match="triton: jax_enable_x64"):
             write_kv(pages[0], pages[1], pages, pages, np.array([1, 2]), interpret=True)
@@ -428,7 +528,9 @@ def test_writing_and_attending_in_one_call(num_tokens, page_dtype):
     scales = dict(zip(case.scales, pages[2:], strict=True))
     options = {"scale": 0.3, "sinks": np.array([1.0, -1.0, 0.5, 2.0], np.float32)}
     want = paged_attention(case.q_TNH, *pages[:2], *case.arrays[3:], **options, **scales)
-    out, got = write_and_attend(k, v, slots, Arguments(**vars(case), options=AttentionOptions(**options)))
+    out, got = write_and_attend(
+        k, v, slots, Arguments(**vars(case), options=AttentionOptions(**options))
+    )
     for one, other in zip((out, *got), (want, *pages), strict=True):
         np.testing.assert_array_equal(one, other)
     with pytest.raises(ValueError, match=r"v_TKH must have one vector .* \(1, 2, 16\)"):
@@ -444,7 +546,9 @@ def test_write_kv_fills_exactly_its_slots():
     want = [pages.reshape(20, 2, 8).copy() for pages in (k_pages, v_pages)]
     for index, slot in enumerate(slots):
         want[0][slot], want[1][slot] = k[index], v[index]
-    got = write_kv(jnp.asarray(k), jnp.asarray(v), jnp.asarray(k_pages), jnp.asarray(v_pages), slots)
+    got = write_kv(
+        jnp.asarray(k), jnp.asarray(v), jnp.asarray(k_pages), jnp.asarray(v_pages), slots
+    )
     for pages, expected in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(pages).reshape(20, 2, 8), expected)
 
@@ -461,7 +565,9 @@ def test_donated_pages_are_changed_in_place(operation):
     new = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32)
     index = jax.ShapeDtypeStruct((8,), jnp.int32)
     if operation == "write":
-        compiled = jax.jit(write_kv, donate_argnums=(2, 3)).lower(new, new, shape, shape, index).compile()
+        compiled = (
+            jax.jit(write_kv, donate_argnums=(2, 3)).lower(new, new, shape, shape, index).compile()
+        )
         pages_bytes = 2 * 512 * 16 * 4 * 64 * 4
     else:
         compiled = jax.jit(copy_blocks, donate_argnums=0).lower(shape, index, index).compile()

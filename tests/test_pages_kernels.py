@@ -29,7 +29,10 @@ from pallas_kernels.triton import write as triton_write
 
 P, S, K, H, T = 6, 4, 3, 20, 7
 DTYPES = ("float32", "bfloat16", "float16", "int8", "uint8", "float8_e4m3fn")
-BACKENDS = {"reference": {"backend": "reference"}, "triton": {"backend": "triton", "interpret": True}}
+BACKENDS = {
+    "reference": {"backend": "reference"},
+    "triton": {"backend": "triton", "interpret": True},
+}
 E4M3 = ml_dtypes.float8_e4m3fn
 
 
@@ -54,19 +57,27 @@ def kept_as(x, dtype):
     factor = np.float32(1 / 127) if dtype == "int8" else np.float32(1 / 448)
     scale = np.maximum(np.abs(x).max(-1) * factor, np.float32(2.0**-100))
     scaled = x / scale[..., None]
-    return (np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(E4M3).view(dtype)), scale
+    return (
+        np.rint(scaled).astype(np.int8) if dtype == "int8" else scaled.astype(E4M3).view(dtype)
+    ), scale
 
 
 def new_pages(dtype, seed=0, width=H):
     """k_pages, v_pages and, of quantised pages, k_scale and v_scale, all holding something."""
     rng = np.random.default_rng(seed)
-    pages = [rng.integers(0, 100, (P, S, K, width)).astype(np.float32).astype(dtype) for _ in range(2)]
-    return pages + [rng.random((P, S, K)).astype(np.float32) for _ in range(2 * is_quantized(dtype))]
+    pages = [
+        rng.integers(0, 100, (P, S, K, width)).astype(np.float32).astype(dtype) for _ in range(2)
+    ]
+    return pages + [
+        rng.random((P, S, K)).astype(np.float32) for _ in range(2 * is_quantized(dtype))
+    ]
 
 
 def vectors(seed, width=H):
     rng = np.random.default_rng(seed)
-    k, v = (rng.standard_normal((2, T, K, width)) * np.exp(2 * rng.standard_normal((2, T, K, 1)))).astype(np.float32)
+    k, v = (
+        rng.standard_normal((2, T, K, width)) * np.exp(2 * rng.standard_normal((2, T, K, 1)))
+    ).astype(np.float32)
     v[0, 1] = 0.0
     return k, v
 
@@ -80,7 +91,10 @@ def write(k_TKH, v_TKH, pages, slots_T, *, backend):
 def check_write(function, dtype, slots, seed=0, width=H):
     """Every slot outside the null block, to the bit; in the null block, what was there or what some padding token brought."""
     (k, v), pages = vectors(seed, width), new_pages(dtype, seed, width)
-    got = [np.asarray(array).reshape(P * S, K, -1) for array in function(k, v, pages, np.array(slots, np.int32))]
+    got = [
+        np.asarray(array).reshape(P * S, K, -1)
+        for array in function(k, v, pages, np.array(slots, np.int32))
+    ]
     updates = [kept_as(k, dtype), kept_as(v, dtype)]
     for array, old, new in zip(
         got, pages, [kept for kept, _ in updates] + [scale for _, scale in updates], strict=False
@@ -110,7 +124,10 @@ SLOTS = [S, 23, 0, 9, 24, 0, 3]  # the first and the last, padding, and one behi
 )
 def test_a_write_fills_exactly_its_slots(dtype, real, others, seed):
     slots = np.random.default_rng(seed).permutation(real + others[len(real) :]).tolist()
-    got = {backend: check_write(functools.partial(write, backend=backend), dtype, slots, seed) for backend in BACKENDS}
+    got = {
+        backend: check_write(functools.partial(write, backend=backend), dtype, slots, seed)
+        for backend in BACKENDS
+    }
     same([array[S:] for array in got["triton"]], [array[S:] for array in got["reference"]])
 
 
@@ -120,7 +137,9 @@ def test_head_widths_and_heads_are_masked(width, monkeypatch):
     for tile in (1, 2048):
         monkeypatch.setattr(triton_write, "TILE", tile)
         for dtype in ("float32", "int8"):
-            check_write(functools.partial(write.__wrapped__, backend="triton"), dtype, SLOTS, width=width)
+            check_write(
+                functools.partial(write.__wrapped__, backend="triton"), dtype, SLOTS, width=width
+            )
 
 
 def swapped(k, v, pages, slots):
@@ -146,7 +165,9 @@ def wrapped_around(k, v, pages, slots):
 
 
 @pytest.mark.parametrize(
-    "wrong", [swapped, off_by_one, scale_of_another_head, scale_of_the_other, wrapped_around], ids=lambda f: f.__name__
+    "wrong",
+    [swapped, off_by_one, scale_of_another_head, scale_of_the_other, wrapped_around],
+    ids=lambda f: f.__name__,
 )
 def test_a_planted_mistake_in_a_write_is_seen(wrong):
     check_write(functools.partial(write, backend="triton"), "int8", SLOTS)
@@ -160,7 +181,26 @@ def quantized_twice(x, *, dtype):
 
 
 @given(st.lists(st.floats(width=32), min_size=16, max_size=16))
-@example([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 63.5, -64.5, 0.0, -0.0, 1e-45, -1e-38, 126.5, -127.0, 3.4999998, 2.5000002])
+@example(
+    [
+        127.0,
+        0.5,
+        1.5,
+        2.5,
+        -0.5,
+        -1.5,
+        63.5,
+        -64.5,
+        0.0,
+        -0.0,
+        1e-45,
+        -1e-38,
+        126.5,
+        -127.0,
+        3.4999998,
+        2.5000002,
+    ]
+)
 @example([3.4e38, -3.4e38, *[1e-45] * 14])
 @example([float("nan"), *[1.0] * 15])
 @example([float("-inf"), float("inf"), *[1.0] * 14])
@@ -181,8 +221,17 @@ def test_quantising_in_a_kernel_gives_the_same_bits(values):
 def mixed_pages(seed=0):
     """Layers whose arrays differ in type and rank, one of them as wide as two tiles and a bit."""
     rng = np.random.default_rng(seed)
-    made = [("int8", (K, H)), ("float32", (K,)), ("bfloat16", (2, 16)), ("float8_e4m3fn", (1, 8)), ("int8", (K, 100))]
-    leaves = [rng.integers(0, 100, (P, S, *shape)).astype(np.float32).astype(dtype) for dtype, shape in made]
+    made = [
+        ("int8", (K, H)),
+        ("float32", (K,)),
+        ("bfloat16", (2, 16)),
+        ("float8_e4m3fn", (1, 8)),
+        ("int8", (K, 100)),
+    ]
+    leaves = [
+        rng.integers(0, 100, (P, S, *shape)).astype(np.float32).astype(dtype)
+        for dtype, shape in made
+    ]
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     return {"k": leaves[0], "scale": leaves[1]}, leaves[2], (leaves[3], None, leaves[4])
 
@@ -210,16 +259,21 @@ def check_copy(function, by_slot, pairs, seed=0):
         same(np.asarray(new), want.reshape(old.shape))
 
 
-CHAIN = [(1, 2), (2, 3), (3, 1), (4, 99), (5, -1), (-1, 4)]  # a circle, two that are left out, a source that is clamped
+# a circle, two that are left out, a source that is clamped
+CHAIN = [(1, 2), (2, 3), (3, 1), (4, 99), (5, -1), (-1, 4)]
 
 
 def pairs_of(num_rows):
     source = st.integers(0, num_rows - 1)
-    real = st.lists(st.tuples(source, st.integers(1, num_rows + 1)), max_size=6, unique_by=lambda pair: pair[1])
+    real = st.lists(
+        st.tuples(source, st.integers(1, num_rows + 1)), max_size=6, unique_by=lambda pair: pair[1]
+    )
     return real.map(lambda pairs: pairs + [(0, 0)] * (6 - len(pairs)))
 
 
-@pytest.mark.parametrize(("operation", "backend"), copies, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("operation", "backend"), copies, ids=lambda value: getattr(value, "__name__", value)
+)
 @settings(max_examples=15)
 @given(data=st.data())
 def test_a_copy_reads_all_before_it_writes(operation, backend, data):
@@ -231,7 +285,9 @@ def test_a_copy_reads_all_before_it_writes(operation, backend, data):
 
 def one_after_another(pages, source, destination):
     for one, other in zip(source, destination, strict=True):
-        pages = jax.tree.map(lambda old, one=one, other=other: jnp.asarray(old).at[other].set(old[one]), pages)
+        pages = jax.tree.map(
+            lambda old, one=one, other=other: jnp.asarray(old).at[other].set(old[one]), pages
+        )
     return pages
 
 
@@ -243,7 +299,9 @@ def a_layer_forgotten(pages, source, destination):
     return *copies[copy_blocks, "triton"](pages, source, destination)[:2], pages[2]
 
 
-@pytest.mark.parametrize("wrong", [one_after_another, the_other_way, a_layer_forgotten], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "wrong", [one_after_another, the_other_way, a_layer_forgotten], ids=lambda f: f.__name__
+)
 def test_a_planted_mistake_in_a_copy_is_seen(wrong):
     check_copy(copies[copy_blocks, "triton"], False, CHAIN)
     with pytest.raises(AssertionError):
@@ -257,7 +315,10 @@ def test_slots_are_not_blocks():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=10)
-@given(blocks=st.lists(st.integers(1, P - 1), min_size=4, max_size=4, unique=True), padding=st.integers(0, 4))
+@given(
+    blocks=st.lists(st.integers(1, P - 1), min_size=4, max_size=4, unique=True),
+    padding=st.integers(0, 4),
+)
 def test_blocks_leave_and_come_back_to_the_bit(backend, blocks, padding):
     blocks = np.array(blocks[padding:] + [0] * padding, np.int32)
     pages, others = mixed_pages(1), mixed_pages(2)
@@ -330,12 +391,16 @@ def test_donated_pages_are_changed_in_place(backend):
             continue
         donating = jax.jit(functools.partial(function, **BACKENDS[backend]), donate_argnums=0)
         analysis = donating.lower(pages, *rest).compile().memory_analysis()
-        pages_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))
+        pages_bytes = sum(
+            math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages)
+        )
         assert analysis.alias_size_in_bytes == pages_bytes, name
         assert analysis.temp_size_in_bytes < pages_bytes / 8, name
 
 
-@pytest.mark.skipif(not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11")
+@pytest.mark.skipif(
+    not compat.MOSAIC_INTERPRETABLE, reason="Mosaic's interpreter comes with jax 0.11"
+)
 def test_mosaic_leaves_pages_to_plain_xla_which_takes_no_interpreter():
     for name, function, arguments, _ in operations(("bfloat16", "uint8"), layers=1):
         programs = (
@@ -364,14 +429,17 @@ def test_auto_is_the_kernel_on_a_gpu():
         operation = functools.partial(copy_blocks, **options)
         return str(jax.make_jaxpr(operation)(pages, index, index)).count("pallas_call")
 
-    small, large = (jax.ShapeDtypeStruct((blocks, 16, 8, 128), jnp.int8) for blocks in (64, 2**17 + 1))
+    small, large = (
+        jax.ShapeDtypeStruct((blocks, 16, 8, 128), jnp.int8) for blocks in (64, 2**17 + 1)
+    )
     larger = jax.ShapeDtypeStruct((2**18 + 1, 16, 8, 128), jnp.int8)
     assert kernels(small) == 0
     with described_gpu():
         assert kernels(small) == 2 and kernels(larger) == 2 and kernels(large, backend="scan") == 0
         assert kernels(large) == 0 == kernels(large, backend="mosaic")
         with pytest.raises(
-            NotImplementedError, match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has"
+            NotImplementedError,
+            match=r"copy_blocks takes this call: triton: .* int8 \(131073, 16384\) has",
         ):
             kernels(large, backend="triton")
         many = jax.ShapeDtypeStruct(
@@ -404,8 +472,18 @@ def test_refusals_name_the_argument():
             (new, new[1:], *pages, index),
             {},
         ),
-        (TypeError, "k_TKH must hold floats, but holds int32", (new.astype(np.int32), new, *pages, index), {}),
-        (TypeError, "slots_T must hold integers along one axis, but is float32", (new, new, *pages, new[0, 0]), {}),
+        (
+            TypeError,
+            "k_TKH must hold floats, but holds int32",
+            (new.astype(np.int32), new, *pages, index),
+            {},
+        ),
+        (
+            TypeError,
+            "slots_T must hold integers along one axis, but is float32",
+            (new, new, *pages, new[0, 0]),
+            {},
+        ),
         (ValueError, "must be alike", (new, new, pages[0], pages[1][1:], index), {}),
         (
             ValueError,
@@ -416,9 +494,13 @@ def test_refusals_name_the_argument():
     ):
         with pytest.raises(error, match=message):
             write_kv(*arguments, **options)
-    with pytest.raises(ValueError, match=r"source and destination must be alike, .* \(2,\) and \(1,\)"):
+    with pytest.raises(
+        ValueError, match=r"source and destination must be alike, .* \(2,\) and \(1,\)"
+    ):
         copy_blocks(pages, index, index[1:])
-    with pytest.raises(ValueError, match=r"contents must be uint8 \(2, 1920\), but are uint8 \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"contents must be uint8 \(2, 1920\), but are uint8 \(2, 5\)"
+    ):
         scatter_blocks(pages, index, np.zeros((2, 5), np.uint8))
     pool = np.zeros((3, 2, 4), np.float32)
     for error, message, operation, arguments in (
@@ -428,13 +510,38 @@ def test_refusals_name_the_argument():
             copy_blocks,
             ((pool, pool[1:]), index, index),
         ),
-        (ValueError, r"first 2 axes .* \[\(3, 2, 4\), \(3, 1, 4\)\]", copy_slots, ((pool, pool[:, 1:]), index, index)),
-        (ValueError, r"pages must be alike .* \[\(\)\]", copy_blocks, (np.float32(1), index, index)),
+        (
+            ValueError,
+            r"first 2 axes .* \[\(3, 2, 4\), \(3, 1, 4\)\]",
+            copy_slots,
+            ((pool, pool[:, 1:]), index, index),
+        ),
+        (
+            ValueError,
+            r"pages must be alike .* \[\(\)\]",
+            copy_blocks,
+            (np.float32(1), index, index),
+        ),
         (ValueError, r"not empty, .* \[\(0, 2, 4\)\]", gather_blocks, (pool[:0], index)),
         (ValueError, "pages must have at least one array", gather_blocks, ((), index)),
-        (TypeError, "pages must hold integers or floats, but an array holds bool", gather_blocks, (pool > 0, index)),
-        (ValueError, r"blocks must have one axis, but its shape is \(1, 2\)", gather_blocks, (pool, index[None])),
-        (TypeError, "source must hold integers, but holds float32", copy_blocks, (pool, pool[0, 0], index)),
+        (
+            TypeError,
+            "pages must hold integers or floats, but an array holds bool",
+            gather_blocks,
+            (pool > 0, index),
+        ),
+        (
+            ValueError,
+            r"blocks must have one axis, but its shape is \(1, 2\)",
+            gather_blocks,
+            (pool, index[None]),
+        ),
+        (
+            TypeError,
+            "source must hold integers, but holds float32",
+            copy_blocks,
+            (pool, pool[0, 0], index),
+        ),
     ):
         with pytest.raises(error, match=message):
             operation(*arguments)
@@ -444,9 +551,13 @@ def test_refusals_name_the_argument():
 def test_numpy_arrays_and_narrow_integers_do(backend):
     """Not compiled; the pool has more slots than eight bits count."""
     pages = np.arange(2 * 40 * 4 * 1 * 16, dtype=np.float32).reshape(2, 40, 4, 1, 16)
-    got = write_kv(pages[0, 0, :2], pages[1, 0, :2], *pages, np.array([5, 9], np.int8), **BACKENDS[backend])
+    got = write_kv(
+        pages[0, 0, :2], pages[1, 0, :2], *pages, np.array([5, 9], np.int8), **BACKENDS[backend]
+    )
     want = pages.copy().reshape(2, 160, 1, 16)
     want[:, [5, 9]] = pages[:, 0, :2]
     np.testing.assert_array_equal(np.stack(got).reshape(want.shape), want)
-    moved = copy_blocks(pages[0], np.array([1], np.uint8), np.array([2], np.int8), **BACKENDS[backend])
+    moved = copy_blocks(
+        pages[0], np.array([1], np.uint8), np.array([2], np.int8), **BACKENDS[backend]
+    )
     np.testing.assert_array_equal(moved, pages[0, [0, 1, 1, *range(3, 40)]])

@@ -75,7 +75,8 @@ def test_figure_5_and_6_one_request() -> None:
     assert story.table(A) == [(7, 4), (1, 4)]
     story.write(A, FOUR_SCORE[8:9])  # 3: the next one takes a new block
     assert story.table(A) == [(7, 4), (1, 4), (3, 1)]
-    story.write(A, FOUR_SCORE[9:])  # figure 5: the query "forth" reads three blocks that are not contiguous
+    # figure 5: the query "forth" reads three blocks that are not contiguous
+    story.write(A, FOUR_SCORE[9:])
     assert story.pages.slots[7] == ["Four", "score", "and", "seven"]
     assert story.pages.slots[1] == ["years", "ago", "our", "fathers"]
     assert story.pages.slots[3][:2] == ["brought", "forth"]
@@ -105,14 +106,17 @@ def test_figure_8_parallel_sampling_copies_on_write_once() -> None:
     assert story.manager.block_tables(a1)[0] == story.manager.block_tables(a2)[0] == (7, 1)
     assert (story.pool.ref_count(7), story.pool.ref_count(1)) == (2, 2)
     assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (2, 4)
-    assert story.write(a1, ["fathers"]) == ((1, 3),)  # A1 writes first: its last block is copied to block 3
+    # A1 writes first: its last block is copied to block 3
+    assert story.write(a1, ["fathers"]) == ((1, 3),)
     assert (story.pool.ref_count(7), story.pool.ref_count(1), story.pool.ref_count(3)) == (2, 1, 1)
     num_free = story.pool.num_free
-    assert story.write(a2, ["mothers"]) == ()  # A2 writes in place: nobody else reads block 1 any more
+    # A2 writes in place: nobody else reads block 1 any more
+    assert story.write(a2, ["mothers"]) == ()
     assert story.pool.num_free == num_free
     assert story.manager.block_tables(a1)[0] == (7, 3)
     assert story.manager.block_tables(a2)[0] == (7, 1)
-    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (1, 0.25)  # block 7 for two
+    # block 7 for two
+    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (1, 0.25)
     assert story.read(a1) == [*FOUR_SCORE[:7], "fathers"]
     assert story.read(a2) == [*FOUR_SCORE[:7], "mothers"]
 
@@ -123,7 +127,8 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
     def ours(*blocks: int) -> list[int]:
         return [block + 1 for block in blocks]
 
-    # Before the dotted line: candidate 0 holds blocks 0 1 3 5, candidate 1 0 1 3 6, candidate 2 0 1 3 7, candidate 3 0 2 4 8.
+    # Before the dotted line: candidate 0 holds blocks 0 1 3 5, candidate 1 0 1 3 6, candidate 2 0 1
+    # 3 7, candidate 3 0 2 4 8.
     story = Story(free_order=ours(0, 1, 3, 5, 6, 7, 2, 4, 8, 9, 10, 11, 12), num_blocks=14)
     story.write(0, [f"prompt {i}" for i in range(4)])  # block 0
     story.fork(0, 3)
@@ -134,29 +139,55 @@ def test_figure_9_beam_search_shares_and_frees() -> None:
         story.write(candidate, [f"beam {candidate} {i}" for i in range(4)])  # blocks 5, 6, 7
     story.write(3, [f"beam 3 {i}" for i in range(12)])  # blocks 2, 4, 8
     before = {0: [0, 1, 3, 5], 1: [0, 1, 3, 6], 2: [0, 1, 3, 7], 3: [0, 2, 4, 8]}
-    assert {c: list(story.manager.block_tables(c)[0]) for c in before} == {c: ours(*b) for c, b in before.items()}
+    assert {c: list(story.manager.block_tables(c)[0]) for c in before} == {
+        c: ours(*b) for c, b in before.items()
+    }
     assert [story.pool.ref_count(block) for block in ours(*range(9))] == [4, 3, 1, 3, 1, 1, 1, 1, 1]
-    assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (7, 16)  # nine blocks for four times four
+    # nine blocks for four times four
+    assert (story.usage().saved_blocks, story.usage().unshared_blocks) == (7, 16)
 
-    # The four likeliest continuations come from candidates 1 (two of them) and 2 (two): 0 and 3 are not extended.
+    # The four likeliest continuations come from candidates 1 (two of them) and 2 (two): 0 and 3 are
+    # not extended.
     free_before = story.pool.num_free
     survivors = {10: 1, 11: 1, 12: 2, 13: 2}
     for child, parent in survivors.items():
         story.fork(parent, child)
     for candidate in before:
         story.release(candidate)
-    assert [block for block in ours(*range(9)) if story.pool.ref_count(block) == 0] == ours(2, 4, 5, 8)  # freed
+    # freed
+    assert [block for block in ours(*range(9)) if story.pool.ref_count(block) == 0] == ours(
+        2, 4, 5, 8
+    )
     assert story.pool.num_free == free_before + 4
-    assert [story.write(child, [f"next {child}"]) for child in survivors] == [()] * 4  # whole blocks: nothing to copy
+    # whole blocks: nothing to copy
+    assert [story.write(child, [f"next {child}"]) for child in survivors] == [()] * 4
 
-    # All share blocks 0, 1, 3; candidates 0 and 1 share 6, candidates 2 and 3 share 7; each has a new block of 9 to 12.
+    # All share blocks 0, 1, 3; candidates 0 and 1 share 6, candidates 2 and 3 share 7; each has a
+    # new block of 9 to 12.
     after = {10: [0, 1, 3, 6, 9], 11: [0, 1, 3, 6, 10], 12: [0, 1, 3, 7, 11], 13: [0, 1, 3, 7, 12]}
-    assert {c: list(story.manager.block_tables(c)[0]) for c in after} == {c: ours(*b) for c, b in after.items()}
-    assert [story.pool.ref_count(block) for block in ours(0, 1, 3, 6, 7, 9, 10, 11, 12)] == [4, 4, 4, 2, 2, 1, 1, 1, 1]
-    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (11, 11 / 20)  # nine for four times five
+    assert {c: list(story.manager.block_tables(c)[0]) for c in after} == {
+        c: ours(*b) for c, b in after.items()
+    }
+    assert [story.pool.ref_count(block) for block in ours(0, 1, 3, 6, 7, 9, 10, 11, 12)] == [
+        4,
+        4,
+        4,
+        2,
+        2,
+        1,
+        1,
+        1,
+        1,
+    ]
+    # nine for four times five
+    assert (story.usage().saved_blocks, story.usage().saved_by_sharing) == (11, 11 / 20)
     for child, parent in survivors.items():
         prefix = [f"prompt {i}" for i in range(4)] + [f"shared {i}" for i in range(8)]
-        assert story.read(child) == [*prefix, *(f"beam {parent} {i}" for i in range(4)), f"next {child}"]
+        assert story.read(child) == [
+            *prefix,
+            *(f"beam {parent} {i}" for i in range(4)),
+            f"next {child}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -182,7 +213,9 @@ class Contiguous:
     [(Contiguous(2048, 7, 2), (7, 1, 2, 2038)), (Contiguous(512, 3, 1), (3, 1, 1, 507))],
     ids=["A", "B"],
 )
-def test_figure_3_waste_of_reservation_and_of_paging(request_: Contiguous, printed: tuple[int, ...]) -> None:
+def test_figure_3_waste_of_reservation_and_of_paging(
+    request_: Contiguous, printed: tuple[int, ...]
+) -> None:
     """The same two requests in one contiguous piece, as printed, and in blocks, whose waste is below one block at every step."""
     assert request_.kinds() == printed
     assert sum(request_.kinds()) == request_.max_length
@@ -194,7 +227,11 @@ def test_figure_3_waste_of_reservation_and_of_paging(request_: Contiguous, print
         assert used.token_slots == request_.num_prompt + num_generated
         assert used.reserved_slots == 0
         assert used.internal_fragmentation_slots == -used.token_slots % 4 < 4
-        assert used.token_slots + used.internal_fragmentation_slots + used.free_slots == used.num_slots == 36
+        assert (
+            used.token_slots + used.internal_fragmentation_slots + used.free_slots
+            == used.num_slots
+            == 36
+        )
 
 
 def test_figure_3_both_requests_at_once() -> None:
@@ -202,10 +239,20 @@ def test_figure_3_both_requests_at_once() -> None:
     story.write(A, ["prompt"] * 7 + ["current"])
     story.write(B, ["prompt"] * 3 + ["current"])
     # 12 slots for 12 tokens in three blocks; the reservations hold 2560 slots for the same.
-    assert story.usage().kinds == {"token states": 12, "reserved": 0, "internal fragmentation": 0, "free": 24}
+    assert story.usage().kinds == {
+        "token states": 12,
+        "reserved": 0,
+        "internal fragmentation": 0,
+        "free": 24,
+    }
     story.write(A, ["to come"] * 2)
     story.write(B, ["to come"])
-    assert story.usage().kinds == {"token states": 15, "reserved": 0, "internal fragmentation": 5, "free": 16}
+    assert story.usage().kinds == {
+        "token states": 15,
+        "reserved": 0,
+        "internal fragmentation": 5,
+        "free": 16,
+    }
     assert story.usage().saved_by_sharing == 0.0
 
 
@@ -219,12 +266,16 @@ def test_figure_15_parallel_sampling_saves_the_prompt(num_samples: int, printed:
     for sample in range(num_samples):
         story.write(sample, ["word"] * 4 * 88)
     split = story.usage()
-    assert (split.unshared_blocks, split.saved_blocks) == (100 * num_samples, 12 * (num_samples - 1))
+    assert (split.unshared_blocks, split.saved_blocks) == (
+        100 * num_samples,
+        12 * (num_samples - 1),
+    )
     assert 100 * split.saved_by_sharing == pytest.approx(printed, abs=0.5)
 
 
 CONTINUES = {20: -0.001}  # the only likely token
-SCRIPT = {  # of figure 9, by output token: what follows the beams, by the first token that they part with
+# of figure 9, by output token: what follows the beams, by the first token that they part with
+SCRIPT = {
     0: {None: {10: -1.0, 11: -1.1, 12: -1.2, 13: -1.3}},
     8: {10: {30: -0.1, 31: -0.2, 32: -0.3}, 11: {33: -0.1}, 12: {}, 13: {}},
     12: {30: {}, 31: {40: -0.1, 41: -0.2}, 32: {40: -0.15, 41: -0.25}, 33: {}},
@@ -235,7 +286,9 @@ def scripted(num_output: int, known: list[int]) -> dict[int, float]:
     """The likely tokens behind a beam."""
     if num_output not in SCRIPT:
         return CONTINUES
-    return next(likely for token, likely in SCRIPT[num_output].items() if token in (None, *known[-9:]))
+    return next(
+        likely for token, likely in SCRIPT[num_output].items() if token in (None, *known[-9:])
+    )
 
 
 def drawn_as_scripted(engine: Any, result: StepResult) -> StepResult:
@@ -258,7 +311,9 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         yield llm
 
 
-def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
+def stepped(
+    llm: LLM, prompt: list[int], max_tokens: int
+) -> Iterator[tuple[StepPlan, dict[int, tuple[int, ...]]]]:
     """A search of width 4: each step's plan, and behind it the block tables by the last token that tells a beam from others."""
     engine: Any = llm._engine
     build = engine.builder.build
@@ -268,14 +323,18 @@ def stepped(llm: LLM, prompt: list[int], max_tokens: int) -> Iterator[tuple[Step
         return build(plan, *masks)
 
     engine.builder.build = noted
-    reporter = engine.add("figure 9", engine.prepare(None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True)))
+    reporter = engine.add(
+        "figure 9", engine.prepare(None, prompt, BeamSearchParams(4, max_tokens, ignore_eos=True))
+    )
     (group,) = engine.scheduler.waiting
     while engine.has_unfinished:
         engine.step()
         tables = {}
         for sequence in group.unfinished:
             names = [token for token in sequence.output_token_ids if token != 20]
-            tables[tuple(names)] = engine.scheduler.block_manager.block_tables(sequence.sequence_id)[0]
+            tables[tuple(names)] = engine.scheduler.block_manager.block_tables(
+                sequence.sequence_id
+            )[0]
         yield engine.plan, tables
     assert len(reporter.whole().outputs) == 4
     engine.scheduler.check()
@@ -292,8 +351,10 @@ def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     assert pool.num_free == pool.num_usable
 
     first = steps[0][1]
-    assert len(first) == 4 and len(set(first.values())) == 1 and len(first[10,]) == 1  # all share the prompt's block
-    before = steps[11][1]  # sixteen tokens are known: the paper's candidates 0 to 3 hold four blocks each
+    # all share the prompt's block
+    assert len(first) == 4 and len(set(first.values())) == 1 and len(first[10,]) == 1
+    # sixteen tokens are known: the paper's candidates 0 to 3 hold four blocks each
+    before = steps[11][1]
     assert list(before) == [(10, 30), (11, 33), (10, 31), (10, 32)]
     figure = dict(
         zip(
@@ -302,15 +363,21 @@ def test_figure_9_through_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
             strict=True,
         )
     )
-    place = {ours: theirs for name, table in before.items() for ours, theirs in zip(table, figure[name], strict=True)}
+    place = {
+        ours: theirs
+        for name, table in before.items()
+        for ours, theirs in zip(table, figure[name], strict=True)
+    }
     assert len(place) == len(set(place.values())) == 9
-    after = steps[13][1]  # 0 and 3 are not extended; 1 and 2 are, twice each; each of the four has begun a new block
+    # 0 and 3 are not extended; 1 and 2 are, twice each; each of the four has begun a new block
+    after = steps[13][1]
     assert set(after) == {(10, 31, 40), (10, 31, 41), (10, 32, 40), (10, 32, 41)}
     kept = {name: [place.get(block) for block in table[:4]] for name, table in after.items()}
     assert kept == {name: figure[name[:2]] for name in after}
     assert len({table[4] for table in after.values()}) == 4
     held = {block for table in after.values() for block in table}
-    assert sorted(theirs for ours, theirs in place.items() if ours not in held) == [2, 4, 5, 8]  # freed
+    # freed
+    assert sorted(theirs for ours, theirs in place.items() if ours not in held) == [2, 4, 5, 8]
 
 
 def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
@@ -322,7 +389,9 @@ def test_beams_copy_the_last_partial_block_and_nothing_else(llm: LLM) -> None:
         sources = [source for source, _ in plan.copies]
         for source in set(sources):
             sharers = shared[source]
-            assert sources.count(source) == len(sharers) - 1 and all(position % 4 for position in sharers)
+            assert sources.count(source) == len(sharers) - 1 and all(
+                position % 4 for position in sharers
+            )
         partly = {block for block, sharers in shared.items() if len(sharers) > 1 and sharers[0] % 4}
         assert set(sources) == partly
         num_copies += len(sources)

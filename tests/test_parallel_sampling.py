@@ -24,7 +24,9 @@ from tests.support.engines import (
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.sweeps import few
 
-PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2)
+PARAMS = SamplingParams(
+    temperature=0.9, top_p=0.95, seed=7, max_tokens=14, ignore_eos=True, logprobs=2
+)
 MOST = 8
 SIZE = 16
 LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
@@ -32,9 +34,17 @@ LENGTHS = (1, 5, 16, 33, 50)  # one token, less than a block, a block, more
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    mistral = {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 20,
+    }
     configs = {"llama": LLAMA, "mistral": mistral}
-    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+    return {
+        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,9 @@ def lone(directories, prompts):
     found = {}
     for family, directory in directories.items():
         with make_llm(directory, enable_prefix_caching=False) as llm:
-            found[family] = [[lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts]
+            found[family] = [
+                [lone_sample(llm, prompt, PARAMS, i) for i in range(MOST)] for prompt in prompts
+            ]
     return found
 
 
@@ -78,10 +90,12 @@ def test_a_sample_is_the_lone_request_with_its_key(n, llm, prompts, lone):
     for output, samples in zip(outputs, lone["llama"], strict=True):
         assert output.outputs == samples[:n] and output.finished
     after = llm.stats()
-    assert after["generation_tokens_total"] - before["generation_tokens_total"] == n * 14 * len(prompts)
-    assert after["request_success_total"]["length"] - before["request_success_total"].get("length", 0) == n * len(
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] == n * 14 * len(
         prompts
     )
+    assert after["request_success_total"]["length"] - before["request_success_total"].get(
+        "length", 0
+    ) == n * len(prompts)
 
 
 @pytest.mark.parametrize("engine", few(ENGINES, {*ENGINES} - {"blocks of 4"}))
@@ -110,8 +124,13 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone):
         engine = llm._engine
         for step in range(1, 12):
             llm.reset_prefix_cache()
-            engine.add("older", engine.prepare(None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60)))
-            reporter = engine.add("watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=3)))
+            engine.add(
+                "older",
+                engine.prepare(None, prompts[1], dataclasses.replace(PARAMS, max_tokens=60)),
+            )
+            reporter = engine.add(
+                "watched", engine.prepare(None, prompts[3], dataclasses.replace(PARAMS, n=3))
+            )
             run_giving_way(engine, step)
             assert reporter.whole().outputs == lone[family][3][:3]
         assert llm.stats()["num_preemptions_total"][mode] >= 8
@@ -148,7 +167,10 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     ids = group.sequence_ids
     shared = manager.block_tables(ids[0])[0]
     assert [manager.block_tables(i)[0] for i in ids] == [shared] * 3 and len(shared) == 3
-    assert manager.groups[0].pool.ref_count(shared[2]) == 3 and llm.stats()["copy_on_write_blocks_total"] == copied
+    assert (
+        manager.groups[0].pool.ref_count(shared[2]) == 3
+        and llm.stats()["copy_on_write_blocks_total"] == copied
+    )
     before = held(llm, ids[0], len(prompt))
     engine.step()
     tables = [manager.block_tables(i)[0] for i in ids]
@@ -157,7 +179,8 @@ def test_figure_8_on_the_device(mistaken, llm, prompts, monkeypatch):
     kept = [held(llm, i, len(prompt)) == before for i in ids]
     assert kept == ([False, False, True] if mistaken else [True] * 3)
     firsts = {sequence.output_token_ids[0] for sequence in group.sequences}
-    assert len({tuple(held(llm, i, len(prompt) + 1)) for i in ids}) == len(firsts) > 1  # each wrote its own token
+    # each wrote its own token
+    assert len({tuple(held(llm, i, len(prompt) + 1)) for i in ids}) == len(firsts) > 1
     assert llm.stats()["copy_on_write_blocks_total"] - copied == (0 if mistaken else 2)
     if not mistaken:
         assert llm.stats()["shared_blocks"] == 2
@@ -174,24 +197,37 @@ def test_only_a_last_block_that_is_partly_filled_is_copied(caching, directories,
     with make_llm(directories["llama"], **WIDE, enable_prefix_caching=caching) as llm:
         for prompt, n, max_tokens in itertools.product(prompts, (1, 2, 5), (1, 14)):
             before = llm.stats()["copy_on_write_blocks_total"]
-            llm.generate(prompt, dataclasses.replace(PARAMS, n=n, max_tokens=max_tokens), use_tqdm=False)
+            llm.generate(
+                prompt, dataclasses.replace(PARAMS, n=n, max_tokens=max_tokens), use_tqdm=False
+            )
             shares = len(prompt) % SIZE and max_tokens > 1
             assert llm.stats()["copy_on_write_blocks_total"] - before == (n - 1 if shares else 0)
 
 
 def test_best_of_is_the_likeliest_of_all(llm, prompts):
     for n, best_of, logprobs in itertools.product((1, 2, 3), (3, 8), (None, 1)):
-        params = dataclasses.replace(PARAMS, temperature=1.0, top_p=1.0, ignore_eos=False, stop_token_ids=range(9, 40))
+        params = dataclasses.replace(
+            PARAMS, temperature=1.0, top_p=1.0, ignore_eos=False, stop_token_ids=range(9, 40)
+        )
         everything = llm.generate(prompts, dataclasses.replace(params, n=best_of), use_tqdm=False)
         best = llm.generate(
-            prompts, dataclasses.replace(params, n=n, best_of=best_of, logprobs=logprobs), use_tqdm=False
+            prompts,
+            dataclasses.replace(params, n=n, best_of=best_of, logprobs=logprobs),
+            use_tqdm=False,
         )
         for every, some in zip(everything, best, strict=True):
             sums = [
-                sum(step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True)) for o in every.outputs
+                sum(step[t].logprob for step, t in zip(o.logprobs, o.token_ids, strict=True))
+                for o in every.outputs
             ]
-            ranked = sorted(range(best_of), key=lambda i: -sums[i])[:n] if n < best_of else range(best_of)
-            assert [o.token_ids for o in some.outputs] == [every.outputs[i].token_ids for i in ranked]
+            ranked = (
+                sorted(range(best_of), key=lambda i: -sums[i])[:n]
+                if n < best_of
+                else range(best_of)
+            )
+            assert [o.token_ids for o in some.outputs] == [
+                every.outputs[i].token_ids for i in ranked
+            ]
             assert [o.index for o in some.outputs] == list(range(n)) and some.finished
             assert all((o.logprobs is None) == (logprobs is None) for o in some.outputs)
             if n < best_of or logprobs is not None:
@@ -208,17 +244,25 @@ def test_equals_are_ranked_by_their_index_and_greedy_ones_are_equal(llm, prompts
 
 
 def test_each_sample_ends_by_itself(llm, prompts):
-    params = dataclasses.replace(PARAMS, max_tokens=40, min_tokens=2, stop_token_ids=range(1, 17), n=8)
+    params = dataclasses.replace(
+        PARAMS, max_tokens=40, min_tokens=2, stop_token_ids=range(1, 17), n=8
+    )
     for prompt in prompts:
         (output,) = llm.generate(prompt, params, use_tqdm=False)
         assert output.outputs == [lone_sample(llm, prompt, params, i) for i in range(8)]
         assert len({len(one.token_ids) for one in output.outputs}) > 2
-    (output,) = llm.generate(prompts[1], dataclasses.replace(PARAMS, n=8, max_tokens=1), use_tqdm=False)
-    assert [(len(one.token_ids), one.finish_reason) for one in output.outputs] == [(1, "length")] * 8
+    (output,) = llm.generate(
+        prompts[1], dataclasses.replace(PARAMS, n=8, max_tokens=1), use_tqdm=False
+    )
+    assert [(len(one.token_ids), one.finish_reason) for one in output.outputs] == [
+        (1, "length")
+    ] * 8
 
 
 def test_a_seed_is_drawn_once_for_all_samples(llm, prompts):
-    (output,) = llm.generate(prompts[2], dataclasses.replace(PARAMS, n=6, seed=None), use_tqdm=False)
+    (output,) = llm.generate(
+        prompts[2], dataclasses.replace(PARAMS, n=6, seed=None), use_tqdm=False
+    )
     assert len({tuple(one.token_ids) for one in output.outputs}) == 6
 
 
@@ -232,7 +276,9 @@ def test_chunks_of_a_stream_add_up(llm, prompts, lone):
 
 
 def test_what_cannot_be_honoured_is_refused(llm, prompts):
-    with pytest.raises(UnsupportedError, match="best_of=3: which are the best n=2 is known only at the end"):
+    with pytest.raises(
+        UnsupportedError, match="best_of=3: which are the best n=2 is known only at the end"
+    ):
         llm.stream(prompts[0], SamplingParams(n=2, best_of=3))
     with llm.stream(prompts[0], SamplingParams(n=2, best_of=2)) as stream:
         next(stream)
@@ -267,8 +313,12 @@ def test_a_failed_step_ends_every_sample(llm, prompts, monkeypatch):
 
     for num_steps in (0, 1, 2, 5):
         monkeypatch.setattr(llm._engine.runner, "run", failing_after(num_steps))
-        (output,) = llm.generate(prompts[3], dataclasses.replace(PARAMS, n=3, best_of=4), use_tqdm=False)
-        assert [(one.index, one.finish_reason) for one in output.outputs] == [(i, "error") for i in range(3)]
+        (output,) = llm.generate(
+            prompts[3], dataclasses.replace(PARAMS, n=3, best_of=4), use_tqdm=False
+        )
+        assert [(one.index, one.finish_reason) for one in output.outputs] == [
+            (i, "error") for i in range(3)
+        ]
 
 
 def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, lone, monkeypatch):
@@ -294,9 +344,13 @@ def test_logits_that_are_no_numbers_end_the_sample_that_drew_them(llm, prompts, 
             monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(step, draw))
             params = dataclasses.replace(PARAMS, n=3, best_of=best_of)
             (output,) = llm.generate(prompts[3], params, use_tqdm=False)
-            assert [one.finish_reason == "error" for one in output.outputs] == [i == sample for i in range(3)]
+            assert [one.finish_reason == "error" for one in output.outputs] == [
+                i == sample for i in range(3)
+            ]
             for index in {0, 1, 2} - {sample}:
                 assert output.outputs[index] == lone["llama"][3][index]
     monkeypatch.setattr(llm._engine.runner, "run", spoiled_at(3, 0))
-    (output,) = llm.generate(prompts[3], dataclasses.replace(PARAMS, n=2, best_of=3), use_tqdm=False)
+    (output,) = llm.generate(
+        prompts[3], dataclasses.replace(PARAMS, n=2, best_of=3), use_tqdm=False
+    )
     assert {one.finish_reason for one in output.outputs} == {"length"}

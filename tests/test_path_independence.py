@@ -35,7 +35,13 @@ NUM_TOKENS = 40
 KINDS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3),
     "seeded": SamplingParams(
-        temperature=0.9, top_p=0.95, top_k=50, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=3
+        temperature=0.9,
+        top_p=0.95,
+        top_k=50,
+        seed=11,
+        max_tokens=NUM_TOKENS,
+        ignore_eos=True,
+        logprobs=3,
     ),
 }
 FAMILIES = {
@@ -51,23 +57,54 @@ FAMILIES = {
         "vocab_size": 257,
         "max_position_embeddings": 256,
     },
-    "mistral": {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
-    "qwen3": {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "mistral": {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 20,
+    },
+    "qwen3": {
+        **LLAMA,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "head_dim": 16,
+    },
     "gemma2": {
         **{**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "head_dim": 16},
         **{"sliding_window": 20, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     },
     "cohere2": {
-        **{**LLAMA, "architectures": ["Cohere2ForCausalLM"], "model_type": "cohere2", "num_hidden_layers": 3},
+        **{
+            **LLAMA,
+            "architectures": ["Cohere2ForCausalLM"],
+            "model_type": "cohere2",
+            "num_hidden_layers": 3,
+        },
         **{"sliding_window": 20, "sliding_window_pattern": 3, "logit_scale": 1.0},
     },
     "gpt_oss": {
-        **{**LLAMA, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16},
+        **{
+            **LLAMA,
+            "architectures": ["GptOssForCausalLM"],
+            "model_type": "gpt_oss",
+            "head_dim": 16,
+        },
         **{"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
     },
     "deepseek_v3": {
-        **{**LLAMA, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "kv_lora_rank": 32},
-        **{"q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8},
+        **{
+            **LLAMA,
+            "architectures": ["DeepseekV3ForCausalLM"],
+            "model_type": "deepseek_v3",
+            "kv_lora_rank": 32,
+        },
+        **{
+            "q_lora_rank": 24,
+            "qk_rope_head_dim": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "n_routed_experts": 8,
+        },
         **{
             "num_experts_per_tok": 2,
             "n_group": 4,
@@ -77,7 +114,12 @@ FAMILIES = {
         },
     },
     "qwen3_5": QWEN3_5,
-    "mixtral": {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4},
+    "mixtral": {
+        **LLAMA,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+    },
 }
 NEWER = ("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5")
 # Engines that differ in everything that must not matter.
@@ -101,7 +143,10 @@ ENGINES = {
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in FAMILIES.items()}
+    return {
+        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
+        for name, config in FAMILIES.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +177,9 @@ def lone_tokens(directories, prompts):
 
 def test_the_requests_differ(lone_tokens):
     """Otherwise equality would show nothing."""
-    for tokens in [lone_tokens[family, kind] for family in ("llama", "opt", "mistral") for kind in KINDS]:
+    for tokens in [
+        lone_tokens[family, kind] for family in ("llama", "opt", "mistral") for kind in KINDS
+    ]:
         assert len({tuple(one) for one, _ in tokens}) == len(tokens)
     assert lone_tokens["llama", "greedy"] != lone_tokens["llama", "seeded"]
     assert lone_tokens["mistral", "greedy"] != lone_tokens["llama", "greedy"]
@@ -142,29 +189,48 @@ def test_the_requests_differ(lone_tokens):
     ("family", "engine"),
     few(
         [("llama", engine) for engine in ENGINES]
-        + [("opt", "small pool"), ("mistral", "blocks of 4"), ("mistral", "tiny pool"), ("mistral", "swapping")]
+        + [
+            ("opt", "small pool"),
+            ("mistral", "blocks of 4"),
+            ("mistral", "tiny pool"),
+            ("mistral", "swapping"),
+        ]
         + [("mistral", "odd budget"), ("mistral", "tiny and swapping")]
-        + [(family, engine) for family in NEWER for engine in ("blocks of 4", "small pool", "swapping", "wide")]
+        + [
+            (family, engine)
+            for family in NEWER
+            for engine in ("blocks of 4", "small pool", "swapping", "wide")
+        ]
         + [("qwen3_5", engine) for engine in ("blocks of 1", "blocks of 32", "fair and mixed")],
         [
-            *[("llama", engine) for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")],
+            *[
+                ("llama", engine)
+                for engine in ("blocks of 1", "small pool", "fair and mixed", "swapping")
+            ],
             *[("opt", "small pool"), ("mistral", "tiny and swapping"), ("qwen3", "blocks of 4")],
             *[("gpt_oss", "small pool"), ("deepseek_v3", "swapping")],
         ],
     ),
 )
 def test_together_as_alone(family, engine, directories, prompts, lone_tokens):
-    # 15 blocks of 4: the longest sequence has 160 tokens, of which a window of 20 and a chunk of 16 have to stay.
+    # 15 blocks of 4: the longest sequence has 160 tokens, of which a window of 20 and a chunk of 16
+    # have to stay.
     tiny = {**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 16}
-    odd = {"max_num_seqs": 4, "num_blocks": 12, "max_num_batched_tokens": 20}  # chunks that are no whole blocks
+    # chunks that are no whole blocks
+    odd = {"max_num_seqs": 4, "num_blocks": 12, "max_num_batched_tokens": 20}
     away = {**tiny, "preemption_mode": "swap", "enable_mixed_steps": True}
     settings = {**ENGINES, "tiny pool": tiny, "odd budget": odd, "tiny and swapping": away}[engine]
     with make_llm(directories[family], **settings) as llm:
         for kind, params in KINDS.items():
-            assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == lone_tokens[family, kind]
+            assert (
+                tokens_of(llm.generate(prompts, params, use_tqdm=False))
+                == lone_tokens[family, kind]
+            )
         kinds = [("seeded", "greedy")[index % 2] for index in range(len(prompts))]
         reverse = llm.generate(prompts[::-1], [KINDS[kind] for kind in kinds[::-1]], use_tqdm=False)
-        assert tokens_of(reverse)[::-1] == [lone_tokens[family, kind][index] for index, kind in enumerate(kinds)]
+        assert tokens_of(reverse)[::-1] == [
+            lone_tokens[family, kind][index] for index, kind in enumerate(kinds)
+        ]
         preempted = llm.stats()["num_preemptions_total"]
         if family in ("llama", "opt") and engine in ("small pool", "swapping"):
             assert preempted["swap" if engine == "swapping" else "recompute"] >= 3
@@ -180,7 +246,9 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
         for kind, params in KINDS.items():
             short = dataclasses.replace(params, max_tokens=12) if kind == "greedy" else params
             for lost_after in range(1, 12):
-                reporter = engine.add(f"{kind} {lost_after}", engine.prepare(None, prompts[2], short))
+                reporter = engine.add(
+                    f"{kind} {lost_after}", engine.prepare(None, prompts[2], short)
+                )
                 steps = 0
                 while engine.has_unfinished:
                     engine.step()
@@ -198,7 +266,11 @@ def test_preempted_at_every_step(directories, prompts, lone_tokens):
 @pytest.mark.parametrize("family", few(["llama", "mistral", "qwen3_5"], ["llama", "mistral"]))
 def test_gives_way_at_every_step(family, mode, directories, prompts, lone_tokens):
     """In the middle of its prompt, at its first token, later: swapped or recomputed, its tokens and their probabilities stay."""
-    settings = {"preemption_mode": mode, "enable_prefix_caching": False, "max_num_batched_tokens": 16}
+    settings = {
+        "preemption_mode": mode,
+        "enable_prefix_caching": False,
+        "max_num_batched_tokens": 16,
+    }
     with make_llm(directories[family], **settings) as llm:
         engine = llm._engine
         for kind, params in KINDS.items():
@@ -237,12 +309,22 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
         engine = llm._engine
         for kind, params in KINDS.items():
             for fork_at in (1, 2, 9, 24):
-                engine.add("older", engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)))
-                reporter = engine.add("watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2)))
-                (group,) = (g for g in engine.scheduler.waiting if g.request.request_id == "watched")
-                (child_id,), group.child_ids = group.child_ids, ()  # the strategy forks it, not the first draw
+                engine.add(
+                    "older",
+                    engine.prepare(None, prompts[0], dataclasses.replace(params, max_tokens=60)),
+                )
+                reporter = engine.add(
+                    "watched", engine.prepare(None, prompts[2], dataclasses.replace(params, n=2))
+                )
+                (group,) = (
+                    g for g in engine.scheduler.waiting if g.request.request_id == "watched"
+                )
+                # the strategy forks it, not the first draw
+                (child_id,), group.child_ids = group.child_ids, ()
                 strategy = Forking(group.request, fork_at, child_id)
-                engine._strategies |= dict.fromkeys((group.sequences[0].sequence_id, child_id), strategy)
+                engine._strategies |= dict.fromkeys(
+                    (group.sequences[0].sequence_id, child_id), strategy
+                )
                 while engine.has_unfinished:
                     engine.step()
                     if strategy.num_tokens in (fork_at, fork_at + 6):
@@ -250,7 +332,8 @@ def test_forked_or_run_again(mode, directories, prompts, lone_tokens):
                 elder, twin = reporter.whole().outputs
                 assert elder.token_ids == twin.token_ids == lone_tokens["llama", kind][2][0]
         stats = llm.stats()
-        assert (stats["copy_on_write_blocks_total"] > 0) == (mode == "auto")  # what is recomputed is shared no more
+        # what is recomputed is shared no more
+        assert (stats["copy_on_write_blocks_total"] > 0) == (mode == "auto")
         assert stats["num_preemptions_total"]["swap" if mode == "auto" else "recompute"] >= 8
         invariants(llm)
 
@@ -263,28 +346,42 @@ def test_pinned_or_not(directories, prompts, lone_tokens):
                 with llm.pin_prefix(prompts[1][:length]):
                     for kind, params in KINDS.items():
                         llm.reset_prefix_cache()
-                        outputs = llm.generate([prompts[1], prompts[3], prompts[1]], params, use_tqdm=False)
-                        assert tokens_of(outputs) == [lone_tokens["llama", kind][index] for index in (1, 3, 1)]
+                        outputs = llm.generate(
+                            [prompts[1], prompts[3], prompts[1]], params, use_tqdm=False
+                        )
+                        assert tokens_of(outputs) == [
+                            lone_tokens["llama", kind][index] for index in (1, 3, 1)
+                        ]
                         assert outputs[0].metrics.num_cached_tokens == min(length, 60)
             invariants(llm)
 
 
 def mark(llm):
     """Counters of the prefix cache; call the result for what came since."""
-    names = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prefix_cache_resumed_hits_total")
+    names = (
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prefix_cache_resumed_hits_total",
+    )
     before = llm.stats()
     return lambda: tuple(llm.stats()[name] - before[name] for name in names)
 
 
 @pytest.mark.parametrize(
-    "engine", few(["plain", "blocks of 1", "blocks of 4", "blocks of 32", "uncached"], ["blocks of 1", "uncached"])
+    "engine",
+    few(
+        ["plain", "blocks of 1", "blocks of 4", "blocks of 32", "uncached"],
+        ["blocks of 1", "uncached"],
+    ),
 )
 def test_cached_or_not(engine, directories, prompts, lone_tokens):
     """Prefixes that nobody, a running request or a finished one computed; under a salt; evicted; forgotten."""
     settings = {**ENGINES, "uncached": {"enable_prefix_caching": False}}[engine]
     with make_llm(directories["llama"], **settings) as llm:
         params = [KINDS["greedy"], KINDS["seeded"]] * 3
-        want = [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
+        want = [
+            lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)
+        ]
         size, num_prompt = llm.config.block_size, sum(map(len, prompts))
         found = sum((len(prompt) - 1) // size * size for prompt in prompts)
         cached = engine != "uncached"
@@ -314,7 +411,9 @@ def test_evicted_and_preempted_with_a_cache(directories, prompts, lone_tokens):
             outputs = tokens_of(llm.generate([prompts[i] for i in order], params, use_tqdm=False))
             assert outputs == [lone_tokens["llama", kind][i] for i in order]
         _, hits, resumed = since()
-        assert hits > 300 and resumed > 100 and llm.stats()["num_preemptions_total"]["recompute"] >= 3
+        assert (
+            hits > 300 and resumed > 100 and llm.stats()["num_preemptions_total"]["recompute"] >= 3
+        )
         invariants(llm)
 
 
@@ -324,7 +423,9 @@ def lone_blocks(directories, prompts):
         return _blocks_of(llm, prompts[3], len(prompts[3]))
 
 
-@pytest.mark.parametrize("engine", few(ENGINES, ["blocks of 1", "small pool", "swapping", "fair and mixed"]))
+@pytest.mark.parametrize(
+    "engine", few(ENGINES, ["blocks of 1", "small pool", "swapping", "fair and mixed"])
+)
 def test_keys_and_values_are_the_same_to_the_last_bit(engine, directories, prompts, lone_blocks):
     """Stronger than tokens: what is in the blocks of a request does not depend on how it got there."""
     with make_llm(directories["llama"], **ENGINES[engine]) as llm:
@@ -338,7 +439,11 @@ INT8, FP8, HALF = {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"dtype
 @pytest.mark.parametrize(
     ("types", "geometry"),
     few(
-        [(types, geometry) for types in (INT8, FP8, HALF) for geometry in (SMALL_POOL, BLOCKS_OF_4)],
+        [
+            (types, geometry)
+            for types in (INT8, FP8, HALF)
+            for geometry in (SMALL_POOL, BLOCKS_OF_4)
+        ],
         [(INT8, SMALL_POOL), (HALF, SMALL_POOL)],
     ),
     ids=str,
@@ -349,15 +454,24 @@ def test_fewer_bits(types, geometry, directories, prompts, lone_tokens):
     """
     params = [KINDS["greedy"], KINDS["seeded"]] * 3
     with make_llm(directories["llama"], enable_prefix_caching=False, **types) as llm:
-        want = [tokens_of(llm.generate(*one, use_tqdm=False))[0] for one in zip(prompts, params, strict=True)]
+        want = [
+            tokens_of(llm.generate(*one, use_tqdm=False))[0]
+            for one in zip(prompts, params, strict=True)
+        ]
         contents = {_blocks_of(llm, prompts[3], 120)}
-    assert want != [lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)]
+    assert want != [
+        lone_tokens["llama", kind][index] for index, kind in enumerate(["greedy", "seeded"] * 3)
+    ]
     small_pool = {**geometry, "num_blocks": 288 // geometry.get("block_size", 16)}
     with make_llm(directories["llama"], **small_pool, **types) as llm:
         assert tokens_of(llm.generate(prompts, params, use_tqdm=False)) == want
-        assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want  # the last are cached
+        # the last are cached
+        assert tokens_of(llm.generate(prompts[::-1], params[::-1], use_tqdm=False))[::-1] == want
         stats = llm.stats()
-        assert stats["prefix_cache_hits_total"] > 100 and stats["num_preemptions_total"]["recompute"] >= 1
+        assert (
+            stats["prefix_cache_hits_total"] > 100
+            and stats["num_preemptions_total"]["recompute"] >= 1
+        )
         contents.add(_blocks_of(llm, prompts[3], 7))
     assert len(contents) == 1
 
@@ -369,7 +483,11 @@ def _blocks_of(llm, prompt, cut):
     engine.step()
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
     engine.add("watched", engine.prepare(None, prompt, params))
-    (group,) = (g for g in (*engine.scheduler.running, *engine.scheduler.waiting) if g.request.request_id == "watched")
+    (group,) = (
+        g
+        for g in (*engine.scheduler.running, *engine.scheduler.waiting)
+        if g.request.request_id == "watched"
+    )
     while group.sequences[0].num_output_tokens < 20:
         engine.step()
     table = engine.scheduler.block_manager.block_tables(group.sequences[0].sequence_id)[0]
@@ -377,12 +495,19 @@ def _blocks_of(llm, prompt, cut):
     rows = [np.asarray(page)[list(table)] for page in jax.tree.leaves(engine.runner._pages)]
     engine.abort("watched")
     engine.abort("early")
-    return b"".join(row.reshape(-1, *row.shape[2:])[: min(length, len(prompt) + 15)].tobytes() for row in rows)
+    return b"".join(
+        row.reshape(-1, *row.shape[2:])[: min(length, len(prompt) + 15)].tobytes() for row in rows
+    )
 
 
 def test_chunks_of_8_tokens_and_of_16_give_the_same_bits(tmp_path):
     """DeepSeek's router has tiles of 16 tokens. XLA computes a single one together with what is around it, unless it is kept apart."""
-    more = {"num_hidden_layers": 4, "intermediate_size": 96, "num_key_value_heads": 4, "n_shared_experts": 1}
+    more = {
+        "num_hidden_layers": 4,
+        "intermediate_size": 96,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+    }
     groups = {"n_group": 2, "topk_group": 1, "routed_scaling_factor": 2.5}
     model = random_checkpoint(tmp_path, {**FAMILIES["deepseek_v3"], **more, **groups})
     prompts = [np.random.default_rng(seed).integers(5, 100, 95).tolist() for seed in range(6)]
@@ -390,5 +515,7 @@ def test_chunks_of_8_tokens_and_of_16_give_the_same_bits(tmp_path):
     found = []
     for num_tokens in (8, 16):
         with make_llm(model, **{**BLOCKS_OF_4, "max_num_batched_tokens": num_tokens}) as llm:
-            found.append([each.prompt_logprobs for each in llm.generate(prompts, scored, use_tqdm=False)])
+            found.append(
+                [each.prompt_logprobs for each in llm.generate(prompts, scored, use_tqdm=False)]
+            )
     assert found[0] == found[1]

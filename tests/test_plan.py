@@ -105,12 +105,24 @@ def test_table_1_of_the_paper(
     """Memory of parameters, of keys and values, and the slots that it has; ours is divided among the devices."""
     pool = str(int(kv_gib * GIB / num_devices))
     flags = ["--kv-cache-memory-bytes", pool, "--tensor-parallel-size", str(num_devices)]
-    plan = planned(capsys, write(tmp_path, config), "--memory", "80GiB", "--gpu-memory-utilization", "1", *flags)
+    plan = planned(
+        capsys,
+        write(tmp_path, config),
+        "--memory",
+        "80GiB",
+        "--gpu-memory-utilization",
+        "1",
+        *flags,
+    )
     assert plan["dtype"] == "float16"
     assert plan["weights_bytes"] * num_devices == pytest.approx(weights_gb * 1e9, rel=0.015)
     assert plan["bytes_per_token"] * num_devices == bytes_per_token
-    assert plan["num_blocks"] * 16 == pytest.approx(slots, abs=50), "printed in thousands, with one decimal"
-    assert plan["num_slots"] == (plan["num_blocks"] - 1) * 16, "the null block is ours: it takes padding"
+    assert plan["num_blocks"] * 16 == pytest.approx(slots, abs=50), (
+        "printed in thousands, with one decimal"
+    )
+    assert plan["num_slots"] == (plan["num_blocks"] - 1) * 16, (
+        "the null block is ours: it takes padding"
+    )
     if num_devices == 1:
         assert plan["num_blocks"] == 983 and plan["num_blocks"] * 16 == slots
 
@@ -123,9 +135,13 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan["bytes_per_token"], plan["block_bytes"]) == (128 * 2**10, 2 * 2**20)
     assert plan["available_bytes"] == int(0.9 * 24 * GIB)
     free = plan["available_bytes"] - plan["weights_bytes"] - plan["workspace_bytes"]
-    assert 0 <= free - plan["pool_bytes"] < free / 32, "all that is left, in six significant bits of blocks"
+    assert 0 <= free - plan["pool_bytes"] < free / 32, (
+        "all that is left, in six significant bits of blocks"
+    )
     per_token = {
-        (option["dtype"], option["kv_cache_dtype"], option["tensor_parallel_size"]): option.get("bytes_per_token")
+        (option["dtype"], option["kv_cache_dtype"], option["tensor_parallel_size"]): option.get(
+            "bytes_per_token"
+        )
         for option in plan["alternatives"]
     }
     vectors = 2 * 32 * 8  # keys and values, layers, heads
@@ -139,8 +155,17 @@ def test_llama_3_8b(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_deepseek_v3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """70.272 kB per token, as DeepSeek-AI give it ("Insights into DeepSeek-V3", 2025, table 1). With fewer experts, which keep nothing."""
-    config = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16"}
-    sizes = {"hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61, "num_attention_heads": 128}
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+    }
+    sizes = {
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+    }
     experts = {"n_routed_experts": 8, "n_group": 1, "topk_group": 1}
     model = write(tmp_path, {**config, **sizes, **experts, "vocab_size": 129280})
     plan = planned(capsys, model, "--memory", "2000GiB")
@@ -154,7 +179,9 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
 ) -> None:
     """A prompt is scored 64 tokens at a time however few sequences run; what stands in for penalties is as wide as a context."""
     model = write(tmp_path, LLAMA_3_8B)
-    few = planned(capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64")
+    few = planned(
+        capsys, model, "--memory", "24GiB", "--max-num-seqs", "1", "--max-num-batched-tokens", "64"
+    )
     assert few["workspace_bytes"] > 2 * 4 * 64 * LLAMA_3_8B["vocab_size"]
     short, long = (
         planned(capsys, model, "--memory", "24GiB", "--max-model-len", length)["workspace_bytes"]
@@ -163,7 +190,9 @@ def test_the_workspace_holds_scored_tiles_and_neutral_processor_inputs(
     assert long - short >= 64 * 4 * (8192 - 1024)
 
 
-def test_the_workspace_holds_a_draw_behind_every_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_workspace_holds_a_draw_behind_every_draft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """64 sequences with 7 drafts draw from 512 tokens, if a step may have as many; each draw has logits of its own."""
     model = write(tmp_path, LLAMA_3_8B)
     drafting = ("--speculative-config", '{"method": "ngram", "num_speculative_tokens": 7}')
@@ -174,47 +203,82 @@ def test_the_workspace_holds_a_draw_behind_every_draft(tmp_path: Path, capsys: p
 
     logits = 4 * LLAMA_3_8B["vocab_size"]
     assert workspace("2048", *drafting) - workspace("2048") >= (512 - 64) * logits
-    assert workspace("128", *drafting) - workspace("128") >= (128 - 64) * logits, "16 sequences with 7 drafts"
+    assert workspace("128", *drafting) - workspace("128") >= (128 - 64) * logits, (
+        "16 sequences with 7 drafts"
+    )
 
 
 @pytest.mark.parametrize("method", ['"lookahead"', '"suffix", "tree": true'])
 def test_trees_of_drafts_are_refused_for_windows_as_by_the_engine(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mistral = {**LLAMA_3_8B, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 4096}
+    mistral = {
+        **LLAMA_3_8B,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 4096,
+    }
     drafting = ("--speculative-config", f'{{"method": {method}}}')
     assert run(write(tmp_path, mistral), "--memory", "80GiB", *drafting) == 2
     shown = capsys.readouterr()
     assert "is not supported for" in shown.err and "sliding windows" in shown.err and not shown.out
 
 
-def test_users_are_as_many_as_a_block_manager_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_users_are_as_many_as_a_block_manager_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = planned(capsys, write(tmp_path, LLAMA_3_8B), "--memory", "20GiB", "--block-size", "32")
     assert [row["length"] for row in plan["users_by_length"]] == [256, 512, 1024, 2048, 4096, 8192]
-    odd = planned(capsys, str(tmp_path), "--memory", "20GiB", "--block-size", "32", "--max-model-len", "1000")
+    odd = planned(
+        capsys, str(tmp_path), "--memory", "20GiB", "--block-size", "32", "--max-model-len", "1000"
+    )
     assert [row["length"] for row in odd["users_by_length"]] == [256, 512, 1000]
     assert (odd["reference_length"], odd["users"]) == (1000, odd["users_by_length"][-1]["users"])
-    full = planned(capsys, str(tmp_path), "--memory", "20GiB", "--num-blocks", "32", "--max-model-len", "256")
-    assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], "one block is the null block"
+    full = planned(
+        capsys, str(tmp_path), "--memory", "20GiB", "--num-blocks", "32", "--max-model-len", "256"
+    )
+    assert full["users_by_length"] == [{"length": 256, "blocks": 16, "users": 1}], (
+        "one block is the null block"
+    )
     for of in (plan, odd, full):
         for row in of["users_by_length"]:
-            manager, num_users = BlockManager([BlockTables(BlockPool(of["num_blocks"]), of["block_size"])]), 0
+            manager, num_users = (
+                BlockManager([BlockTables(BlockPool(of["num_blocks"]), of["block_size"])]),
+                0,
+            )
             with pytest.raises(CapacityError):
                 while True:
                     manager.reserve(num_users, 0, row["length"])
                     num_users += 1
-            assert (row["users"], row["blocks"]) == (num_users, len(manager.block_tables(0)[0])), row["length"]
+            assert (row["users"], row["blocks"]) == (num_users, len(manager.block_tables(0)[0])), (
+                row["length"]
+            )
 
 
-def test_the_engine_does_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_does_what_was_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On this machine's device, from the same settings. On a CPU "auto" is float32 and the pool ends at what max_num_seqs can use."""
     model = random_checkpoint(tmp_path / "llama", LLAMA, dtype="bfloat16")
     flags = ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--max-model-len", "64"]
     plan = planned(capsys, str(model), *flags)
-    settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": 64, "num_blocks": None}
+    settings = {
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "max_model_len": 64,
+        "num_blocks": None,
+    }
     with make_llm(model, **settings) as llm:
         memory = llm.memory
-    for name in ("weights_bytes", "block_bytes", "num_blocks", "max_model_len", "pool_bytes", "num_slots", "device"):
+    for name in (
+        "weights_bytes",
+        "block_bytes",
+        "num_blocks",
+        "max_model_len",
+        "pool_bytes",
+        "num_slots",
+        "device",
+    ):
         assert plan[name] == getattr(memory, name), name
     assert plan["dtype"] == "float32" and plan["num_blocks"] == 1 + 2 * 4
     assert run(str(model), *flags) == 0
@@ -223,20 +287,42 @@ def test_the_engine_does_what_was_planned(tmp_path: Path, capsys: pytest.Capture
 
 def test_heads_on_several_devices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """12 query and 2 key/value heads: 4 devices have each of the two twice, and 8 cannot share the 12."""
-    heads = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    heads = {
+        "hidden_size": 768,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+    }
     model = write(tmp_path, {**LLAMA_3_8B, **heads})
     plan = planned(capsys, model, "--memory", "8GiB", "--dtype", "float32")
-    options = {o["tensor_parallel_size"]: o for o in plan["alternatives"] if o["dtype"] == "float32"}
-    per_token = 2 * 2 * 64 * 4 * 2  # keys and values, layers, width, float32, heads; of the last `auto` comes first
+    options = {
+        o["tensor_parallel_size"]: o for o in plan["alternatives"] if o["dtype"] == "float32"
+    }
+    # keys and values, layers, width, float32, heads; of the last `auto` comes first
+    per_token = 2 * 2 * 64 * 4 * 2
     auto = {o["tensor_parallel_size"]: o for o in plan["alternatives"][:4]}
-    assert [auto[n].get("bytes_per_token") for n in (1, 2, 4, 8)] == [per_token, per_token / 2, per_token / 2, None]
+    assert [auto[n].get("bytes_per_token") for n in (1, 2, 4, 8)] == [
+        per_token,
+        per_token / 2,
+        per_token / 2,
+        None,
+    ]
     assert [auto[n].get("num_kv_copies") for n in (1, 2, 4, 8)] == [1, 1, 2, None]
-    assert [auto[n].get("weights_bytes") for n in (1, 2, 4)] == [-(-plan["weights_bytes"] // n) for n in (1, 2, 4)]
+    assert [auto[n].get("weights_bytes") for n in (1, 2, 4)] == [
+        -(-plan["weights_bytes"] // n) for n in (1, 2, 4)
+    ]
     assert auto[8]["error"] == options[8]["error"] == "8 devices cannot share 12 query heads evenly"
     assert auto[8]["users"] == 0 and auto[1]["factor"] == 1.0
     assert run(model, "--memory", "8GiB", "--dtype", "float32", "--tensor-parallel-size", "5") == 2
     assert "5 devices cannot share 12 query heads evenly" in capsys.readouterr().err
-    assert run(write(tmp_path, {**LLAMA_3_8B, **heads, "num_key_value_heads": 4}), "--tensor-parallel-size", "6") == 2
+    assert (
+        run(
+            write(tmp_path, {**LLAMA_3_8B, **heads, "num_key_value_heads": 4}),
+            "--tensor-parallel-size",
+            "6",
+        )
+        == 2
+    )
     assert "6 devices cannot share 4 key/value heads evenly" in capsys.readouterr().err
 
 
@@ -245,7 +331,9 @@ def lines_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]
     return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_the_tables_have_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_have_the_numbers_of_the_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = (write(tmp_path, LLAMA_3_8B), "--memory", "24GiB")
     plan, lines = planned(capsys, *words), lines_of(capsys, *words)
     assert ["KV", "bytes", "per", "token", "131,072"] in lines
@@ -271,13 +359,17 @@ def test_the_tables_have_the_numbers_of_the_json(tmp_path: Path, capsys: pytest.
         if option["error"] is None:
             form = [option["dtype"], option["kv_cache_dtype"]]
             [line] = [
-                line for line in lines if line[:2] == form and line[2].strip("*") == str(option["tensor_parallel_size"])
+                line
+                for line in lines
+                if line[:2] == form and line[2].strip("*") == str(option["tensor_parallel_size"])
             ]
             assert line[-2:] == [f"{option['users']:,}", f"{option['factor']:.2f}"]
             assert line[2].endswith("*") == bool(option["not_run_because_of"])
 
 
-@pytest.mark.parametrize("form", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize(
+    "form", [{"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "fp8"}, {"tensor_parallel_size": 2}]
+)
 def test_what_this_version_does_not_run_is_planned_and_marked(
     form: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,23 +393,47 @@ def test_what_does_not_fit_says_so_in_numbers_and_shows_what_would(
     model = write(tmp_path, LLAMA_3_8B)
     assert run(model, "--memory", "12GiB") == 1
     out, err = capsys.readouterr()
-    assert "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB" in err
-    assert "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out and "Users at" not in out
+    assert (
+        "of 10.80 GiB available on a device of 12.00 GiB (gpu_memory_utilization 0.9), weights take 14.96 GiB"
+        in err
+    )
+    assert (
+        "bfloat16  auto           2   7.48 GiB     64.00 KiB     36\n" in out
+        and "Users at" not in out
+    )
     assert run(model, "--memory", "12GiB", "--json") == 1
     assert capsys.readouterr().out == ""
     assert run(model, "--memory", "12GiB", "--devices", "2") == 0, "two devices hold it"
     out = capsys.readouterr().out
     assert (
-        "8,030,261,248 parameters" in out and "does not fit" in out and out.splitlines()[-1].split()[:2] == ["2", "1"]
+        "8,030,261,248 parameters" in out
+        and "does not fit" in out
+        and out.splitlines()[-1].split()[:2] == ["2", "1"]
     )
     assert not re.search(r" 4 +7\.48 GiB", out), "more devices than there are"
     found = planned(capsys, model, "--memory", "12GiB", "--devices", "2")
-    assert "are missing" in found["error"] and [each["users_of_all"] > 0 for each in found["divisions"]] == [
+    assert "are missing" in found["error"] and [
+        each["users_of_all"] > 0 for each in found["divisions"]
+    ] == [
         False,
         True,
     ]
-    assert run(model, "--memory", "17.5GiB", "--gpu-memory-utilization", "0.95", "--max-model-len", "8192") == 1
-    assert "One sequence of max_model_len = 8192 tokens does not fit in the KV pool" in capsys.readouterr().err
+    assert (
+        run(
+            model,
+            "--memory",
+            "17.5GiB",
+            "--gpu-memory-utilization",
+            "0.95",
+            "--max-model-len",
+            "8192",
+        )
+        == 1
+    )
+    assert (
+        "One sequence of max_model_len = 8192 tokens does not fit in the KV pool"
+        in capsys.readouterr().err
+    )
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -332,20 +448,35 @@ def test_advice_helps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     error = error_of(capsys, *small, "--num-blocks", "20")
     assert error.endswith("Lower max_model_len to 304 or less, or raise num_blocks to 513 or more.")
     assert planned(capsys, *small, "--num-blocks", "513")["users"] == 8
-    assert planned(capsys, *small[:-1], "304", "--num-blocks", "20")["users_by_length"][-1]["users"] == 1
+    assert (
+        planned(capsys, *small[:-1], "304", "--num-blocks", "20")["users_by_length"][-1]["users"]
+        == 1
+    )
     error = error_of(capsys, *small, "--kv-cache-memory-bytes", "8MiB")
     assert error.endswith("or raise kv_cache_memory_bytes to 1075838976 or more.")
     assert planned(capsys, *small, "--kv-cache-memory-bytes", "1075838976")["num_blocks"] == 513
     error = error_of(capsys, model, "--memory", "17.9GiB", "--max-model-len", "8192")
-    assert error.endswith("or less: 513 blocks would take 1.00 GiB, and 123.47 MiB are free for the pool."), error
+    assert error.endswith(
+        "or less: 513 blocks would take 1.00 GiB, and 123.47 MiB are free for the pool."
+    ), error
     error = error_of(capsys, model, "--memory", "24GiB", "--dtype", "float32")
-    assert "are missing: use dtype bfloat16, in which the weights take 14.96 GiB; or free memory of" in error
+    assert (
+        "are missing: use dtype bfloat16, in which the weights take 14.96 GiB; or free memory of"
+        in error
+    )
     error = error_of(capsys, model, "--memory", "17GiB")
     assert "or raise gpu_memory_utilization to 0.95 or more; or" in error
-    assert planned(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")["num_blocks"] > 2
+    assert (
+        planned(capsys, model, "--memory", "17GiB", "--gpu-memory-utilization", "0.95")[
+            "num_blocks"
+        ]
+        > 2
+    )
     large = write(tmp_path / "large", {**LLAMA_3_8B, "num_hidden_layers": 140})
     error = error_of(capsys, large, "--memory", "24GiB")  # 61 GiB of weights
-    assert error.endswith("free memory of the device, or use a larger one, or several (tensor_parallel_size)."), error
+    assert error.endswith(
+        "free memory of the device, or use a larger one, or several (tensor_parallel_size)."
+    ), error
 
 
 def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,19 +497,30 @@ def test_what_a_cpu_ignores_is_told(tmp_path: Path, caplog: pytest.LogCaptureFix
 WRONG_USE = [
     (("--memory", "0"), "must be more than 0, got '0'"),
     (("--memory", "24"), "argument --memory: 24 without a unit is 24 bytes; write 24GiB or 24MiB"),
-    (("--kv-cache-memory-bytes", "4"), "argument --kv-cache-memory-bytes: 4 without a unit is 4 bytes; write 4GiB"),
+    (
+        ("--kv-cache-memory-bytes", "4"),
+        "argument --kv-cache-memory-bytes: 4 without a unit is 4 bytes; write 4GiB",
+    ),
     (("--memory", "24GX"), "not an amount of memory such as 24GiB, 40GB or bytes: '24GX'"),
     (("--memory", "-1"), "argument --memory"),
     (("--kv-cache-dtype", "int3"), "kv_cache_dtype: must be 'auto', 'int8' or 'fp8', got 'int3'"),
-    (("--tensor-parallel-size", "0"), "tensor_parallel_size: must be greater than or equal to 1, got 0"),
+    (
+        ("--tensor-parallel-size", "0"),
+        "tensor_parallel_size: must be greater than or equal to 1, got 0",
+    ),
     (("--dtype", "int8"), "dtype: must be 'auto', 'float32'"),
-    (("--max-model-len", "8193", "--memory", "24GB"), "max_model_len is 8193, but the model's positions end at 8192"),
+    (
+        ("--max-model-len", "8193", "--memory", "24GB"),
+        "max_model_len is 8193, but the model's positions end at 8192",
+    ),
     (("--revision", "v1"), "revision = 'v1' names a version on the hub"),
     (("--scheduling-policy", "fair"), "unknown argument '--scheduling-policy'"),
 ]
 
 
-@pytest.mark.parametrize(("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE])
+@pytest.mark.parametrize(
+    ("words", "message"), WRONG_USE, ids=[" ".join(words) for words, _ in WRONG_USE]
+)
 def test_wrong_use_is_status_2(
     words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,9 +548,16 @@ def test_the_model_is_a_directory_a_config_or_a_name(
             return directory
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", Hub)
-    assert planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"] == by_directory["weights_bytes"]
+    assert (
+        planned(capsys, "org/name", "--revision", "v1", *memory)["weights_bytes"]
+        == by_directory["weights_bytes"]
+    )
     assert asked == [
-        {"repo_id": "org/name", "revision": "v1", "allow_patterns": ["config.json", "hf_quant_config.json"]}
+        {
+            "repo_id": "org/name",
+            "revision": "v1",
+            "allow_patterns": ["config.json", "hf_quant_config.json"],
+        }
     ], "no weights"
 
 
@@ -417,7 +566,10 @@ def test_the_model_is_a_directory_a_config_or_a_name(
     [
         ({"architectures": ["NoSuchModel"]}, "architecture 'NoSuchModel' is not one of"),
         ({"hidden_size": 10**9, "torch_dtype": "../../x"}, "(2 problems)"),
-        ({"torch_dtype": "float64"}, "config.json: dtype 'float64' is not one of float32, bfloat16, float16"),
+        (
+            {"torch_dtype": "float64"},
+            "config.json: dtype 'float64' is not one of float32, bfloat16, float16",
+        ),
     ],
 )
 def test_a_config_that_does_not_serve_is_status_1(
@@ -429,10 +581,17 @@ def test_a_config_that_does_not_serve_is_status_1(
     assert "there is no such directory" in capsys.readouterr().err
 
 
-def test_a_config_without_a_dtype_means_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_without_a_dtype_means_float32(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = {name: value for name, value in LLAMA_3_8B.items() if name != "torch_dtype"}
     assert planned(capsys, write(tmp_path, config), "--memory", "80GB")["dtype"] == "float32"
-    assert planned(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")["dtype"] == "float16"
+    assert (
+        planned(capsys, write(tmp_path, {**config, "dtype": "float16"}), "--memory", "80GB")[
+            "dtype"
+        ]
+        == "float16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -453,11 +612,16 @@ def test_amounts_of_memory(text: str, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["24", "512", "999", " 7.5 "])
 def test_a_small_number_asks_for_its_unit(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=f"{text.strip()} without a unit is .* bytes; write .*GiB or"):
+    with pytest.raises(
+        argparse.ArgumentTypeError,
+        match=f"{text.strip()} without a unit is .* bytes; write .*GiB or",
+    ):
         byte_size(text)
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "24G", "24 gigabytes", "-1GB", "1e9", "1_000", "nan", "٣GB", "1.GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "24G", "24 gigabytes", "-1GB", "1e9", "1_000", "nan", "٣GB", "1.GB"]
+)
 def test_what_is_no_amount_of_memory(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="not an amount of memory"):
         byte_size(text)
@@ -465,7 +629,9 @@ def test_what_is_no_amount_of_memory(text: str) -> None:
 
 def test_flags_are_settings() -> None:
     assert set(PLAN_SETTINGS) < {flag.setting for flag in ENGINE_FLAGS}
-    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {"dtype"}
+    assert set(PLANNED_SETTINGS) == set(PLAN_SETTINGS) & set(ModelLayout.__dataclass_fields__) - {
+        "dtype"
+    }
 
 
 # ---- --slo
@@ -475,7 +641,9 @@ def test_the_highest_rate_is_that_of_a_queue_with_one_server() -> None:
     """One request at a time, and steps of 10 ms. Lindley's recursion gives every request's wait: of the same arrivals 99 of 100 keep the
     SLO at the rate that is found, and not at one above the precision."""
     cost = ShapeCost(((64, 0.01),), ((4096, 64, 0.01),), 0.0)
-    question = Question(Setup(max_num_seqs=1).new_scheduler, cost, {"e2el": 0.3}, "random", 1, 10, num_requests=100)
+    question = Question(
+        Setup(max_num_seqs=1).new_scheduler, cost, {"e2el": 0.3}, "random", 1, 10, num_requests=100
+    )
     found = highest_rate(question, [3])
 
     def kept(rate: float) -> float:
@@ -506,25 +674,57 @@ def test_a_step_costs_what_its_shape_and_its_context_cost() -> None:
         assert cost.compute_seconds(StepPlan(0, tuple(rows), ())) == pytest.approx(seconds)
 
 
-def test_costs_are_measured_where_none_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_measured_where_none_are_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = random_checkpoint(tmp_path / "model", LLAMA)
-    words = ["--num-blocks", "33", "--max-num-seqs", "1", "--max-num-batched-tokens", "16", "--max-model-len", "128"]
+    words = [
+        "--num-blocks",
+        "33",
+        "--max-num-seqs",
+        "1",
+        "--max-num-batched-tokens",
+        "16",
+        "--max-model-len",
+        "128",
+    ]
     sizes = ["--dataset", "random", "--max-input", "20", "--max-output", "8"]
     result = planned(capsys, str(model), *words, *sizes, "--slo", "ttft=10000,tpot=10000")
     costs = result["costs"]
-    assert all(seconds > 0 for *_, seconds in (*costs["decode"], *costs["chunk"])) and costs["context_token"] >= 0
-    assert costs["decode"][-1][0] == 1 and costs["chunk"][-1][0] == 16 and result["highest_rate"]["rate"] > 1
+    assert (
+        all(seconds > 0 for *_, seconds in (*costs["decode"], *costs["chunk"]))
+        and costs["context_token"] >= 0
+    )
+    assert (
+        costs["decode"][-1][0] == 1
+        and costs["chunk"][-1][0] == 16
+        and result["highest_rate"]["rate"] > 1
+    )
     (tmp_path / "costs.json").write_text(json.dumps(result))
-    given = ["--memory", "1GiB", "--costs", str(tmp_path / "costs.json"), "--slo", "e2el=0.001", "--rate", "1"]
+    given = [
+        "--memory",
+        "1GiB",
+        "--costs",
+        str(tmp_path / "costs.json"),
+        "--slo",
+        "e2el=0.001",
+        "--rate",
+        "1",
+    ]
     assert run(str(model), *words, *sizes, *given) == 1
-    assert "1 requests/s are not sustained" in capsys.readouterr().out, "no request is done within a microsecond"
+    assert "1 requests/s are not sustained" in capsys.readouterr().out, (
+        "no request is done within a microsecond"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (("--slo", "itl=3"), "--slo takes ttft=MS,tpot=MS,e2el=MS, got 'itl=3'"),
-        (("--slo", "tpot=3"), "--slo needs ttft or e2el: without one of them requests may wait for ever"),
+        (
+            ("--slo", "tpot=3"),
+            "--slo needs ttft or e2el: without one of them requests may wait for ever",
+        ),
         (("--rate", "3"), "--rate goes with --slo ttft=MS,tpot=MS"),
         (("--max-input", "3"), "--max-input goes with --slo ttft=MS,tpot=MS"),
         (("--slo", "ttft=3", "--memory", "24GiB"), "--slo then needs --costs FILE"),
@@ -539,7 +739,9 @@ def test_costs_are_measured_where_none_are_given(tmp_path: Path, capsys: pytest.
         (("--slo", "ttft=3", "--rate", "-1"), "--rate must be more than 0, got -1.0"),
     ],
 )
-def test_wrong_use_of_an_slo(words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_of_an_slo(
+    words: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run("demo", *words) == 2
     assert message in capsys.readouterr().err
 
@@ -548,27 +750,65 @@ def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 11,008 inputs two devices have 43 groups of 128 each; four would have 21 and a half. Falcon's heads stay in their groups."""
-    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
-    config = {**LLAMA_3_8B, "intermediate_size": 11008, "num_hidden_layers": 2, "quantization_config": awq}
+    awq = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": 128,
+        "zero_point": True,
+        "version": "gemm",
+    }
+    config = {
+        **LLAMA_3_8B,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 2,
+        "quantization_config": awq,
+    }
     options = planned(capsys, write(tmp_path, config), "--memory", "24GiB")["alternatives"]
     errors = {option["tensor_parallel_size"]: option["error"] for option in options}
     assert errors[1] is errors[2] is None
-    assert "down_proj has 11008 inputs of which each 128 share a scale, and cannot be divided into 4" in errors[4]
-    falcon = {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "new_decoder_architecture": True}
-    sizes = {"hidden_size": 128, "num_kv_heads": 2, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 257}
+    assert (
+        "down_proj has 11008 inputs of which each 128 share a scale, and cannot be divided into 4"
+        in errors[4]
+    )
+    falcon = {
+        "architectures": ["FalconForCausalLM"],
+        "model_type": "falcon",
+        "new_decoder_architecture": True,
+    }
+    sizes = {
+        "hidden_size": 128,
+        "num_kv_heads": 2,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 257,
+    }
     assert run(write(tmp_path, {**falcon, **sizes}), "--memory", "24GiB") == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("float32", "bfloat16"))]
-    assert ["cannot be divided" in row for row in rows] == [row.split()[2] in ("4", "8") for row in rows]
+    rows = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("float32", "bfloat16"))
+    ]
+    assert ["cannot be divided" in row for row in rows] == [
+        row.split()[2] in ("4", "8") for row in rows
+    ]
 
 
-def test_devices_are_divided_into_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_are_divided_into_replicas(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Weights of a replica times its devices are the model's; 16 GB of weights do not fit on a device of 12 GiB."""
     model = write(tmp_path, LLAMA_3_8B)
     flags = ("--memory", "12GiB", "--tensor-parallel-size", "2")
     found = {
-        each["tensor_parallel_size"]: each for each in planned(capsys, model, *flags, "--devices", "8")["divisions"]
+        each["tensor_parallel_size"]: each
+        for each in planned(capsys, model, *flags, "--devices", "8")["divisions"]
     }
-    assert [(size, each["replicas"]) for size, each in found.items()] == [(1, 8), (2, 4), (4, 2), (8, 1)]
+    assert [(size, each["replicas"]) for size, each in found.items()] == [
+        (1, 8),
+        (2, 4),
+        (4, 2),
+        (8, 1),
+    ]
     assert "leave no room" in found[1]["error"] and found[1]["users_of_all"] == 0
     for size in (2, 4, 8):
         assert found[size]["weights_bytes"] * size == 16_060_522_496

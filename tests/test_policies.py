@@ -39,8 +39,12 @@ class Naive:
 
     def order(self) -> list[SequenceGroup]:
         if self.policy == "priority":
-            return sorted([*self.preempted, *self.new], key=lambda g: (g.request.params.priority, g.arrival))
-        preempted = sorted(self.preempted, key=lambda g: g.arrival if self.policy == "fcfs" else g.admission)
+            return sorted(
+                [*self.preempted, *self.new], key=lambda g: (g.request.params.priority, g.arrival)
+            )
+        preempted = sorted(
+            self.preempted, key=lambda g: g.arrival if self.policy == "fcfs" else g.admission
+        )
         if self.policy == "fcfs":
             return [*preempted, *sorted(self.new, key=lambda g: g.arrival)]
         waiting: dict[str | None, list[SequenceGroup]] = {}
@@ -57,7 +61,9 @@ class Naive:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=300)
 @given(events=st.lists(st.tuples(st.sampled_from("aaapprs"), st.integers(0, 10**6)), max_size=60))
-def test_the_queue_is_in_the_order_of_its_definition(policy: str, events: list[tuple[str, int]]) -> None:
+def test_the_queue_is_in_the_order_of_its_definition(
+    policy: str, events: list[tuple[str, int]]
+) -> None:
     queue, naive = POLICIES[policy](), Naive(policy)
     naive.began = {}
     running: list[SequenceGroup] = []
@@ -118,11 +124,18 @@ def group_of(number: int) -> SequenceGroup:
 _UNIQUE = itertools.count()
 
 
-def backlog(driver: Driver, user: str, count: int, *, num_prompt: int, max_tokens: int, first_id: int) -> None:
+def backlog(
+    driver: Driver, user: str, count: int, *, num_prompt: int, max_tokens: int, first_id: int
+) -> None:
     for index in range(count):
         prompt = [(first_id + index) % 40, *range(num_prompt - 1)]
         group = make_group(
-            f"{user} {index}", first_id + index, prompt, max_tokens=max_tokens, ignore_eos=True, user=user
+            f"{user} {index}",
+            first_id + index,
+            prompt,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            user=user,
         )
         driver.scheduler.add(group)
 
@@ -142,7 +155,9 @@ def service(driver: Driver) -> Counter[str]:
             request = groups[row.sequence_id].request
             num_prompt = len(request.prompt_token_ids)
             upto = min(row.context_length, num_prompt)
-            weights[request.params.user or ""] += max(0, upto - max(row.start, highest[row.sequence_id]))
+            weights[request.params.user or ""] += max(
+                0, upto - max(row.start, highest[row.sequence_id])
+            )
             highest[row.sequence_id] = max(highest[row.sequence_id], upto)
         for sample in plan.samples:
             weights[groups[sample.sequence_id].request.params.user or ""] += 2
@@ -168,10 +183,14 @@ def test_who_floods_the_queue_gets_no_larger_share(policy: str) -> None:
 
 
 def test_the_urgent_go_first_and_give_way_last() -> None:
-    driver = make_driver(num_blocks=9, block_size=2, max_num_seqs=2, max_tokens=16, policy="priority")
+    driver = make_driver(
+        num_blocks=9, block_size=2, max_num_seqs=2, max_tokens=16, policy="priority"
+    )
     for index, priority in enumerate((2, 2, 0, 1)):
         prompt = [index, *range(3)]
-        driver.scheduler.add(make_group(str(index), index, prompt, max_tokens=8, ignore_eos=True, priority=priority))
+        driver.scheduler.add(
+            make_group(str(index), index, prompt, max_tokens=8, ignore_eos=True, priority=priority)
+        )
     driver.step()
     assert [group.request.request_id for group in driver.scheduler.running] == ["2", "3"]
     driver.run()
@@ -185,7 +204,9 @@ def contended(seed: int, **settings_: Any) -> Driver:
     """A pool far smaller than the demand, and requests of adversarial lengths: one token, or all that fits; or many alike."""
     rng = random.Random(seed)
     alike = seed % 2 == 1
-    driver = make_driver(num_blocks=33 if alike else 17, block_size=4, max_num_seqs=12, max_tokens=16, **settings_)
+    driver = make_driver(
+        num_blocks=33 if alike else 17, block_size=4, max_num_seqs=12, max_tokens=16, **settings_
+    )
     for index in range(24):
         num_prompt = rng.choice([5, 7, 9] if alike else [1, 4, 5, 31, 60])
         max_tokens = 30 if alike else rng.choice([1, 3, 64 - num_prompt])
@@ -210,7 +231,9 @@ def contended(seed: int, **settings_: Any) -> Driver:
 def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: Any) -> None:
     """Whoever comes back has a block for each running sequence ahead: no group is preempted twice within a block's worth of its steps."""
     for seed in range(6):
-        driver = contended(seed, policy=policy, num_host_blocks=16, preemption=Preemption(mode, wait))
+        driver = contended(
+            seed, policy=policy, num_host_blocks=16, preemption=Preemption(mode, wait)
+        )
         for group in driver.groups:  # type: ignore[attr-defined]
             group.last_resumed = None  # type: ignore[attr-defined]
         num_steps_alone = sum(len(alone(g.request)) * g.request.params.n + 4 for g in driver.groups)  # type: ignore[attr-defined]
@@ -221,19 +244,25 @@ def test_everybody_finishes_and_nobody_thrashes(policy: str, mode: Any, wait: An
             plan = driver.plans[-1]
             for request_id in plan.preempted:
                 if request_id in resumed_at:
-                    assert len(driver.plans) - resumed_at[request_id] >= 4, "it came back only to be preempted"
+                    assert len(driver.plans) - resumed_at[request_id] >= 4, (
+                        "it came back only to be preempted"
+                    )
             for group in driver.scheduler.running:
                 if group.num_preemptions and group.request.request_id not in running:
                     resumed_at[group.request.request_id] = len(driver.plans)
             assert len(driver.plans) < 10 * num_steps_alone
         counts = driver.scheduler.num_preemptions
-        assert counts[mode] > 0 and (mode == "recompute" or sum(len(plan.swap_in) for plan in driver.plans) > 0)
+        assert counts[mode] > 0 and (
+            mode == "recompute" or sum(len(plan.swap_in) for plan in driver.plans) > 0
+        )
         for group in driver.groups:  # type: ignore[attr-defined]
             for sequence in group.sequences:
                 assert sequence.output_token_ids == alone(group.request, sequence.sample_index)
 
 
-def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reserve_is_what_keeps_the_preempted_from_thrashing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The control of the test above: with the watermark alone, some come back and are preempted at once."""
     monkeypatch.setattr(
         "jaxpage.scheduling.running_set.spare_blocks",
@@ -266,10 +295,17 @@ def test_new_ones_wait_for_the_preempted_as_they_are_told_to() -> None:
 
 def test_a_better_newcomer_runs_where_nobody_does_and_the_preempted_come_later() -> None:
     """New requests wait for the preempted to complete only while something runs: the preempted one is not first here."""
-    driver = make_driver(num_blocks=6, block_size=4, policy="priority", preemption=Preemption("recompute", "completed"))
+    driver = make_driver(
+        num_blocks=6,
+        block_size=4,
+        policy="priority",
+        preemption=Preemption("recompute", "completed"),
+    )
     scheduler = driver.scheduler
     for name, priority in (("old", 1), ("gives way", 5)):
-        group = make_group(name, priority, range(8), max_tokens=10, ignore_eos=True, priority=priority)
+        group = make_group(
+            name, priority, range(8), max_tokens=10, ignore_eos=True, priority=priority
+        )
         scheduler.add(group)
     while not scheduler.num_waiting or not scheduler.waiting[0].num_preemptions:
         driver.step()
@@ -304,7 +340,9 @@ def test_who_comes_after_a_user_that_had_the_engine_alone_has_no_head_start() ->
         come(user)
     for _ in range(10):
         serve(30)
-    assert order == [*"AA", *"BBBB", "A", *"BBBBB"], "B begins at 100, and is at 220 after four of them"
+    assert order == [*"AA", *"BBBB", "A", *"BBBBB"], (
+        "B begins at 100, and is at 220 after four of them"
+    )
 
 
 def test_an_id_that_comes_again_with_another_priority_has_that_one() -> None:
@@ -323,20 +361,33 @@ def test_an_id_that_comes_again_with_another_priority_has_that_one() -> None:
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_long_prompt_stalls_nobody_beyond_the_budget(mixed: bool) -> None:
     """Between two tokens of a decoding sequence lies at most one step of other work, of at most the budget; none where steps mix."""
-    driver = make_driver(num_blocks=129, block_size=4, max_num_seqs=4, max_tokens=16, max_chunk_rows=4, mixed=mixed)
+    driver = make_driver(
+        num_blocks=129, block_size=4, max_num_seqs=4, max_tokens=16, max_chunk_rows=4, mixed=mixed
+    )
     for index in range(2):
-        driver.scheduler.add(make_group(str(index), index, range(5), max_tokens=40, ignore_eos=True))
+        driver.scheduler.add(
+            make_group(str(index), index, range(5), max_tokens=40, ignore_eos=True)
+        )
     for _ in range(4):
         driver.step()
     begun = len(driver.plans)
-    driver.scheduler.add(make_group("long", 7, [k % 40 for k in range(200)], max_tokens=2, ignore_eos=True))
+    driver.scheduler.add(
+        make_group("long", 7, [k % 40 for k in range(200)], max_tokens=2, ignore_eos=True)
+    )
     for _ in range(20):
         driver.step()
-    missed = [len([row for row in plan.rows if row.sequence_id < 2]) == 0 for plan in driver.plans[begun:]]
+    missed = [
+        len([row for row in plan.rows if row.sequence_id < 2]) == 0 for plan in driver.plans[begun:]
+    ]
     assert not any(first and second for first, second in itertools.pairwise(missed))
     assert any(missed) != mixed
     assert max(plan.num_tokens for plan in driver.plans[begun:]) <= 16
-    computed = sum(len(row.token_ids) for plan in driver.plans[begun:] for row in plan.rows if row.sequence_id == 7)
+    computed = sum(
+        len(row.token_ids)
+        for plan in driver.plans[begun:]
+        for row in plan.rows
+        if row.sequence_id == 7
+    )
     assert computed >= (20 * 14 if mixed else 10 * 16) * 0.7, "the long prompt goes on all the same"
 
 

@@ -22,7 +22,14 @@ from jaxpage.memory import BlockManager, BlockPool, BlockTables, CachedBlocks, P
 from jaxpage.memory.prefix_index import blake2b_256
 from jaxpage.scheduling import Scheduler
 from jaxpage.scheduling.running_set import RunningSet
-from tests.support.fake_device import Driver, FakeDevice, alone, check_cached, context_of, make_group
+from tests.support.fake_device import (
+    Driver,
+    FakeDevice,
+    alone,
+    check_cached,
+    context_of,
+    make_group,
+)
 from tests.test_scheduler import STATE_MACHINE as SCHEDULER_STATE_MACHINE
 from tests.test_scheduler import Caching, make_driver
 
@@ -55,7 +62,8 @@ class CachedTables(RuleBasedStateMachine):
     cached_class: type[CachedBlocks] = CachedBlocks
     index_class: type[PrefixIndex] = PrefixIndex
     collides = False
-    windows: tuple[tuple[int | None, ...], ...] = ((None,),)  # of the cache groups that there may be
+    # of the cache groups that there may be
+    windows: tuple[tuple[int | None, ...], ...] = ((None,),)
 
     @initialize(data=st.data(), block_size=st.sampled_from([1, 2, 3]))
     def start(self, data: st.DataObject, block_size: int) -> None:
@@ -71,7 +79,8 @@ class CachedTables(RuleBasedStateMachine):
             self.manager.cached = self.cached_class(groups, index)
         self.pages = FakeDevice(first, block_size)
         self.known: dict[int, Known] = {}
-        self.slid: dict[int, int] = {}  # what was computed when the windows slid: nothing before it is written again
+        # what was computed when the windows slid: nothing before it is written again
+        self.slid: dict[int, int] = {}
         self.next_id = 0
 
     def kept(self) -> set[int]:
@@ -95,8 +104,13 @@ class CachedTables(RuleBasedStateMachine):
             return False
         cached = self.kept()
         self.pages.copy(manager.reserve(*span))
-        written = [table[start // manager.block_size : manager.blocks_for(stop)] for table in self.tables(sequence_id)]
-        assert all(len(blocks) == len(written[0]) for blocks in written), "a group has no block for what is written"
+        written = [
+            table[start // manager.block_size : manager.blocks_for(stop)]
+            for table in self.tables(sequence_id)
+        ]
+        assert all(len(blocks) == len(written[0]) for blocks in written), (
+            "a group has no block for what is written"
+        )
         evicted = cached - self.kept()
         every = {block for table in self.tables(sequence_id) for block in table}
         behind = len(manager.groups) > 1  # what went with an evicted block is evicted, too
@@ -126,15 +140,22 @@ class CachedTables(RuleBasedStateMachine):
         self.pages.copy(manager.begin([(self.next_id, len(tokens), prefix)]))
         taken = [before - after for before, after in zip(num_free, self.num_free(), strict=True)]
         # A block that is evicted may set others free, which went with it.
-        assert taken == list(needed) if len(taken) == 1 else all(a <= b for a, b in zip(taken, needed, strict=True))
+        assert (
+            taken == list(needed)
+            if len(taken) == 1
+            else all(a <= b for a, b in zip(taken, needed, strict=True))
+        )
         self.slid[self.next_id] = prefix.num_tokens
-        assert self.write(self.next_id, prefix.num_tokens, len(tokens)), "what was counted was too little"
+        assert self.write(self.next_id, prefix.num_tokens, len(tokens)), (
+            "what was counted was too little"
+        )
         self.commit(self.next_id, max(prefix.num_tokens, min(computes, len(tokens))))
 
     def check_found(self, known: Known, prefix: Prefix) -> None:
         size, groups = self.manager.block_size, self.manager.groups
         contexts = [
-            context_of(known.tokens[:stop], known.salt) for stop in range(size, len(known.tokens), size)
+            context_of(known.tokens[:stop], known.salt)
+            for stop in range(size, len(known.tokens), size)
         ]  # the last token is never found
         num_blocks = prefix.num_tokens // size
         for group, blocks in zip(groups, prefix.blocks, strict=True):
@@ -144,7 +165,10 @@ class CachedTables(RuleBasedStateMachine):
             assert found == contexts[passed:num_blocks], "another prefix was found"
         if self.collides:
             return
-        there = [{self.pages.contexts[block][-1] for block in group.pool.kept_blocks()} for group in groups]
+        there = [
+            {self.pages.contexts[block][-1] for block in group.pool.kept_blocks()}
+            for group in groups
+        ]
         most = next((i for i, c in enumerate(contexts) if c not in there[0]), len(contexts))
         while most and not all(
             set(contexts[group.num_passed(most * size) : most]) <= held
@@ -320,7 +344,9 @@ class HashesWithoutParent(PrefixIndex):
     def extend(self, digests, token_ids, salt, num_blocks):
         size = self.block_size
         for place in range(len(digests), num_blocks):
-            digests.append(self._hash(repr((salt, token_ids[place * size : (place + 1) * size])).encode()))
+            digests.append(
+                self._hash(repr((salt, token_ids[place * size : (place + 1) * size])).encode())
+            )
         return digests
 
     def _holds(self, block, parent, token_ids):
@@ -338,7 +364,9 @@ class IgnoresTheSalt(PrefixIndex):
         return super().match(digests, token_ids, None)
 
     def register(self, block, digest, parent, token_ids):
-        return super().register(block, digest, None if isinstance(parent, str) else parent, token_ids)
+        return super().register(
+            block, digest, None if isinstance(parent, str) else parent, token_ids
+        )
 
 
 class TrustsTheHash(PrefixIndex):
@@ -405,7 +433,9 @@ KINDS = {
 
 def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[CachedTables]:
     kind = next(name for of, name in KINDS.items() if issubclass(mistake, of))
-    return type("Mistaken", (CachedTables,), {kind: mistake, "collides": collides, "windows": windows})
+    return type(
+        "Mistaken", (CachedTables,), {kind: mistake, "collides": collides, "windows": windows}
+    )
 
 
 @pytest.mark.parametrize(
@@ -414,8 +444,19 @@ def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[Cached
         *[
             (mistake, False, ((None,),))
             for mistake in (
-                *(CachesPartialBlocks, WritesCachedBlocks, ForgetsToForget, ReleasesTheHeadFirst, TakesTheWholePrompt),
-                *(CountsRevivedBlocksAsFree, KeepsOwnBlockBehindAnothers, HashesWithoutParent, IgnoresTheSalt),
+                *(
+                    CachesPartialBlocks,
+                    WritesCachedBlocks,
+                    ForgetsToForget,
+                    ReleasesTheHeadFirst,
+                    TakesTheWholePrompt,
+                ),
+                *(
+                    CountsRevivedBlocksAsFree,
+                    KeepsOwnBlockBehindAnothers,
+                    HashesWithoutParent,
+                    IgnoresTheSalt,
+                ),
             )
         ],
         (TrustsTheHash, True, ((None,),)),
@@ -423,19 +464,29 @@ def mistaken_machine(mistake: type, collides: bool, windows: Any) -> type[Cached
         *[
             (mistake, False, GROUPS)
             for mistake in (
-                *(LosesWhatGoesWithIt, TakesAnyBlockBeside, GoesWithTheWrongBlock, StaysWhenItIsReused),
+                *(
+                    LosesWhatGoesWithIt,
+                    TakesAnyBlockBeside,
+                    GoesWithTheWrongBlock,
+                    StaysWhenItIsReused,
+                ),
                 *(AsksTheFirstGroupAlone, ForksTheFirstGroupAlone),
             )
         ],
     ],
 )
-def test_the_state_machine_sees_planted_mistakes(mistake: type, collides: bool, windows: Any) -> None:
+def test_the_state_machine_sees_planted_mistakes(
+    mistake: type, collides: bool, windows: Any
+) -> None:
     machine = mistaken_machine(mistake, collides, windows)
     with pytest.raises((AssertionError, KeyError, ValueError, IndexError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=800))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=800)
+        )
 
 
-# ---- the scheduler with a cache: its own state machine is that of test_scheduler, half of whose examples cache
+# ---- the scheduler with a cache: its own state machine is that of test_scheduler, half of whose
+# examples cache
 
 
 class KeepsTheIndexWhenPagesAreLost(Scheduler):
@@ -458,7 +509,9 @@ class CachesBeforeTheStep(RunningSet):
 class CachesKnownForComputed(Scheduler):
     def _cache(self, group, sequence):
         salt, known = group.request.params.cache_salt, sequence.num_known_tokens
-        self.block_manager.cache(sequence.sequence_id, known, sequence.token_ids, sequence.block_digests, salt)
+        self.block_manager.cache(
+            sequence.sequence_id, known, sequence.token_ids, sequence.block_digests, salt
+        )
 
 
 class LeavesTheSaltOut(BlockManager):
@@ -487,12 +540,15 @@ def test_the_state_machine_of_the_scheduler_sees_planted_mistakes(name: str, mis
     machine = type("Mistaken", (Caching,), {name: mistake})
     with pytest.raises(Exception):  # noqa: B017 - an assertion, or what the confusion leads to
         run_state_machine_as_test(
-            machine, settings=settings(SCHEDULER_STATE_MACHINE, phases=[Phase.generate], max_examples=800)
+            machine,
+            settings=settings(SCHEDULER_STATE_MACHINE, phases=[Phase.generate], max_examples=800),
         )
 
 
 def run_one(driver: Driver, request_id: str, prompt: list[int], **how: object):
-    group = make_group(request_id, driver.new_sequence_id(), prompt, **{"max_tokens": 4, "ignore_eos": True, **how})
+    group = make_group(
+        request_id, driver.new_sequence_id(), prompt, **{"max_tokens": 4, "ignore_eos": True, **how}
+    )
     driver.scheduler.add(group)
     driver.run()
     assert group.sequences[0].output_token_ids == alone(group.request)
@@ -505,12 +561,18 @@ def test_a_prompt_starts_behind_what_is_cached_and_leaves_a_token_to_compute() -
     assert run_one(driver, "first", prompt).num_cached_tokens == 0
     steps = len(driver.plans)
     again = run_one(driver, "again", prompt)
-    assert again.num_cached_tokens == 20  # the sixth block holds the token whose logits are drawn from
+    # the sixth block holds the token whose logits are drawn from
+    assert again.num_cached_tokens == 20
     assert [(row.start, len(row.token_ids)) for row in driver.plans[steps].rows] == [(20, 4)]
     longer = run_one(driver, "longer", [*prompt, *again.sequences[0].output_token_ids, 1])
-    assert longer.num_cached_tokens == 24  # the block with the output's first tokens was never full and computed
+    # the block with the output's first tokens was never full and computed
+    assert longer.num_cached_tokens == 24
     counts = driver.scheduler.prefix_counts
-    assert (counts.num_queried, counts.num_hits, counts.num_resumed_hits) == (24 + 24 + 29, 20 + 24, 0)
+    assert (counts.num_queried, counts.num_hits, counts.num_resumed_hits) == (
+        24 + 24 + 29,
+        20 + 24,
+        0,
+    )
 
 
 def test_generated_tokens_are_found_too() -> None:
@@ -551,7 +613,10 @@ def test_blocks_in_use_by_others_are_shared_and_cost_nothing() -> None:
     assert tables[0][:5] == tables[1][:5] and tables[0][5] != tables[1][5]
     assert scheduler.usage().shared_blocks == 5
     driver.run()
-    assert scheduler.num_preemptions == {"recompute": 0, "swap": 0} and (pool.num_free, pool.num_cached) == (
+    assert scheduler.num_preemptions == {"recompute": 0, "swap": 0} and (
+        pool.num_free,
+        pool.num_cached,
+    ) == (
         8,
         6,
     )  # the last one of new is full
@@ -563,7 +628,10 @@ def test_revived_blocks_count_as_taken() -> None:
     run_one(driver, "first", [1, 2, 3] * 4, max_tokens=1)
     pool = driver.scheduler.block_manager.groups[0].pool
     assert (pool.num_free, pool.num_cached) == (8, 6)
-    assert run_one(driver, "second", [*[1, 2, 3] * 4, 9, 9, 9, 9], max_tokens=1).num_cached_tokens == 12
+    assert (
+        run_one(driver, "second", [*[1, 2, 3] * 4, 9, 9, 9, 9], max_tokens=1).num_cached_tokens
+        == 12
+    )
     assert pool.num_cached == 8
 
 
@@ -572,7 +640,8 @@ def test_tails_are_evicted_before_heads_and_the_least_recently_used_first() -> N
     run_one(driver, "a", [1] * 8, max_tokens=1)
     run_one(driver, "b", [2] * 8, max_tokens=1)
     run_one(driver, "c", [3] * 4, max_tokens=1)  # takes two blocks: the tail of a
-    assert run_one(driver, "a again", [1] * 9, max_tokens=1).num_cached_tokens == 4  # and the tail of b for the rest
+    # and the tail of b for the rest
+    assert run_one(driver, "a again", [1] * 9, max_tokens=1).num_cached_tokens == 4
     pool = driver.scheduler.block_manager.groups[0].pool
     assert pool.num_cached == 8 - 1
 
@@ -586,7 +655,12 @@ def test_what_a_preempted_request_finds_again_is_counted_apart() -> None:
     driver.scheduler.preempt_all()
     driver.run()
     counts = driver.scheduler.prefix_counts
-    assert (group.num_cached_tokens, counts.num_hits, counts.num_queried, counts.num_resumed_hits) == (0, 0, 30, 32)
+    assert (
+        group.num_cached_tokens,
+        counts.num_hits,
+        counts.num_queried,
+        counts.num_resumed_hits,
+    ) == (0, 0, 30, 32)
     assert group.sequences[0].output_token_ids == alone(group.request)
 
 
@@ -623,7 +697,10 @@ def test_without_an_index_nothing_is_kept() -> None:
     driver = make_driver(caching=False, block_size=4)
     run_one(driver, "a", list(range(24)))
     again = run_one(driver, "b", list(range(24)))
-    assert again.num_cached_tokens == 0 and driver.scheduler.block_manager.groups[0].pool.num_cached == 0
+    assert (
+        again.num_cached_tokens == 0
+        and driver.scheduler.block_manager.groups[0].pool.num_cached == 0
+    )
     assert driver.scheduler.prefix_counts.num_queried == 0 and not again.sequences[0].block_digests
 
 
@@ -632,7 +709,9 @@ def test_each_block_is_hashed_once_however_long_a_request_waits() -> None:
 
     class Counting(PrefixIndex):
         def __init__(self, block_size):
-            super().__init__(block_size, lambda content: calls.append(content) or blake2b_256(content))
+            super().__init__(
+                block_size, lambda content: calls.append(content) or blake2b_256(content)
+            )
 
         def check(self):
             pass
@@ -698,7 +777,9 @@ def test_cached_blocks_are_trimmed_before_they_are_written_again() -> None:
     manager = BlockManager([BlockTables(BlockPool(8), 2)], PrefixIndex(2))
     manager.reserve(0, 0, 6)
     manager.cache(0, 6, [1] * 6, [], None)
-    assert manager.groups[0].tables[0].num_cached == 3, "a block that is cached is not offered again"
+    assert manager.groups[0].tables[0].num_cached == 3, (
+        "a block that is cached is not offered again"
+    )
     with pytest.raises(ValueError, match="before cached ones: trim first"):
         manager.reserve(0, 1, 4)
     manager.trim(0, 1)

@@ -20,7 +20,11 @@ from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True, logprobs=0)
-PROMPTS = [[(7 * i) % 250 + 1 for i in range(100)], [(7 * i) % 250 + 1 for i in range(60)] + [5] * 20, [9, 8, 7] * 10]
+PROMPTS = [
+    [(7 * i) % 250 + 1 for i in range(100)],
+    [(7 * i) % 250 + 1 for i in range(60)] + [5] * 20,
+    [9, 8, 7] * 10,
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +32,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("model") / "m", LLAMA)
 
 
-def answers(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS) -> list[Any]:
+def answers(
+    llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS
+) -> list[Any]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     llm._engine.scheduler.block_manager.check()
     return [(each.outputs[0].token_ids, each.outputs[0].cumulative_logprob) for each in outputs]
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    found = {name.removeprefix("prefix_files_"): count for name, count in llm.stats().items() if "prefix_files" in name}
+    found = {
+        name.removeprefix("prefix_files_"): count
+        for name, count in llm.stats().items()
+        if "prefix_files" in name
+    }
     return {name.removesuffix("_blocks_total"): count for name, count in found.items()}
 
 
@@ -56,7 +66,9 @@ def filled(model: Path, tmp_path: Path, plain: list[Any]) -> Path:
     return tmp_path
 
 
-def test_a_restart_finds_what_was_computed_with_the_same_bits(model: Path, filled: Path, plain: list[Any]) -> None:
+def test_a_restart_finds_what_was_computed_with_the_same_bits(
+    model: Path, filled: Path, plain: list[Any]
+) -> None:
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         assert counts(llm) == {"written": 0, "restored": 6 + 1 + 1, "skipped": 0, "dropped": 0}
@@ -71,16 +83,24 @@ def test_a_restart_finds_what_was_computed_with_the_same_bits(model: Path, fille
     np.testing.assert_array_equal(restored, computed)
 
 
-def test_a_small_pool_and_other_prompts_beside_it(model: Path, filled: Path, plain: list[Any]) -> None:
+def test_a_small_pool_and_other_prompts_beside_it(
+    model: Path, filled: Path, plain: list[Any]
+) -> None:
     """Nothing is put out of its place by what comes from files, and requests that are preempted find it as well."""
-    with make_llm(model, **{**SMALL_POOL, "preemption_mode": "swap"}, prefix_cache_directory=str(filled)) as llm:
+    with make_llm(
+        model, **{**SMALL_POOL, "preemption_mode": "swap"}, prefix_cache_directory=str(filled)
+    ) as llm:
         for prompts in ([[3] * 90, *PROMPTS], PROMPTS, PROMPTS[::-1]):
             found = dict(zip(map(tuple, prompts), answers(llm, prompts), strict=True))
             assert [found[tuple(prompt)] for prompt in PROMPTS] == plain
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "another's", "other tokens", "empty", "a directory"])
-def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled: Path, plain: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "damage", ["cut", "flipped", "another's", "other tokens", "empty", "a directory"]
+)
+def test_damaged_and_foreign_files_are_skipped(
+    damage: str, model: Path, filled: Path, plain: list[Any]
+) -> None:
     paths = sorted(filled.glob("*/*.safetensors"))
     contents = {path: path.read_bytes() for path in paths}
     for path, other in zip(paths, [*paths[1:], paths[0]], strict=True):
@@ -94,7 +114,9 @@ def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled:
                 "cut": data[:-1],
                 "flipped": data[:-1] + bytes([data[-1] ^ 1]),
                 "another's": contents[other],
-                "other tokens": data.replace(np.array(PROMPTS[0][:4], np.int32).tobytes(), b"\1" * 16),
+                "other tokens": data.replace(
+                    np.array(PROMPTS[0][:4], np.int32).tobytes(), b"\1" * 16
+                ),
                 "empty": b"",
             }[damage]
         )
@@ -105,10 +127,14 @@ def test_damaged_and_foreign_files_are_skipped(damage: str, model: Path, filled:
     with make_llm(model, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) == plain
         found = counts(llm)
-        assert (found["restored"], found["skipped"]) == (8, 0) or damage == "a directory", "all were written anew"
+        assert (found["restored"], found["skipped"]) == (8, 0) or damage == "a directory", (
+            "all were written anew"
+        )
 
 
-def test_other_weights_find_nothing(model: Path, filled: Path, tmp_path: Path, plain: list[Any]) -> None:
+def test_other_weights_find_nothing(
+    model: Path, filled: Path, tmp_path: Path, plain: list[Any]
+) -> None:
     other = random_checkpoint(tmp_path / "other", LLAMA, seed=1)
     with make_llm(other, prefix_cache_directory=str(filled), preemption_mode="swap") as llm:
         assert answers(llm) != plain and counts(llm)["restored"] == 0
@@ -139,7 +165,9 @@ def test_the_files_are_bounded_and_the_least_recently_used_go_first(tmp_path: Pa
         os.utime(path, (time.time() - age,) * 2)
     again = PrefixFiles(tmp_path, "other", 5 * 4500)
     again.close()
-    assert not left.exists() and left.with_suffix(".124").exists(), "of a process that ended, and of one that writes"
+    assert not left.exists() and left.with_suffix(".124").exists(), (
+        "of a process that ended, and of one that writes"
+    )
     files = PrefixFiles(tmp_path, "key", 5 * 4500)
     np.testing.assert_array_equal(files.read(blocks[0]), contents)
     files.write(StoredBlock(b"\xff" * 32, b"", (9,)), contents)
@@ -187,16 +215,24 @@ def test_swapped_blocks_lie_in_a_file_where_memory_has_no_room(
         in_memory = answers(llm, *long)
     monkeypatch.setattr(capacity, "available_host_bytes", lambda: 0)
     settings = {"num_blocks": 17, "preemption_mode": "swap", "swap_space_blocks": 24}
-    with pytest.raises(CapacityError, match=r"24 host blocks .* 0 B are free; .* Lower swap_space_blocks to 0 or less"):
+    with pytest.raises(
+        CapacityError,
+        match=r"24 host blocks .* 0 B are free; .* Lower swap_space_blocks to 0 or less",
+    ):
         make_llm(model, **settings)
     settings["prefix_cache_directory"] = str(tmp_path / "new")
-    with pytest.raises(CapacityError, match=r"0 B are free, and of prefix_cache_directory and its disk 100.00 KiB; "):
+    with pytest.raises(
+        CapacityError,
+        match=r"0 B are free, and of prefix_cache_directory and its disk 100.00 KiB; ",
+    ):
         make_llm(model, **settings, prefix_cache_disk_bytes="100KiB")
     with make_llm(model, **settings) as llm:
         assert answers(llm, *long) == in_memory and llm.stats()["num_preemptions_total"]["swap"] > 0
         assert [type(pages._rows) for pages in llm._engine.runner._host_pages] == [np.memmap]
         assert llm._engine.events._files._max_bytes == 8 * 2**30 - llm.memory.host_pool_bytes
-    assert not [path for path in tmp_path.glob("new/*") if path.is_file()], "the file was nobody else's"
+    assert not [path for path in tmp_path.glob("new/*") if path.is_file()], (
+        "the file was nobody else's"
+    )
 
 
 def test_what_cannot_be_had_is_refused(model: Path, tmp_path: Path) -> None:

@@ -19,7 +19,13 @@ from jaxpage.assembly.sampling_defaults import read_sampling_defaults
 from jaxpage.device.buckets import Bucket, BucketMenu
 from jaxpage.device.logits_processors import process_logits
 from jaxpage.device.sampler import draw
-from jaxpage.device.step_inputs import MAX_BIASES, ProcessorInputs, TableShape, processor_shapes, unpack
+from jaxpage.device.step_inputs import (
+    MAX_BIASES,
+    ProcessorInputs,
+    TableShape,
+    processor_shapes,
+    unpack,
+)
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.engine.processor_inputs import processor_inputs_of
 from jaxpage.engine.text import words_as_token_ids
@@ -30,7 +36,15 @@ from jaxpage.step import token_masks
 from jaxpage.step.plan import Row, Sample, StepPlan
 from jaxpage.step.request import Request, Sequence
 from jaxpage.step.token_masks import mask_of
-from tests.support.engines import BLOCKS_OF_4, LLAMA, SMALL_POOL, LogitsWitness, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    BLOCKS_OF_4,
+    LLAMA,
+    SMALL_POOL,
+    LogitsWitness,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.reference_sampling import drawn, ends_with, processed
 
@@ -47,24 +61,35 @@ BUILDER = BatchBuilder(
 )
 EOS = frozenset({0})
 NEUTRAL = jax.tree.map(
-    lambda shape: np.zeros(shape.shape, shape.dtype), processor_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT)
+    lambda shape: np.zeros(shape.shape, shape.dtype),
+    processor_shapes(NUM_ROWS, vocab_size=VOCAB, context=CONTEXT),
 )
 
 
 def plan_of(row, *seeds):
-    return StepPlan(1, (row,), tuple(Sample(0, 0, row.sequence_id, SamplingParams(), seed, 0, 1) for seed in seeds))
+    return StepPlan(
+        1,
+        (row,),
+        tuple(Sample(0, 0, row.sequence_id, SamplingParams(), seed, 0, 1) for seed in seeds),
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**31, 2**32, 2**33 + 5, 2**63, 2**64 - 1])
 def test_all_bits_of_a_seed_reach_the_device(seed):
     batch = BUILDER.build(plan_of(Row(7, 0, (3,), ((1,),)), seed))
-    assert unpack(batch.packed, BUCKET, TableShape(1, 2)).seed_R2[0].tolist() == [*divmod(seed, 2**32)]
+    assert unpack(batch.packed, BUCKET, TableShape(1, 2)).seed_R2[0].tolist() == [
+        *divmod(seed, 2**32)
+    ]
 
 
 @pytest.mark.parametrize(("block", "fits"), [(8, True), (9, False), (-1, False)])
 def test_a_block_beyond_the_pool_is_refused_wherever_it_stands_in_a_table(block, fits):
     """Also in a place that the step does not write to: attention may read it."""
-    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="block_table_ZBM has entries"):
+    with (
+        contextlib.nullcontext()
+        if fits
+        else pytest.raises(ValueError, match="block_table_ZBM has entries")
+    ):
         BUILDER.build(plan_of(Row(7, 0, (3,), ((1, block),)), 0))
 
 
@@ -81,11 +106,16 @@ def run_step(logits, requests, outputs, by_row=True):
     rows, samples = [], []
     for index, (request, output) in enumerate(zip(requests, outputs, strict=True)):
         known = [*request.prompt_token_ids, *output]
-        samples.append(sample_of(index, 1, Sequence(index, 0, len(request.prompt_token_ids), known), request))
+        samples.append(
+            sample_of(index, 1, Sequence(index, 0, len(request.prompt_token_ids), known), request)
+        )
         rows.append(Row(index, len(known) - 1, (known[-1],), ((1, 2),)))
     batch = BUILDER.build(StepPlan(0, tuple(rows), tuple(samples)))
     filled = ProcessorInputs(
-        *(own if it is None else it for it, own in zip(batch.processor_inputs, NEUTRAL, strict=True))
+        *(
+            own if it is None else it
+            for it, own in zip(batch.processor_inputs, NEUTRAL, strict=True)
+        )
     )
     padded = np.zeros((NUM_ROWS, VOCAB), np.float32)
     padded[: len(rows)] = logits
@@ -121,11 +151,23 @@ ONE_BY_ONE = {
     "allowed": (SamplingParams(allowed_token_ids=[0, 31, 32, 63, 64, 74]), ()),
     "early end": (SamplingParams(min_tokens=8, stop_token_ids=[3, 64]), ()),
     "late end": (SamplingParams(min_tokens=7, stop_token_ids=[3, 64]), ()),
-    "bad words": (SamplingParams(), [(8,), (41, 10), (6, 41, 11), (41, 6, 12), (7, *OUTPUT, 13), (*OUTPUT, 14)]),
+    "bad words": (
+        SamplingParams(),
+        [(8,), (41, 10), (6, 41, 11), (41, 6, 12), (7, *OUTPUT, 13), (*OUTPUT, 14)],
+    ),
     "all": (
         SamplingParams(
-            **{"repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.4, "min_tokens": 9},
-            **{"logit_bias": {9: 2.0, 7: -3.0, 40: 1.0}, "allowed_token_ids": range(3, 70), "stop_token_ids": [41]},
+            **{
+                "repetition_penalty": 1.2,
+                "frequency_penalty": 0.3,
+                "presence_penalty": 0.4,
+                "min_tokens": 9,
+            },
+            **{
+                "logit_bias": {9: 2.0, 7: -3.0, 40: 1.0},
+                "allowed_token_ids": range(3, 70),
+                "stop_token_ids": [41],
+            },
         ),
         [(41, 9), (50,)],
     ),
@@ -142,7 +184,8 @@ def test_processed_logits_by_definition(name, by_row):
         got, _ = run_step(logits[None], [request], [OUTPUT], by_row)
         want = processed(logits, params, request.prompt_token_ids, OUTPUT, eos=EOS, words=words)
         np.testing.assert_allclose(got[0], want, rtol=2e-6, atol=1e-5)
-        np.testing.assert_array_equal(got[0][want == logits], logits[want == logits])  # to the last bit
+        # to the last bit
+        np.testing.assert_array_equal(got[0][want == logits], logits[want == logits])
         assert (name == "late end") == (want == logits).all()
 
 
@@ -159,7 +202,9 @@ def test_processed_logits_as_transformers_has_them():
         (hf.NoBadWordsLogitsProcessor(words, eos_token_id=0), output, {"words": words}),
         (hf.SuppressTokensLogitsProcessor([3, 33, 74]), output, {"words": [[3], [33], [74]]}),
         (
-            hf.SequenceBiasLogitsProcessor({(token_id,): bias for token_id, bias in biases.items()}),
+            hf.SequenceBiasLogitsProcessor(
+                {(token_id,): bias for token_id, bias in biases.items()}
+            ),
             output,
             {"logit_bias": biases},
         ),
@@ -176,7 +221,9 @@ def test_processed_logits_as_transformers_has_them():
     ]
     for processor, seen, given_params in cases:
         params = dict(given_params)
-        request = make_request(words=params.pop("words", ()), params=SamplingParams(**params), prompt=prompt)
+        request = make_request(
+            words=params.pop("words", ()), params=SamplingParams(**params), prompt=prompt
+        )
         got, _ = run_step(logits[None], [request], [output])
         want = processor(torch.tensor([seen]), torch.tensor(logits[None]))[0].numpy()
         np.testing.assert_allclose(got[0], want, rtol=1e-6)
@@ -225,12 +272,18 @@ def test_any_requests_together(asked, seed):
         if np.isfinite(want).any():
             # By the float32 logits: the truncation and the draw are what is looked at here.
             known = len(prompt) + len(output)
-            assert token_ids[row] == drawn(got[row].astype(np.float64), request.params, request.seed, 0, known)
+            assert token_ids[row] == drawn(
+                got[row].astype(np.float64), request.params, request.seed, 0, known
+            )
         else:
             assert token_ids[row] == NOTHING_ALLOWED
 
 
-@given(known=st.lists(st.integers(0, 3), min_size=1, max_size=9), split=st.integers(1, 9), seed=st.integers(0, 99))
+@given(
+    known=st.lists(st.integers(0, 3), min_size=1, max_size=9),
+    split=st.integers(1, 9),
+    seed=st.integers(0, 99),
+)
 def test_ends_of_bad_words(known, split, seed):
     """Words of few tokens over four ids: prefixes that cross from the prompt into the output come up all the time."""
     rng = np.random.default_rng(seed)
@@ -242,7 +295,9 @@ def test_ends_of_bad_words(known, split, seed):
 
 
 def test_masks_of_a_grammar_are_met_by_the_rest():
-    request = make_request(SamplingParams(allowed_token_ids=range(30, 70), min_tokens=9, stop_token_ids=[40]))
+    request = make_request(
+        SamplingParams(allowed_token_ids=range(30, 70), min_tokens=9, stop_token_ids=[40])
+    )
     sample = sample_of(0, 1, Sequence(0, 0, 4, [5, 6, 7, 7, 9]), request)
     grammar = np.zeros(3, np.uint32)
     for token_id in (0, 31, 40, 64, 74):
@@ -269,7 +324,16 @@ class Spelling:
 
 def test_words_are_spelled_at_the_beginning_and_behind_a_space():
     tokenizer = Spelling(
-        cat=[1], _cat=[2], dog=[3, 4], _dog=[5], cow=[6, 7], _cow=[8, 6, 7], pig=[9], _pig=[9], hen=[1, 2], _hen=[3, 2]
+        cat=[1],
+        _cat=[2],
+        dog=[3, 4],
+        _dog=[5],
+        cow=[6, 7],
+        _cow=[8, 6, 7],
+        pig=[9],
+        _pig=[9],
+        hen=[1, 2],
+        _hen=[3, 2],
     )
     assert words_as_token_ids(tokenizer, ("cat",)) == ((1,), (2,))
     assert words_as_token_ids(tokenizer, ("  cat", "cat")) == ((1,), (2,))
@@ -278,7 +342,9 @@ def test_words_are_spelled_at_the_beginning_and_behind_a_space():
         (6, 7),
         (9,),
     )  # the token of the space alone says nothing more
-    with pytest.raises(ValueError, match="bad_words has ' ', of which the tokenizer makes no token"):
+    with pytest.raises(
+        ValueError, match="bad_words has ' ', of which the tokenizer makes no token"
+    ):
         words_as_token_ids(Spelling(_=[], __=[]), (" ",))
 
 
@@ -321,7 +387,9 @@ PLAIN = {"seed": 7, "max_tokens": 8, "logprobs": 2, "ignore_eos": True}
 def single(llm):
     """Parameters that change something of what the prompt leads to, by name."""
     greedy, sampled = (
-        llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0].outputs[0].token_ids
+        llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0]
+        .outputs[0]
+        .token_ids
         for temperature in (0.0, 1.0)
     )
     said = sorted({*greedy, *sampled})
@@ -331,8 +399,12 @@ def single(llm):
         "frequency_penalty": {"frequency_penalty": -1.2},
         "repetition_penalty": {"repetition_penalty": 1.8},
         "logit_bias": {"logit_bias": {sampled[1]: -100.0, greedy[1]: -7.0, 17: 4.5}},
-        "allowed_token_ids": {"allowed_token_ids": [i for i in range(257) if i % 3 or i in said[::2]]},
-        "bad_words": {"bad_words": [f"{a} {b}" for a, b in (sampled[:2], greedy[:2])] + [str(sampled[2])]},
+        "allowed_token_ids": {
+            "allowed_token_ids": [i for i in range(257) if i % 3 or i in said[::2]]
+        },
+        "bad_words": {
+            "bad_words": [f"{a} {b}" for a, b in (sampled[:2], greedy[:2])] + [str(sampled[2])]
+        },
         "min_tokens": {"min_tokens": 5, "stop_token_ids": said},
         "temperature": {"temperature": 0.6},
         "top_k": {"top_k": 5},
@@ -363,15 +435,18 @@ def lone(llm, pairs):
             sequence_id = llm._engine._num_sequences
             output = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
             positions = range(len(PROMPT), len(PROMPT) + len(output.token_ids))
-            outputs[names] = output, [witness.logits[sequence_id, position] for position in positions]
+            outputs[names] = (
+                output,
+                [witness.logits[sequence_id, position] for position in positions],
+            )
     return outputs
 
 
 def test_each_parameter_changes_something(lone, llm):
     plain = {
-        temperature: llm.generate(PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False)[0].outputs[
-            0
-        ]
+        temperature: llm.generate(
+            PROMPT, SamplingParams(**PLAIN, temperature=temperature), use_tqdm=False
+        )[0].outputs[0]
         for temperature in (0.0, 1.0)
     }
     for name in {name for pair in lone for name in pair}:
@@ -388,7 +463,10 @@ def test_every_pair_draws_what_float64_draws(lone, pairs):
         for index, token_id in enumerate(output.token_ids):
             said, words = output.token_ids[:index], spell(params.bad_words)
             want = processed(logits[index], params, PROMPT, said, words=words)
-            assert drawn(want, params, params.seed, 0, len(PROMPT) + index) == token_id, (names, index)
+            assert drawn(want, params, params.seed, 0, len(PROMPT) + index) == token_id, (
+                names,
+                index,
+            )
             raw = logits[index].astype(np.float64)
             logprobs = raw - raw.max() - np.log(np.exp(raw - raw.max()).sum())
             entry = output.logprobs[index][token_id]
@@ -407,7 +485,11 @@ def test_what_is_made_of_long_lists_is_made_once(llm, monkeypatch):
 
     monkeypatch.setattr(token_masks, "mask_of", counted)
     params = SamplingParams(
-        allowed_token_ids=range(100, 200), stop_token_ids=range(150), min_tokens=6, max_tokens=9, ignore_eos=True
+        allowed_token_ids=range(100, 200),
+        stop_token_ids=range(150),
+        min_tokens=6,
+        max_tokens=9,
+        ignore_eos=True,
     )
     outputs = llm.generate([PROMPT, PROMPT[:5]], params, use_tqdm=False)
     assert sorted(made) == [100, 150]
@@ -419,11 +501,18 @@ def test_what_is_made_of_long_lists_is_made_once(llm, monkeypatch):
 
 def test_every_pair_among_the_others_as_alone(llm, lone, pairs):
     """All in one call, each between a greedy and a sampled stranger; tokens and the bits of log probabilities."""
-    strangers = [SamplingParams(temperature=0.0, max_tokens=3), SamplingParams(seed=5, max_tokens=5)]
+    strangers = [
+        SamplingParams(temperature=0.0, max_tokens=3),
+        SamplingParams(seed=5, max_tokens=5),
+    ]
     apart = [llm.generate([3, 4, 5], stranger, use_tqdm=False)[0].outputs for stranger in strangers]
-    params = list(itertools.chain.from_iterable((strangers[0], one, strangers[1]) for one in pairs.values()))
+    params = list(
+        itertools.chain.from_iterable((strangers[0], one, strangers[1]) for one in pairs.values())
+    )
     outputs = llm.generate([[3, 4, 5], PROMPT, [3, 4, 5]] * len(pairs), params, use_tqdm=False)
-    for names, (before, output, after) in zip(pairs, zip(*[iter(outputs)] * 3, strict=True), strict=True):
+    for names, (before, output, after) in zip(
+        pairs, zip(*[iter(outputs)] * 3, strict=True), strict=True
+    ):
         assert output.outputs[0] == lone[names][0], names
         assert [before.outputs, after.outputs] == apart
 
@@ -431,16 +520,40 @@ def test_every_pair_among_the_others_as_alone(llm, lone, pairs):
 RICH = [
     (
         "every penalty",
-        {"temperature": 0.9, "repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.5},
+        {
+            "temperature": 0.9,
+            "repetition_penalty": 1.4,
+            "frequency_penalty": 0.7,
+            "presence_penalty": 0.5,
+        },
     ),
-    ("greedy penalties", {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": -0.6}),
-    ("masks", {"temperature": 0.8, "allowed_token_ids": range(60), "min_tokens": 9, "stop_token_ids": range(10, 30)}),
+    (
+        "greedy penalties",
+        {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": -0.6},
+    ),
+    (
+        "masks",
+        {
+            "temperature": 0.8,
+            "allowed_token_ids": range(60),
+            "min_tokens": 9,
+            "stop_token_ids": range(10, 30),
+        },
+    ),
     (
         "words and biases",
         {"temperature": 0.7, "allowed_token_ids": range(8), "logit_bias": {3: 2.0}}
         | {"bad_words": ["1 2", "3 3", "5 1 4", "2 6", "0 0", "7"], "presence_penalty": 0.1},
     ),
-    ("forks", {"n": 3, "allowed_token_ids": range(5), "bad_words": ["1 2", "3 3", "4 0"], "frequency_penalty": 0.5}),
+    (
+        "forks",
+        {
+            "n": 3,
+            "allowed_token_ids": range(5),
+            "bad_words": ["1 2", "3 3", "4 0"],
+            "frequency_penalty": 0.5,
+        },
+    ),
 ]
 NUM_TOKENS = 14
 
@@ -464,7 +577,9 @@ def rich_alone(directory, rich):
 def test_no_bad_word_comes_out(rich, rich_alone):
     for (_, params), outputs in zip(rich, rich_alone, strict=True):
         for output, word in itertools.product(outputs, spell(params.bad_words)):
-            assert not any(ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1))
+            assert not any(
+                ends_with(output.token_ids[:end], word) for end in range(len(output.token_ids) + 1)
+            )
 
 
 ENGINES = {
@@ -500,7 +615,10 @@ def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
         for (prompt, params), want in zip(rich, rich_alone, strict=True):
             for step in range(1, NUM_TOKENS, 3):
                 llm.reset_prefix_cache()
-                engine.add("older", engine.prepare(None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True)))
+                engine.add(
+                    "older",
+                    engine.prepare(None, [9, 9, 9], SamplingParams(max_tokens=60, ignore_eos=True)),
+                )
                 reporter = engine.add("watched", engine.prepare(None, prompt, params))
                 run_giving_way(engine, step)
                 assert reporter.whole().outputs == want
@@ -510,19 +628,25 @@ def test_gives_way_at_every_step(mode, directory, rich, rich_alone):
 
 def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
     """Bad words that leave nothing after the first token: an error of that request; what is cached stays."""
-    params = SamplingParams(temperature=0.0, allowed_token_ids=[1, 2], bad_words=["1 1", "1 2", "2 1", "2 2"])
+    params = SamplingParams(
+        temperature=0.0, allowed_token_ids=[1, 2], bad_words=["1 1", "1 2", "2 1", "2 2"]
+    )
     other = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
     (want,) = llm.generate(PROMPT, other, use_tqdm=False)
     hits = llm.stats()["prefix_cache_hits_total"]
     ended, beside = llm.generate([[7, 8], PROMPT], [params, other], use_tqdm=False)
     (output,) = ended.outputs
-    assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[0] in (1, 2)
+    assert (output.finish_reason, len(output.token_ids)) == ("error", 1) and output.token_ids[
+        0
+    ] in (1, 2)
     assert "leave no token to sample" in output.stop_reason
     assert beside.outputs == want.outputs
     assert llm.stats()["prefix_cache_hits_total"] > hits
     (again,) = llm.generate(PROMPT, other, use_tqdm=False)
     assert again.outputs == want.outputs and llm.stats()["prefix_cache_hits_total"] > hits + 16
-    forked = dataclasses.replace(params, n=2, temperature=1.0, seed=3, allowed_token_ids=[1, 2, 3], max_tokens=4)
+    forked = dataclasses.replace(
+        params, n=2, temperature=1.0, seed=3, allowed_token_ids=[1, 2, 3], max_tokens=4
+    )
     (both,) = llm.generate([[7, 8]], forked, use_tqdm=False)
     for output in both.outputs:
         dead = set(output.token_ids) & {1, 2}
@@ -532,7 +656,11 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
 @pytest.mark.parametrize(
     ("params", "error", "message"),
     [
-        ({"logit_bias": {257: 1.0}}, ValueError, "logit_bias has 257, but the model's token ids are 0 to 256"),
+        (
+            {"logit_bias": {257: 1.0}},
+            ValueError,
+            "logit_bias has 257, but the model's token ids are 0 to 256",
+        ),
         ({"allowed_token_ids": [1, 2**31 - 1]}, ValueError, "allowed_token_ids has 2147483647"),
         ({"bad_words": ["5 300"]}, ValueError, "bad_words has 300"),
         (
@@ -540,18 +668,31 @@ def test_a_request_that_runs_out_of_tokens_ends_alone(llm):
             UnsupportedError,
             "logit_bias has 1025 entries; at most 1024",
         ),
-        ({"repetition_penalty": 1e-50}, UnsupportedError, "repetition_penalty=1e-50 .* 1e-09 to 1000000000.0"),
+        (
+            {"repetition_penalty": 1e-50},
+            UnsupportedError,
+            "repetition_penalty=1e-50 .* 1e-09 to 1000000000.0",
+        ),
         (
             {"allowed_token_ids": [3, 0], "min_tokens": 2, "stop_token_ids": [3]},
             ValueError,
             "all tokens are masked: all of allowed_token_ids ends the text before min_tokens=2",
         ),
         (
-            {"allowed_token_ids": [3, 4], "min_tokens": 2, "stop_token_ids": [3], "bad_words": ["4"]},
+            {
+                "allowed_token_ids": [3, 4],
+                "min_tokens": 2,
+                "stop_token_ids": [3],
+                "bad_words": ["4"],
+            },
             ValueError,
             "is a bad word or ends the text before min_tokens=2",
         ),
-        ({"bad_words": [str(i) for i in range(257)]}, ValueError, "every token of the vocabulary is a bad word"),
+        (
+            {"bad_words": [str(i) for i in range(257)]},
+            ValueError,
+            "every token of the vocabulary is a bad word",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(llm, params, error, message):
@@ -561,21 +702,33 @@ def test_what_cannot_be_is_refused(llm, params, error, message):
 
 def test_bad_words_need_a_tokenizer(llm, monkeypatch):
     monkeypatch.setattr(llm._engine.admission, "_spell", None)
-    with pytest.raises(ValueError, match=r"bad_words=\['x'\] needs text, but the model has no tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"bad_words=\['x'\] needs text, but the model has no tokenizer"
+    ):
         llm.generate(PROMPT, SamplingParams(bad_words=["x"]), use_tqdm=False)
 
 
 def test_what_generation_config_asks_for(tmp_path):
     for asked, want in (
-        ({"repetition_penalty": 1.3, "temperature": 0.5}, {"repetition_penalty": 1.3, "temperature": 0.5}),
-        ({"repetition_penalty": 1.3, "top_k": 4, "do_sample": False}, {"repetition_penalty": 1.3, "temperature": 0.0}),
+        (
+            {"repetition_penalty": 1.3, "temperature": 0.5},
+            {"repetition_penalty": 1.3, "temperature": 0.5},
+        ),
+        (
+            {"repetition_penalty": 1.3, "top_k": 4, "do_sample": False},
+            {"repetition_penalty": 1.3, "temperature": 0.0},
+        ),
     ):
         (tmp_path / "generation_config.json").write_text(json.dumps(asked))
         assert read_sampling_defaults(tmp_path) == want
 
 
-def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_nearest(tmp_path, caplog):
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 3, "top_p": 0, "top_k": 5}))
+def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_nearest(
+    tmp_path, caplog
+):
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 3, "top_p": 0, "top_k": 5})
+    )
     found = read_sampling_defaults(tmp_path)
     assert found == {"temperature": 2.0, "top_p": 1e-6, "top_k": 5}
     assert [record.getMessage() for record in caplog.records] == [
@@ -589,7 +742,13 @@ def test_numbers_of_generation_config_that_no_request_can_have_are_taken_as_the_
 
 
 def test_what_generation_config_asks_for_in_vain_is_said(tmp_path, caplog):
-    asked = {"num_beams": 4, "typical_p": 1.0, "no_repeat_ngram_size": 0, "suppress_tokens": [5], "temperature": 0.5}
+    asked = {
+        "num_beams": 4,
+        "typical_p": 1.0,
+        "no_repeat_ngram_size": 0,
+        "suppress_tokens": [5],
+        "temperature": 0.5,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(asked))
     assert read_sampling_defaults(tmp_path) == {"temperature": 0.5}
     (record,) = caplog.records

@@ -20,7 +20,9 @@ from jaxpage.serving.wire.errors import ApiError
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """What is asked of JAX's profiler, which is itself slow to start."""
     asked: list[str] = []
-    monkeypatch.setattr(profiling.jax.profiler, "start_trace", lambda directory: asked.append(f"start {directory}"))
+    monkeypatch.setattr(
+        profiling.jax.profiler, "start_trace", lambda directory: asked.append(f"start {directory}")
+    )
     monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: asked.append("stop"))
     yield asked
 
@@ -32,21 +34,31 @@ def test_without_a_directory_there_is_nothing() -> None:
 def test_one_trace_at_a_time(traces: list[str]) -> None:
     routes = profiling.profiler_routes(ServerConfig(profile_directory="/traces"))
     app = Starlette(
-        routes=routes, exception_handlers={ApiError: lambda request, error: error_answer(error, request.url.path)}
+        routes=routes,
+        exception_handlers={ApiError: lambda request, error: error_answer(error, request.url.path)},
     )
     with TestClient(app) as client:
         assert client.get("/start_profile").status_code == 405
         assert client.post("/stop_profile").status_code == 409
         assert client.post("/start_profile").json() == {"status": "started"}
         refused = client.post("/start_profile")
-        assert refused.status_code == 409 and refused.json()["error"]["message"] == "A trace is running already"
+        assert (
+            refused.status_code == 409
+            and refused.json()["error"]["message"] == "A trace is running already"
+        )
         assert client.post("/stop_profile").json() == {"status": "written"}
         assert client.post("/stop_profile").status_code == 409
-        assert client.post("/start_profile").status_code == client.post("/stop_profile").status_code == 200
+        assert (
+            client.post("/start_profile").status_code
+            == client.post("/stop_profile").status_code
+            == 200
+        )
     assert traces == ["start /traces", "stop"] * 2
 
 
-def test_a_trace_that_nobody_ends_ends_by_itself(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_nobody_ends_ends_by_itself(
+    traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(profiling, "LONGEST_SECONDS", 0.01)
 
     async def run() -> None:

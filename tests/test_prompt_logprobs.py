@@ -21,7 +21,9 @@ from tests.support.running import SMALL
 from tests.support.sweeps import few
 from tests.test_demo import DEMO
 
-PARAMS = SamplingParams(temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3)
+PARAMS = SamplingParams(
+    temperature=0.9, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=3
+)
 SILENT = dataclasses.replace(PARAMS, prompt_logprobs=None)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 CLOSE = 1e-4
@@ -30,9 +32,17 @@ LENGTHS = (1, 2, 16, 17, 33, 50)
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    mistral = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+    mistral = {
+        **LLAMA,
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 20,
+    }
     configs = {"llama": LLAMA, "mistral": mistral}
-    return {name: random_checkpoint(tmp_path_factory.mktemp(name), config) for name, config in configs.items()}
+    return {
+        name: random_checkpoint(tmp_path_factory.mktemp(name), config)
+        for name, config in configs.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -112,24 +122,36 @@ def agree_with_transformers(name, directory):
     model = save_model(name, directory)
     rng = np.random.default_rng(3)
     vocab_size = model.config.vocab_size
-    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 9)]
+    prompts = [
+        rng.integers(0, vocab_size, n).tolist()
+        for n in (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 9)
+    ]
     prompts.append([*prompts[-1][:20], 5])  # finds a cached prefix, and must not use it
     with torch.no_grad():
-        wanted = [log_softmax(model(torch.tensor([prompt])).logits[0].double().numpy()) for prompt in prompts]
+        wanted = [
+            log_softmax(model(torch.tensor([prompt])).logits[0].double().numpy())
+            for prompt in prompts
+        ]
     with make_llm(directory, **ORACLE_ENGINE) as llm:
         for num_top in (5, 0, 1, 20):
-            outputs = llm.generate(prompts, dataclasses.replace(GREEDY, prompt_logprobs=num_top), use_tqdm=False)
+            outputs = llm.generate(
+                prompts, dataclasses.replace(GREEDY, prompt_logprobs=num_top), use_tqdm=False
+            )
             for prompt, output, rows in zip(prompts, outputs, wanted, strict=True):
                 check_scores(prompt, output.prompt_logprobs, num_top, rows)
                 assert output.prompt_logprobs[-1] is None or all(
-                    entry.decoded_token == f"t{token_id}" for token_id, entry in output.prompt_logprobs[-1].items()
+                    entry.decoded_token == f"t{token_id}"
+                    for token_id, entry in output.prompt_logprobs[-1].items()
                 )
         invariants(llm)
 
 
 @pytest.mark.parametrize(
     "name",
-    few(["llama-grouped", "mistral-window", "opt-350m-form", "gpt2-usual"], ["mistral-window", "opt-350m-form"]),
+    few(
+        ["llama-grouped", "mistral-window", "opt-350m-form", "gpt2-usual"],
+        ["mistral-window", "opt-350m-form"],
+    ),
 )
 def test_the_numbers_are_those_of_transformers(name, tmp_path):
     agree_with_transformers(name, tmp_path)
@@ -137,25 +159,34 @@ def test_the_numbers_are_those_of_transformers(name, tmp_path):
 
 def one_too_early(row, group):
     row = _scoring(row, group)
-    return row._replace(scored=group.request.prompt_token_ids[row.start : row.start + len(row.scored)])
+    return row._replace(
+        scored=group.request.prompt_token_ids[row.start : row.start + len(row.scored)]
+    )
 
 
 def of_the_row_before(packed, num_rows):
     drawn = _unpack_drawn(packed, num_rows)
     return drawn._replace(
-        top_token_ids=np.roll(drawn.top_token_ids, 1, axis=0), top_logprobs=np.roll(drawn.top_logprobs, 1, axis=0)
+        top_token_ids=np.roll(drawn.top_token_ids, 1, axis=0),
+        top_logprobs=np.roll(drawn.top_logprobs, 1, axis=0),
     )
 
 
 def cached_all_the_same(group, manager):
-    return _beginnings(SimpleNamespace(request=group.request, unfinished=group.unfinished, num_unscored=0), manager)
+    return _beginnings(
+        SimpleNamespace(request=group.request, unfinished=group.unfinished, num_unscored=0), manager
+    )
 
 
 def forgets_the_chunk_before(group, edit):
     group.prompt_logprobs[:] = [*edit.logprobs, *group.prompt_logprobs]
 
 
-_scoring, _unpack_drawn, _beginnings = plan_builder._scoring, runner_module.unpack_drawn, admitting.beginnings
+_scoring, _unpack_drawn, _beginnings = (
+    plan_builder._scoring,
+    runner_module.unpack_drawn,
+    admitting.beginnings,
+)
 MISTAKES = {
     "one too early": (plan_builder, "_scoring", one_too_early),
     "of the row before": (runner_module, "unpack_drawn", of_the_row_before),
@@ -187,15 +218,23 @@ def test_perplexity_of_the_demo_model():
     torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
     import transformers
 
-    text = "It was late in the day. The old woman went down to the river, and there she met a boy — “who are you?” " * 4
+    text = (
+        "It was late in the day. The old woman went down to the river, and there she met a boy — “who are you?” "
+        * 4
+    )
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
     with LLM("demo", **SMALL, use_tqdm=False) as llm:
         output = generate(llm, text, dataclasses.replace(GREEDY, prompt_logprobs=0))
     ids = torch.tensor([output.prompt_token_ids])
     with torch.no_grad():
         wanted = math.exp(model(ids, labels=ids).loss.item())
-    scores = [one[t].logprob for one, t in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)]
-    assert len(scores) > 64 and math.exp(-sum(scores) / len(scores)) == pytest.approx(wanted, rel=1e-4)
+    scores = [
+        one[t].logprob
+        for one, t in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+    ]
+    assert len(scores) > 64 and math.exp(-sum(scores) / len(scores)) == pytest.approx(
+        wanted, rel=1e-4
+    )
 
 
 # ---- whatever happens around it
@@ -216,7 +255,8 @@ class Asked:
 
 
 @pytest.mark.parametrize(
-    "engine", few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 4"}])
+    "engine",
+    few(["uncached", "narrow", "wide", "odd", *ENGINES], ["odd", *{*ENGINES} - {"blocks of 4"}]),
 )
 def test_whatever_happens_around_it(engine, directories, prompts, lone):
     """Other chunks, blocks and neighbours, some of which are not scored, in a pool that is too small; cached or not."""
@@ -252,8 +292,13 @@ def test_gives_way_at_every_step(family, mode, directories, prompts, lone, monke
         engine = llm._engine
         for n, step in itertools.product((1, 2), range(1, 9)):
             llm.reset_prefix_cache()
-            engine.add("older", engine.prepare(None, prompts[1], dataclasses.replace(GREEDY, max_tokens=30)))
-            reporter = engine.add("watched", engine.prepare(None, prompts[5], dataclasses.replace(PARAMS, n=n)))
+            engine.add(
+                "older",
+                engine.prepare(None, prompts[1], dataclasses.replace(GREEDY, max_tokens=30)),
+            )
+            reporter = engine.add(
+                "watched", engine.prepare(None, prompts[5], dataclasses.replace(PARAMS, n=n))
+            )
             with monkeypatch.context() as patch:
                 asked = Asked(llm, patch)
                 run_giving_way(engine, step)
@@ -272,7 +317,8 @@ def test_a_chunk_that_begins_before_what_is_missing(directories, prompts, lone, 
     with make_llm(directories["llama"], enable_prefix_caching=False) as llm:
         engine = llm._engine
         asked = Asked(llm, monkeypatch)
-        engine.add("older", engine.prepare(None, [3] * 49, GREEDY))  # takes 49 of the 64 tokens of the first step
+        # takes 49 of the 64 tokens of the first step
+        engine.add("older", engine.prepare(None, [3] * 49, GREEDY))
         reporter = engine.add("watched", engine.prepare(None, prompts[5], PARAMS))
         engine.step()
         assert asked.num_tokens == 15
@@ -294,7 +340,11 @@ def test_scored_once_for_all_samples(llm, prompts, lone, monkeypatch):
 def test_cold_and_warm(llm, prompts, lone):
     """It asks the cache for nothing, so it is no query either; what it computes is there for others."""
     prompt, alone = prompts[5], lone["llama"][5]
-    names = ("prefix_cache_queries_total", "prefix_cache_hits_total", "prefix_cache_resumed_hits_total")
+    names = (
+        "prefix_cache_queries_total",
+        "prefix_cache_hits_total",
+        "prefix_cache_resumed_hits_total",
+    )
     before = [llm.stats()[name] for name in names]
     for _ in range(2):
         output = generate(llm, prompt, PARAMS)
@@ -320,7 +370,9 @@ def test_the_room_that_a_pin_saves_is_not_there_for_it(directories, prompts):
     params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     with make_llm(directories["llama"], num_blocks=17) as llm, llm.pin_prefix(prompt[:128]):
         generate(llm, prompt, params)
-        with pytest.raises(CapacityError, match="may need 12 KV blocks .* the pool has 16, of which 8 are pinned"):
+        with pytest.raises(
+            CapacityError, match="may need 12 KV blocks .* the pool has 16, of which 8 are pinned"
+        ):
             llm.generate([prompt], dataclasses.replace(params, prompt_logprobs=0), use_tqdm=False)
 
 
@@ -347,7 +399,9 @@ def test_lost_pages_and_failed_steps(llm, prompts, lone, monkeypatch):
         monkeypatch.setattr(engine.runner, "run", failing)
         output = generate(llm, prompt, PARAMS)
         assert output.outputs[0].finish_reason == "error"
-        assert output.prompt_logprobs == (want[0] if num_steps == 2 else None), "complete or not there"
+        assert output.prompt_logprobs == (want[0] if num_steps == 2 else None), (
+            "complete or not there"
+        )
 
 
 def test_an_abort_in_the_prompt(llm, prompts):
@@ -364,8 +418,12 @@ def test_a_stream_brings_it_once(llm, prompts, lone):
     for prompt, alone, n in itertools.product(prompts, [None], (1, 2)):
         alone = lone["llama"][prompts.index(prompt)]
         chunks = list(llm.stream(prompt, dataclasses.replace(PARAMS, n=n)))
-        assert [chunk.prompt_logprobs for chunk in chunks] == [alone.prompt_logprobs] + [None] * (len(chunks) - 1)
-        assert len(chunks) == PARAMS.max_tokens and all(one.token_ids for chunk in chunks for one in chunk.outputs)
+        assert [chunk.prompt_logprobs for chunk in chunks] == [alone.prompt_logprobs] + [None] * (
+            len(chunks) - 1
+        )
+        assert len(chunks) == PARAMS.max_tokens and all(
+            one.token_ids for chunk in chunks for one in chunk.outputs
+        )
 
 
 def test_echoed(llm, prompts):
@@ -374,11 +432,19 @@ def test_echoed(llm, prompts):
     for index, completion in enumerate(output.outputs):
         echoed = output.echoed(index)
         assert echoed.token_ids == prompt + completion.token_ids and echoed.index == index
-        assert echoed.logprobs == output.prompt_logprobs + completion.logprobs and echoed.logprobs[0] is None
+        assert (
+            echoed.logprobs == output.prompt_logprobs + completion.logprobs
+            and echoed.logprobs[0] is None
+        )
         assert len(echoed.logprobs) == len(echoed.token_ids)
         assert echoed.cumulative_logprob == completion.cumulative_logprob
-        assert (echoed.finish_reason, echoed.stop_reason) == (completion.finish_reason, completion.stop_reason)
-    assert output.outputs[0].token_ids != output.echoed().token_ids, "the output itself is as it was"
+        assert (echoed.finish_reason, echoed.stop_reason) == (
+            completion.finish_reason,
+            completion.stop_reason,
+        )
+    assert output.outputs[0].token_ids != output.echoed().token_ids, (
+        "the output itself is as it was"
+    )
     for params in (SILENT, dataclasses.replace(PARAMS, logprobs=None)):
         assert generate(llm, prompt, params).echoed().logprobs is None
 
@@ -392,6 +458,12 @@ def test_echoed_text():
         with pytest.raises(ValueError, match="given as token ids"):
             by_ids.echoed()
         scored = generate(llm, "Once upon", dataclasses.replace(GREEDY, prompt_logprobs=0))
-        words = [entry.decoded_token for one in scored.prompt_logprobs[1:] for entry in one.values()]
+        words = [
+            entry.decoded_token for one in scored.prompt_logprobs[1:] for entry in one.values()
+        ]
         assert "Once upon".endswith("".join(words)) and all(isinstance(word, str) for word in words)
-        assert all(isinstance(entry, Logprob) for one in scored.prompt_logprobs[1:] for entry in one.values())
+        assert all(
+            isinstance(entry, Logprob)
+            for one in scored.prompt_logprobs[1:]
+            for entry in one.values()
+        )

@@ -69,7 +69,9 @@ def test_prompt_lookup_goes_on_as_behind_the_longest_and_latest_match(
     group = make_group("a", 0, text[:num_prompt_tokens], max_tokens=99)
     for token_id in (*text[num_prompt_tokens:], None):
         known = group.sequences[0].token_ids
-        assert ask(proposer, group, num_drafts) == looked_up(known, shortest, shortest + more, num_drafts)
+        assert ask(proposer, group, num_drafts) == looked_up(
+            known, shortest, shortest + more, num_drafts
+        )
         write(group, [] if token_id is None else [token_id])
 
 
@@ -105,13 +107,19 @@ class Naive:
 
     def following(self, run: Sequence[int]) -> list[int]:
         """The most frequent first, of equals the latest."""
-        runs = [other for other in self.times if len(other) == len(run) + 1 and other[:-1] == tuple(run)]
+        runs = [
+            other for other in self.times if len(other) == len(run) + 1 and other[:-1] == tuple(run)
+        ]
         return [
             other[-1]
-            for other in sorted(runs, key=lambda one: (len(self.times[one]), self.times[one][-1]), reverse=True)
+            for other in sorted(
+                runs, key=lambda one: (len(self.times[one]), self.times[one][-1]), reverse=True
+            )
         ]
 
-    def path(self, run: Sequence[int], num_tokens: int, least: float) -> tuple[tuple[int, ...], float]:
+    def path(
+        self, run: Sequence[int], num_tokens: int, least: float
+    ) -> tuple[tuple[int, ...], float]:
         path: tuple[int, ...] = ()
         score = 0.0
         while len(path) < num_tokens and (tokens := self.following((*run, *path))):
@@ -131,7 +139,8 @@ class Naive:
         return sorted((share for share in found if share >= least - 1e-9), reverse=True)
 
 
-EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=45)  # which text grows by which token
+# which text grows by which token
+EVENTS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=45)
 
 
 def both(events: Iterable[tuple[int, int]], depth: int) -> tuple[SuffixTree, Naive]:
@@ -147,13 +156,17 @@ def both(events: Iterable[tuple[int, int]], depth: int) -> tuple[SuffixTree, Nai
 
 
 @given(EVENTS, st.integers(2, 6))
-def test_the_tree_counts_every_run_and_knows_no_other(events: list[tuple[int, int]], depth: int) -> None:
+def test_the_tree_counts_every_run_and_knows_no_other(
+    events: list[tuple[int, int]], depth: int
+) -> None:
     tree, naive = both(events, depth)
     for length in range(1, depth):
         for run in itertools.product(range(3), repeat=length):
             places = tree.find(run)
             assert [tree.count(place) for place in places] == [
-                naive.count(run[start:]) for start in range(length - 1, -1, -1) if naive.count(run[start:])
+                naive.count(run[start:])
+                for start in range(length - 1, -1, -1)
+                if naive.count(run[start:])
             ]
 
 
@@ -181,16 +194,21 @@ def test_the_tree_of_drafts_has_the_likeliest_each_once(
             guess = tree.tree(tree.find(run)[-1], num_tokens, depth - len(run), least)
             draft = guess.draft
             shares = [
-                naive.count((*run, *draft.path(index))) / naive.count(run) for index in range(len(draft.token_ids))
+                naive.count((*run, *draft.path(index))) / naive.count(run)
+                for index in range(len(draft.token_ids))
             ]
-            assert shares == pytest.approx(naive.likeliest(run, depth - len(run), least)[:num_tokens])
+            assert shares == pytest.approx(
+                naive.likeliest(run, depth - len(run), least)[:num_tokens]
+            )
             assert guess.score == pytest.approx(sum(shares))
             assert len({draft.path(index) for index in range(len(shares))}) == len(shares)
             assert draft == draft.sound(3, num_tokens)
 
 
 @given(st.lists(TEXTS, min_size=1, max_size=3), st.integers(2, 6))
-def test_what_grows_token_by_token_is_what_is_built_at_once(texts: list[list[int]], depth: int) -> None:
+def test_what_grows_token_by_token_is_what_is_built_at_once(
+    texts: list[list[int]], depth: int
+) -> None:
     slow, fast = SuffixTree(depth), SuffixTree(depth)
     for text, tokens in enumerate(texts):
         for tree in (slow, fast):
@@ -219,7 +237,8 @@ def test_a_tree_is_no_larger_than_what_repeats() -> None:
         return len(tree)
 
     assert edges(list(range(1000))) == 1000  # one for each token
-    assert edges([5] * 1000) == 24  # and no more than the depth of what there is only one way to go on from
+    # and no more than the depth of what there is only one way to go on from
+    assert edges([5] * 1000) == 24
     assert edges([1, 2, 3] * 1000) == 3 * 24
     twice = edges([*range(500), *range(500)])
     assert twice <= 24 * 500 + 500  # the worst: everything occurs twice
@@ -228,11 +247,15 @@ def test_a_tree_is_no_larger_than_what_repeats() -> None:
 # --- suffix decoding
 
 
-def guesses(naive: Naive, known: Sequence[int], settings: SuffixDecoding, num_drafts: int) -> list[tuple[float, Any]]:
+def guesses(
+    naive: Naive, known: Sequence[int], settings: SuffixDecoding, num_drafts: int
+) -> list[tuple[float, Any]]:
     found: list[tuple[float, Any]] = []
     for length in range(1, min(settings.max_tree_depth - 1, len(known)) + 1):
         run = tuple(known[-length:])
-        most = min(num_drafts, int(length * settings.max_spec_factor), settings.max_tree_depth - length)
+        most = min(
+            num_drafts, int(length * settings.max_spec_factor), settings.max_tree_depth - length
+        )
         if naive.count(run):
             path, score = naive.path(run, most, settings.min_token_prob)
             found.append((score, path))
@@ -250,12 +273,19 @@ STEPS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 
     st.integers(1, 5),
 )
 def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
-    prompts: list[list[int]], steps: list[tuple[int, int, int]], depth: int, factor: float, num_drafts: int
+    prompts: list[list[int]],
+    steps: list[tuple[int, int, int]],
+    depth: int,
+    factor: float,
+    num_drafts: int,
 ) -> None:
     """Three sequences, of which the third is of another salt, grow by some tokens at a time; each asks when it has grown."""
     settings = SuffixDecoding(depth, 100, factor, 0.1)
     proposer = SuffixProposer(settings)
-    groups = [make_group(f"{i}", i, prompts[i], max_tokens=99, cache_salt=(None, None, "s")[i]) for i in range(3)]
+    groups = [
+        make_group(f"{i}", i, prompts[i], max_tokens=99, cache_salt=(None, None, "s")[i])
+        for i in range(3)
+    ]
     written = [Naive(depth), Naive(depth), Naive(depth)]
     shared = [written[0], written[0], written[2]]
     for which, num_new, token_id in steps:
@@ -267,7 +297,9 @@ def test_suffix_decoding_says_the_best_of_what_the_definition_offers(
         known, own = group.sequences[0].token_ids, Naive(depth)
         for token in known:
             own.append(0, token)
-        offers = guesses(own, known, settings, num_drafts) + guesses(shared[which], known, settings, num_drafts)
+        offers = guesses(own, known, settings, num_drafts) + guesses(
+            shared[which], known, settings, num_drafts
+        )
         best = max(score for score, _ in offers)
         draft = ask(proposer, group, num_drafts)
         if draft is None:
@@ -281,7 +313,9 @@ def suffix_proposer(most_requests: int = 100, **settings: Any) -> SuffixProposer
     return SuffixProposer(SuffixDecoding(max_cached_requests=most_requests), **settings)
 
 
-def answered(proposer: SuffixProposer, number: int, output: Iterable[int], salt: str | None = None) -> None:
+def answered(
+    proposer: SuffixProposer, number: int, output: Iterable[int], salt: str | None = None
+) -> None:
     """A request that asked for drafts once, at its first token, and then ended."""
     group = make_group(f"r{number}", number, [200], max_tokens=99, cache_salt=salt)
     write(group, [201])
@@ -334,7 +368,8 @@ def test_what_was_written_under_a_salt_is_drafted_under_that_salt_only() -> None
 def test_the_sequences_own_tokens_win_over_those_of_others() -> None:
     proposer = suffix_proposer()
     answered(proposer, 1, [10, 11])
-    # Both have seen 10 twice, themselves included, and once with something behind it; the scores are equal.
+    # Both have seen 10 twice, themselves included, and once with something behind it; the scores
+    # are equal.
     answered(proposer, 2, [10])
     assert continues(proposer, [10, 77, 10]) == chain((77,))
 
@@ -353,7 +388,8 @@ def test_the_latest_answers_are_kept_and_never_more_than_may_be(most: int) -> No
         kept = [
             earlier
             for earlier in range(number + 1)
-            if continues(proposer, [300 + 3 * earlier, 301 + 3 * earlier]) == chain((302 + 3 * earlier,))
+            if continues(proposer, [300 + 3 * earlier, 301 + 3 * earlier])
+            == chain((302 + 3 * earlier,))
         ]
         assert kept == list(range(number + 1 - len(kept), number + 1))
         assert min(number + 1, max(1, most // 2)) <= len(kept) <= most
@@ -373,7 +409,11 @@ def test_shared_trees_stay_within_their_edges_while_one_sequence_never_ends() ->
     for start in range(1, 4000, 8):
         write(group, range(start, start + 8))
         ask(proposer, group, 4)
-        trees = [trees[None] for trees in (proposer._shared._young, proposer._shared._old) if None in trees]
+        trees = [
+            trees[None]
+            for trees in (proposer._shared._young, proposer._shared._old)
+            if None in trees
+        ]
         assert sum(map(len, trees)) <= 200 + 2 * 8
         assert proposer._shared._num_edges == len(proposer._shared._young[None])
         seen = max(seen, sum(map(len, trees)))
@@ -406,7 +446,10 @@ def test_sequences_without_room_for_a_tree_draft_from_what_others_wrote() -> Non
 def test_a_long_prompt_is_taken_in_over_several_steps_and_drafts_follow_when_it_is() -> None:
     proposer = suffix_proposer(at_once=10)
     prompt = [*range(40), 3, 4]
-    group, other = make_group("a", 1, prompt, max_tokens=99), make_group("b", 2, [1, 2, 1], max_tokens=99)
+    group, other = (
+        make_group("a", 1, prompt, max_tokens=99),
+        make_group("b", 2, [1, 2, 1], max_tokens=99),
+    )
     for _ in range(4):
         assert ask(proposer, group, 4) is None
         assert ask(proposer, other, 4) is None  # the round's tokens are used up
@@ -508,13 +551,20 @@ def test_rates_that_rise_or_are_none_are_refused(rates: tuple[float, ...]) -> No
             {"method": "ngram", "model": "m"},
             "model is 'm', but method is 'ngram': it belongs to draft_model and medusa",
         ),
-        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min is 5, above"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4},
+            "prompt_lookup_min is 5, above",
+        ),
         (
             {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "num_speculative_tokens": 8},
             "num_speculative_tokens is 8, but suffix_decoding_max_tree_depth 8 leaves at most 7",
         ),
         (
-            {"method": "suffix", "suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_spec_factor": 0.1},
+            {
+                "method": "suffix",
+                "suffix_decoding_max_tree_depth": 8,
+                "suffix_decoding_max_spec_factor": 0.1,
+            },
             "suffix_decoding_max_spec_factor is 0.1, so nothing is drafted: .* 8 allows at most 7 matching tokens; use at least 1/7",
         ),
     ],
@@ -524,7 +574,9 @@ def test_what_contradicts_itself_is_refused(settings: dict[str, Any], message: s
         EngineConfig(speculative_config=settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests"])
+@pytest.mark.parametrize(
+    "name", ["max_tree_depth", "max_spec_factor", "min_token_prob", "max_cached_requests"]
+)
 def test_settings_of_suffix_decoding_out_of_their_range_are_refused(name: str) -> None:
     for value in (-1, math.inf, math.nan, "1"):
         with pytest.raises(ConfigError, match=f"suffix_decoding_{name}"):
@@ -532,7 +584,11 @@ def test_settings_of_suffix_decoding_out_of_their_range_are_refused(name: str) -
 
 
 @pytest.mark.parametrize(
-    "settings", [{"method": "lookahead", "acceptance": "rejection"}, {"method": "lookahead", "acceptance": "typical"}]
+    "settings",
+    [
+        {"method": "lookahead", "acceptance": "rejection"},
+        {"method": "lookahead", "acceptance": "typical"},
+    ],
 )
 def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedError, match="is not supported: .*; use "):
@@ -541,12 +597,18 @@ def test_what_this_version_does_not_do_is_refused(settings: dict[str, Any]) -> N
 
 def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> None:
     target = DraftedModel(VOCAB)
-    ngram = make_proposer(SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target)
+    ngram = make_proposer(
+        SpeculativeConfig(method="ngram", prompt_lookup_min=1, prompt_lookup_max=1), target
+    )
     group = make_group("a", 0, [1, 9, 2, 1, 2])
     assert ask(ngram, group, 4) == chain((1, 2))
-    suffix = make_proposer(SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), target)
+    suffix = make_proposer(
+        SpeculativeConfig(method="suffix", suffix_decoding_max_spec_factor=3.0), target
+    )
     assert ask(suffix, group, 4) == chain((1, 2))
-    lookahead = make_proposer(SpeculativeConfig(method="lookahead", num_speculative_tokens=3), target)
+    lookahead = make_proposer(
+        SpeculativeConfig(method="lookahead", num_speculative_tokens=3), target
+    )
     assert ask(lookahead, group, 3) == chain((1, 2))
     recycling = make_proposer(SpeculativeConfig(method="token_recycling"), target)
     assert isinstance(recycling, RecyclingProposer) and ask(recycling, group, 3) is None
@@ -556,7 +618,13 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
 
 
 # Where methods are named; and the parts of drafters, which have names of their own.
-HOMES = ("jaxpage/speculation/", "jaxpage/settings/", "jaxpage/models/medusa", "jaxpage/checkpoints/eagle_", "tools/")
+HOMES = (
+    "jaxpage/speculation/",
+    "jaxpage/settings/",
+    "jaxpage/models/medusa",
+    "jaxpage/checkpoints/eagle_",
+    "tools/",
+)
 
 
 def decisions_by_method(tree: ast.AST) -> list[int]:
@@ -565,8 +633,16 @@ def decisions_by_method(tree: ast.AST) -> list[int]:
     for node in ast.walk(tree):
         names: list[Any] = node.keys if isinstance(node, ast.Dict) else []
         if isinstance(node, ast.Compare):
-            names = [part for side in (node.left, *node.comparators) for part in getattr(side, "elts", [side])]
-        found += [node.lineno for name in names if isinstance(name, ast.Constant) and name.value in METHODS]
+            names = [
+                part
+                for side in (node.left, *node.comparators)
+                for part in getattr(side, "elts", [side])
+            ]
+        found += [
+            node.lineno
+            for name in names
+            if isinstance(name, ast.Constant) and name.value in METHODS
+        ]
     return found
 
 
@@ -586,7 +662,9 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
 def test_the_default_of_one_length_gives_way_to_the_other(
     given_min: int | None, given_max: int | None, lengths: tuple[int, int]
 ) -> None:
-    config = SpeculativeConfig(method="ngram", prompt_lookup_min=given_min, prompt_lookup_max=given_max)
+    config = SpeculativeConfig(
+        method="ngram", prompt_lookup_min=given_min, prompt_lookup_max=given_max
+    )
     assert config.prompt_lookup == lengths
     assert not list(config.problems())
 
@@ -599,8 +677,14 @@ def test_settings_of_suffix_decoding_are_those_that_are_given_and_the_defaults()
 # --- proposers that do harm
 
 
-@given(st.lists(st.integers(-2, 6), max_size=8), st.lists(st.integers(-3, 8), max_size=9), st.integers(0, 8))
-def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids: list[int], parents: list[int], most: int) -> None:
+@given(
+    st.lists(st.integers(-2, 6), max_size=8),
+    st.lists(st.integers(-3, 8), max_size=9),
+    st.integers(0, 8),
+)
+def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(
+    token_ids: list[int], parents: list[int], most: int
+) -> None:
     draft = Draft(tuple(token_ids), tuple(parents)).sound(5, most)
     count = len(draft.token_ids)
     assert draft == Draft(tuple(token_ids[:count]), tuple(parents[:count])) and count <= most
@@ -614,7 +698,9 @@ def test_what_is_left_of_a_draft_is_a_tree_of_known_tokens(token_ids: list[int],
 LIMITS = StepLimits(max_rows=4, max_tokens=64, max_chunk_rows=4, mixed=False, verified=((4, 4),))
 
 
-def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proposer_that_fails_is_not_asked_again_and_hurts_nobody(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     double = proposers.fails(after=1)
     speculator = ProposingSpeculator(double, LIMITS, None, vocab_size=VOCAB)
     groups = [make_group(f"{i}", i, [1, 2]) for i in range(3)]
@@ -666,13 +752,17 @@ def run(llm: LLM, proposer: Proposer | None) -> tuple[dict[Any, Any], int]:
     before = llm.stats()["engine_steps_total"]
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], CHOICES)
     assert llm.stats()["num_blocks_free"] == llm.stats()["num_blocks_total"]
-    texts = {tuple(one.prompt_token_ids): [list(sample.token_ids) for sample in one.outputs] for one in outputs}
+    texts = {
+        tuple(one.prompt_token_ids): [list(sample.token_ids) for sample in one.outputs]
+        for one in outputs
+    }
     return texts, llm.stats()["engine_steps_total"] - before
 
 
 def test_no_proposer_changes_a_text_or_fails_a_step(llm: LLM) -> None:
     expected, num_steps = run(llm, None)
-    assert any(len(sample) < 24 for samples in expected.values() for sample in samples)  # a stop falls inside a run
+    # a stop falls inside a run
+    assert any(len(sample) < 24 for samples in expected.values() for sample in samples)
     doubles = proposers.harmless(VOCAB)
     for name, double in doubles.items():
         if name != "twins":  # a tree, which the device does not verify yet

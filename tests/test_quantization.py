@@ -44,13 +44,17 @@ from tests.support.sweeps import few
 pytestmark = pytest.mark.usefixtures("compiled_when_used")
 RNG = np.random.default_rng(0)
 Tensors = dict[str, np.ndarray]
-Stored = tuple[Tensors, np.ndarray]  # what a module stores, behind its name, and the weight that it stands for
+# what a module stores, behind its name, and the weight that it stands for
+Stored = tuple[Tensors, np.ndarray]
 
 
-# --- what a module stores in each format, made of random codes; the weight is computed entry by entry, as the format's publication says
+# --- what a module stores in each format, made of random codes; the weight is computed entry by
+# entry, as the format's publication says
 
 
-def compressed(num_bits: int, group_size: int | None, symmetric: bool, *, packed: bool) -> Callable[[int, int], Stored]:
+def compressed(
+    num_bits: int, group_size: int | None, symmetric: bool, *, packed: bool
+) -> Callable[[int, int], Stored]:
     def make(num_out: int, num_in: int) -> Stored:
         library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
         torch = pytest.importorskip("torch")
@@ -75,16 +79,27 @@ def compressed(num_bits: int, group_size: int | None, symmetric: bool, *, packed
 
 
 def float8(
-    scale_name: str, block: tuple[int, int] | None, per_output: bool = False, shape: tuple[int, ...] = (1,)
+    scale_name: str,
+    block: tuple[int, int] | None,
+    per_output: bool = False,
+    shape: tuple[int, ...] = (1,),
 ) -> Callable[[int, int], Stored]:
     def make(num_out: int, num_in: int) -> Stored:
         codes = RNG.standard_normal((num_out, num_in)).astype(ml_dtypes.float8_e4m3fn)
-        rows, cols = (-(-num_out // block[0]), -(-num_in // block[1])) if block else (num_out if per_output else 1, 1)
+        rows, cols = (
+            (-(-num_out // block[0]), -(-num_in // block[1]))
+            if block
+            else (num_out if per_output else 1, 1)
+        )
         scale = RNG.uniform(0.05, 0.2, (rows, cols)).astype(np.float32)
         weight = np.empty((num_out, num_in), np.float32)
         for o in range(num_out):
             for i in range(num_in):
-                s = scale[o // block[0], i // block[1]] if block else scale[o if per_output else 0, 0]
+                s = (
+                    scale[o // block[0], i // block[1]]
+                    if block
+                    else scale[o if per_output else 0, 0]
+                )
                 weight[o, i] = np.float32(codes[o, i]) * s
         if not block and not per_output:
             scale = scale.reshape(shape)
@@ -102,7 +117,10 @@ def mxfp4(num_out: int, num_in: int) -> Stored:
         for i in range(num_in):
             magnitude = table[nibbles[o, i] & 7] * 2.0 ** (int(exponents[o, i // 32]) - 127)
             weight[o, i] = -magnitude if nibbles[o, i] & 8 else magnitude
-    return {"weight_packed": nibbles[:, ::2] | nibbles[:, 1::2] << 4, "weight_scale": exponents}, weight
+    return {
+        "weight_packed": nibbles[:, ::2] | nibbles[:, 1::2] << 4,
+        "weight_scale": exponents,
+    }, weight
 
 
 def nvfp4(library: str) -> Callable[[int, int], Stored]:
@@ -112,18 +130,33 @@ def nvfp4(library: str) -> Callable[[int, int], Stored]:
         nibbles = RNG.integers(0, 16, (num_out, num_in)).astype(np.uint8)
         scale = RNG.uniform(20, 60, (num_out, num_in // 16)).astype(ml_dtypes.float8_e4m3fn)
         whole = np.array(RNG.uniform(2e3, 4e3), np.float32)
-        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+        table = np.array(
+            [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+        )
         weight = np.empty((num_out, num_in), np.float32)
         for o in range(num_out):
             for i in range(num_in):
                 weight[o, i] = table[nibbles[o, i]] * np.float32(scale[o, i // 16]) / whole
         packed = nibbles[:, ::2] | nibbles[:, 1::2] << 4
         if library == "modelopt":
-            return {"weight": packed, "weight_scale": scale, "weight_scale_2": np.array(1 / whole)}, weight
-        torch, helpers = pytest.importorskip("torch"), pytest.importorskip("compressed_tensors.compressors.nvfp4")
-        unpacked = helpers.unpack_fp4_from_uint8(torch.tensor(packed), num_out, num_in, dtype=torch.float32)
+            return {
+                "weight": packed,
+                "weight_scale": scale,
+                "weight_scale_2": np.array(1 / whole),
+            }, weight
+        torch, helpers = (
+            pytest.importorskip("torch"),
+            pytest.importorskip("compressed_tensors.compressors.nvfp4"),
+        )
+        unpacked = helpers.unpack_fp4_from_uint8(
+            torch.tensor(packed), num_out, num_in, dtype=torch.float32
+        )
         np.testing.assert_array_equal(unpacked.numpy(), table[nibbles], err_msg="of the library")
-        return {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole.reshape(1)}, weight
+        return {
+            "weight_packed": packed,
+            "weight_scale": scale,
+            "weight_global_scale": whole.reshape(1),
+        }, weight
 
     return make
 
@@ -139,11 +172,17 @@ def awq(num_out: int, num_in: int) -> Stored:
         found = np.zeros((len(values), num_out // 8), np.uint32)
         for row in range(len(values)):
             for column in range(num_out):
-                found[row, column // 8] |= np.uint32(values[row, column]) << np.uint32(4 * order[column % 8])
+                found[row, column // 8] |= np.uint32(values[row, column]) << np.uint32(
+                    4 * order[column % 8]
+                )
         return found.view(np.int32)
 
-    weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
-    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scale}, np.ascontiguousarray(weight.T)
+    weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(
+        scale.astype(np.float32), size, 0
+    )
+    return {"qweight": words(codes), "qzeros": words(zeros), "scales": scale}, np.ascontiguousarray(
+        weight.T
+    )
 
 
 def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
@@ -162,9 +201,12 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
         qzeros = np.zeros((num_in // size, num_out // each), np.uint32)
         for o in range(num_out):
             qzeros[:, o // each] |= zeros[:, o].astype(np.uint32) << np.uint32(bits * (o % each))
-        if version == "gptq":  # GPTQModel takes this from whole words: a zero of 0 borrows from its neighbour
+        # GPTQModel takes this from whole words: a zero of 0 borrows from its neighbour
+        if version == "gptq":
             qzeros -= np.uint32(0x11111111 if bits == 4 else 0x01010101)
-        weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(scale.astype(np.float32), size, 0)
+        weight = (codes - np.repeat(zeros, size, 0)).astype(np.float32) * np.repeat(
+            scale.astype(np.float32), size, 0
+        )
         tensors = {
             "qweight": qweight.view(np.int32),
             "qzeros": qzeros.view(np.int32),
@@ -176,7 +218,9 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
     return make
 
 
-def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+def _compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None
+) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",
@@ -186,12 +230,27 @@ def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | Non
     }
 
 
-INT8_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+INT8_INPUTS = {
+    "num_bits": 8,
+    "type": "int",
+    "strategy": "token",
+    "dynamic": True,
+    "symmetric": True,
+}
 INT8_WEIGHTS = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
-INT4_WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+INT4_WEIGHTS = {
+    "num_bits": 4,
+    "type": "int",
+    "strategy": "group",
+    "group_size": 32,
+    "symmetric": True,
+}
 # By name: `quantization_config`, and what makes the tensors of a module.
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
-    "W8A8": (_compressed("int-quantized", INT8_WEIGHTS, INT8_INPUTS), compressed(8, None, True, packed=False)),
+    "W8A8": (
+        _compressed("int-quantized", INT8_WEIGHTS, INT8_INPUTS),
+        compressed(8, None, True, packed=False),
+    ),
     "W8A16": (_compressed("pack-quantized", INT8_WEIGHTS), compressed(8, None, True, packed=True)),
     "W4A16": (_compressed("pack-quantized", INT4_WEIGHTS), compressed(4, 32, True, packed=True)),
     "W4A16 with zeros": (
@@ -206,30 +265,59 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
         _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
         float8("weight_scale", None),
     ),
-    "fp8 blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, float8("weight_scale_inv", (128, 128))),
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        float8("weight_scale_inv", (128, 128)),
+    ),
     "fp8 of AutoFP8": (
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
         float8("weight_scale", None, shape=(1,)),
     ),
     "mxfp4": (
-        _compressed("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
+        _compressed(
+            "mxfp4-pack-quantized",
+            {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32},
+        ),
         mxfp4,
     ),
     "nvfp4": (
-        _compressed("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}),
+        _compressed(
+            "nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+        ),
         nvfp4("compressed-tensors"),
     ),
-    "fp8 of modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, float8("weight_scale", None, shape=())),
+    "fp8 of modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        float8("weight_scale", None, shape=()),
+    ),
     "nvfp4 of modelopt": (
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]},
         nvfp4("modelopt"),
     ),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}, awq),
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, gptq(4, True, "gptq")),
-    "gptq with zeros": ({"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False}, gptq(4, False, "gptq")),
-    "gptq of 8 bits": ({"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False}, gptq(8, False, "gptq")),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
+        awq,
+    ),
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        gptq(4, True, "gptq"),
+    ),
+    "gptq with zeros": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+        gptq(4, False, "gptq"),
+    ),
+    "gptq of 8 bits": (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False},
+        gptq(8, False, "gptq"),
+    ),
     "gptq v2 of 8 bits": (
-        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"},
+        {
+            "quant_method": "gptq",
+            "bits": 8,
+            "group_size": 32,
+            "sym": False,
+            "checkpoint_format": "gptq_v2",
+        },
         gptq(8, False, "gptq_v2"),
     ),
 }
@@ -245,15 +333,35 @@ def quantized_checkpoint(
     for key in [key for key in tensors if key.endswith("_proj.weight")]:
         stored, weight = make(*tensors.pop(key).shape)
         exact[key] = weight
-        tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        tensors |= {
+            f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()
+        }
+    (directory / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization})
+    )
     write_tensors(directory, tensors | (beside or {}))
     return exact
 
 
 # Which of them are divided in every run: one of each way to keep scales, zeros and codes.
-DIVIDED = [("W8A8", 2), ("W4A16 with zeros", 1), ("fp8 blocks", 2), ("awq", 2), ("gptq v2 of 8 bits", 1), ("nvfp4", 1)]
-FOUR_BITS = {"W4A16", "W4A16 with zeros", "mxfp4", "nvfp4", "nvfp4 of modelopt", "awq", "gptq", "gptq with zeros"}
+DIVIDED = [
+    ("W8A8", 2),
+    ("W4A16 with zeros", 1),
+    ("fp8 blocks", 2),
+    ("awq", 2),
+    ("gptq v2 of 8 bits", 1),
+    ("nvfp4", 1),
+]
+FOUR_BITS = {
+    "W4A16",
+    "W4A16 with zeros",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4 of modelopt",
+    "awq",
+    "gptq",
+    "gptq with zeros",
+}
 
 
 class Loaded:
@@ -281,7 +389,10 @@ def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path) -> None:
     exact = quantized_checkpoint(tmp_path, name)
     loaded = Loaded(tmp_path, dtype="bfloat16")
     layer = loaded.parameters["layers"][0]
-    assert layer["attention_norm"]["scale"].dtype == jnp.bfloat16 and layer["mlp"]["down"]["scale"].dtype == jnp.float32
+    assert (
+        layer["attention_norm"]["scale"].dtype == jnp.bfloat16
+        and layer["mlp"]["down"]["scale"].dtype == jnp.float32
+    )
     num_weights = sum(weight.size for weight in exact.values())
     others = sum(array.size for key, array in random_tensors(CONFIG).items() if key not in exact)
     bytes_of_weight = (loaded.files.plan.num_bytes("bfloat16") - 2 * others) / num_weights
@@ -296,10 +407,13 @@ def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path) -> None:
         weight = np.concatenate([exact[f"{module}.weight"] for module in names])
         x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
         wanted = x @ weight.T
-        np.testing.assert_allclose(loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max())
+        np.testing.assert_allclose(
+            loaded.multiply(x, *path), wanted, atol=tolerance * np.abs(wanted).max()
+        )
 
 
-SHARED = {**CONFIG, "intermediate_size": 256, "num_hidden_layers": 1}  # two shards can have the groups of all formats
+# two shards can have the groups of all formats
+SHARED = {**CONFIG, "intermediate_size": 256, "num_hidden_layers": 1}
 
 
 def numbers_of_shards(
@@ -312,7 +426,11 @@ def numbers_of_shards(
     _, shapes = abstract_model(files.family, files.spec, "float32", rule)
     weights = sharded_weights([filled.weight for filled in files.plan.parameters], shapes, sharding)
     arrays = load_shards(
-        files.plan, "float32", weights, np.array, lambda shape, dtype, make: [*map(make, range(num_devices))]
+        files.plan,
+        "float32",
+        weights,
+        np.array,
+        lambda shape, dtype, make: [*map(make, range(num_devices))],
     )
 
     def numbers(*path: str | int) -> list[np.ndarray]:
@@ -320,7 +438,10 @@ def numbers_of_shards(
         for device, index in np.ndindex(num_devices, sharding.num_local):
             module, branch = make_model(files.family, files.spec, "float32", rule), arrays
             for key in (*path[:-1], "shards", index, *path[-1:]):
-                module, branch = module[key] if isinstance(key, int) else getattr(module, key), branch[key]
+                module, branch = (
+                    module[key] if isinstance(key, int) else getattr(module, key),
+                    branch[key],
+                )
             for name, value in branch.items():
                 own = value[device] if isinstance(value, list) else value
                 getattr(module, name).set_value(jnp.asarray(own))
@@ -346,17 +467,25 @@ def assert_parts(numbers: Callable[..., list[np.ndarray]], exact: dict[str, np.n
         ("mlp", "down"): f"{mlp}.down_proj.weight",
     }.items():
         for place, found in enumerate(numbers("layers", 0, *path)):
-            np.testing.assert_allclose(found, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9)
+            np.testing.assert_allclose(
+                found, np.split(exact[name], 2, axis=1)[place], rtol=1e-6, atol=1e-9
+            )
 
 
-@pytest.mark.parametrize(("name", "num_devices"), few([(name, n) for name in FORMATS for n in (1, 2)], DIVIDED))
-def test_a_shard_has_its_part_of_a_quantised_weight(name: str, num_devices: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_devices"), few([(name, n) for name in FORMATS for n in (1, 2)], DIVIDED)
+)
+def test_a_shard_has_its_part_of_a_quantised_weight(
+    name: str, num_devices: int, tmp_path: Path
+) -> None:
     """Codes, scales and zeros, of outputs and of inputs, on one device or on two."""
     exact = quantized_checkpoint(tmp_path, name, SHARED)
     assert_parts(numbers_of_shards(tmp_path, num_devices), exact)
 
 
-def test_a_scale_that_is_not_divided_as_its_codes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scale_that_is_not_divided_as_its_codes_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A planted mistake, of which the test above would say nothing if it saw the codes alone."""
     exact, real = quantized_checkpoint(tmp_path, "W4A16", SHARED), ShardedWeight.boxes
 
@@ -374,7 +503,9 @@ def test_a_group_that_two_shards_would_share_is_refused_with_the_numbers(tmp_pat
         "intermediate_size": 192,
     }  # in groups of 128: 96 inputs of a shard would have one and the half of another
     quantized_checkpoint(tmp_path, "fp8 blocks", config)
-    with pytest.raises(ConfigError, match="mlp.down_proj has 192 inputs.*each 128 share.*2 parts of 96"):
+    with pytest.raises(
+        ConfigError, match="mlp.down_proj has 192 inputs.*each 128 share.*2 parts of 96"
+    ):
         numbers_of_shards(tmp_path, 1)
 
 
@@ -395,7 +526,9 @@ def test_a_checkpoint_is_rounded_at_load(name: str, bits: int, tmp_path: Path) -
                 np.clip(np.rint(group / scale), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
             )
     got = loaded.multiply(x, "mlp", "down")
-    np.testing.assert_allclose(got, x @ rounded.T, atol=(0.02 if bits == 8 else 1e-5) * np.abs(got).max())
+    np.testing.assert_allclose(
+        got, x @ rounded.T, atol=(0.02 if bits == 8 else 1e-5) * np.abs(got).max()
+    )
     assert np.abs(rounded - weight).max() > 0, "else this shows nothing"
 
 
@@ -403,34 +536,61 @@ def test_products_in_eight_bits_are_exact_sums() -> None:
     """Inputs by their own rounding, in integers; one row, many rows and any order give the same bits."""
     x = RNG.standard_normal((40, 96)).astype(np.float32)
     x[3] = 0
-    weight = Scaled(jnp.asarray(RNG.integers(-127, 128, (24, 96)), jnp.int8), jnp.asarray(RNG.random(24), jnp.float32))
+    weight = Scaled(
+        jnp.asarray(RNG.integers(-127, 128, (24, 96)), jnp.int8),
+        jnp.asarray(RNG.random(24), jnp.float32),
+    )
     together = np.asarray(jax.jit(product)(jnp.asarray(x), weight))
     scale = np.maximum(np.abs(x).max(1, keepdims=True) * np.float32(1 / 127), np.float32(2.0**-100))
     sums = np.rint(x / scale).astype(np.int64) @ np.asarray(weight.values_OI).astype(np.int64).T
-    np.testing.assert_array_equal(together, sums.astype(np.float32) * scale * np.asarray(weight.scale_O))
+    np.testing.assert_array_equal(
+        together, sums.astype(np.float32) * scale * np.asarray(weight.scale_O)
+    )
     for count in (1, 2, 7):
-        np.testing.assert_array_equal(np.asarray(jax.jit(product)(jnp.asarray(x[:count]), weight)), together[:count])
+        np.testing.assert_array_equal(
+            np.asarray(jax.jit(product)(jnp.asarray(x[:count]), weight)), together[:count]
+        )
 
 
 @pytest.mark.parametrize(
     ("quantization", "dtype"),
-    few(itertools.product(["int8", "int4"], ["float32", "bfloat16"]), [("int8", "bfloat16"), ("int4", "float32")]),
+    few(
+        itertools.product(["int8", "int4"], ["float32", "bfloat16"]),
+        [("int8", "bfloat16"), ("int4", "float32")],
+    ),
 )
-def test_an_engine_gives_the_same_bits_however_it_is_run(quantization: str, dtype: str, tmp_path: Path) -> None:
+def test_an_engine_gives_the_same_bits_however_it_is_run(
+    quantization: str, dtype: str, tmp_path: Path
+) -> None:
     model = random_checkpoint(tmp_path, CONFIG)
     settings = {"quantization": quantization, "dtype": dtype}
     plain = texts(model, **settings)
-    assert texts(model, **settings, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain
+    assert (
+        texts(
+            model,
+            **settings,
+            **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65},
+            preemption_mode="swap",
+        )
+        == plain
+    )
 
 
 def test_an_engine_of_kept_gguf_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
     """Products of parts of several types, with minima and without, and a table in eight bits."""
     kinds = {"embed": "Q8_0", "v_proj": "Q8_0", "down_proj": "Q4_0"}
     model = write_gguf(
-        tmp_path / "model.gguf", {**CONFIG, "rms_norm_eps": 1e-6}, random_tensors(CONFIG), "Q4_1", kinds=kinds
+        tmp_path / "model.gguf",
+        {**CONFIG, "rms_norm_eps": 1e-6},
+        random_tensors(CONFIG),
+        "Q4_1",
+        kinds=kinds,
     )
     plain = texts(model, quantization="gguf")
-    assert texts(model, quantization="gguf", **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}) == plain
+    assert (
+        texts(model, quantization="gguf", **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65})
+        == plain
+    )
 
 
 def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
@@ -444,7 +604,11 @@ def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
     assert (tmp_path / "back" / "model.safetensors").stat().st_size == (
         tmp_path / "awq" / "model.safetensors"
     ).stat().st_size
-    drafting = {"method": "draft_model", "model": str(tmp_path / "awq"), "num_speculative_tokens": 3}
+    drafting = {
+        "method": "draft_model",
+        "model": str(tmp_path / "awq"),
+        "num_speculative_tokens": 3,
+    }
     assert [tokens for tokens, _ in texts(tmp_path / "awq", speculative_config=drafting)] == [
         tokens for tokens, _ in plain
     ]
@@ -464,8 +628,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"quant_method": "gptq", "bits": 3, "group_size": 32},
         "quantization_config.bits = 3 is not one of 4, 8",
     ),
-    "a version of AWQ": ({**FORMATS["awq"][0], "version": "gemv"}, "version = 'gemv' is not one of 'gemm'"),
-    "another format": (_compressed("marlin-24", INT4_WEIGHTS), "format = 'marlin-24' is not one of"),
+    "a version of AWQ": (
+        {**FORMATS["awq"][0], "version": "gemv"},
+        "version = 'gemv' is not one of 'gemm'",
+    ),
+    "another format": (
+        _compressed("marlin-24", INT4_WEIGHTS),
+        "format = 'marlin-24' is not one of",
+    ),
     "eight bits of ModelOpt": (
         {"quant_method": "modelopt", "quant_algo": "W8A8_SQ_PER_CHANNEL"},
         "quantization_config.quant_algo = 'W8A8_SQ_PER_CHANNEL' is not one of 'FP8', 'NVFP4'",
@@ -482,8 +652,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {**FORMATS["nvfp4 of modelopt"][0], "kv_cache_quant_algo": "NVFP4"},
         "kv_cache_quant_algo = 'NVFP4' is not supported, only FP8",
     ),
-    "groups without a size": (_compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}), "group_size = None"),
-    "a list that is a name": ({**FORMATS["awq"][0], "modules_to_not_convert": "lm_head"}, "must be a list of names"),
+    "groups without a size": (
+        _compressed("pack-quantized", {**INT4_WEIGHTS, "group_size": None}),
+        "group_size = None",
+    ),
+    "a list that is a name": (
+        {**FORMATS["awq"][0], "modules_to_not_convert": "lm_head"},
+        "must be a list of names",
+    ),
     "sparse weights": (
         {**FORMATS["W4A16"][0], "sparsity_config": {"format": "sparse-24-bitmask"}},
         "sparsity_config = {'format': 'sparse-24-bitmask'} is not supported",
@@ -499,7 +675,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> None:
     quantization, text = REFUSED[case]
     random_checkpoint(tmp_path, CONFIG)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": quantization})
+    )
     with pytest.raises(JaxpageError) as caught:
         open_model(tmp_path)
     assert text in str(caught.value)
@@ -507,7 +685,10 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, tmp_path: Path) -> N
 
 LEFT_OUT: dict[str, dict[str, Any]] = {
     "awq": {"modules_to_not_convert": ["v_proj"]},
-    "W4A16": {"ignore": ["re:.*v_proj", "lm_head"], "sparsity_config": {"format": "dense", "global_sparsity": 0.1}},
+    "W4A16": {
+        "ignore": ["re:.*v_proj", "lm_head"],
+        "sparsity_config": {"format": "dense", "global_sparsity": 0.1},
+    },
     "gptq": {"dynamic": {"-:.*v_proj$": {}, "-:.*mlp.gate$": {}}, "desc_act": False},
     "W8A8": {"ignore": ["re:.*v_proj", "lm_head"]},
 }
@@ -517,7 +698,11 @@ LEFT_OUT: dict[str, dict[str, Any]] = {
 def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) -> None:
     """Queries and keys are quantised, and values are not."""
     exact = quantized_checkpoint(tmp_path, name)
-    tensors = {key: array for key, array in load_file(tmp_path / "model.safetensors").items() if "v_proj" not in key}
+    tensors = {
+        key: array
+        for key, array in load_file(tmp_path / "model.safetensors").items()
+        if "v_proj" not in key
+    }
     plain = {key: array for key, array in random_tensors(CONFIG).items() if "v_proj" in key}
     write_tensors(tmp_path, tensors | plain)
     stated = {**CONFIG, "quantization_config": FORMATS[name][0] | LEFT_OUT[name]}
@@ -529,11 +714,15 @@ def test_a_part_of_a_product_may_be_left_as_it_was(name: str, tmp_path: Path) ->
     )
     nnx.update(module, _filled(module, arrays))
     weights = exact | plain
-    weight = np.concatenate([weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"])
+    weight = np.concatenate(
+        [weights[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv"]
+    )
     x = RNG.standard_normal((5, weight.shape[1])).astype(np.float32)
     with TraceScope(make_product_kernels(Backend("auto"))).opened():
         found = np.asarray(module(jnp.asarray(x)))
-    np.testing.assert_allclose(found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max())
+    np.testing.assert_allclose(
+        found, x @ weight.T, atol=(0.02 if name == "W8A8" else 1e-5) * np.abs(found).max()
+    )
 
 
 def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
@@ -542,14 +731,20 @@ def _filled(module: nnx.Module, arrays: Any) -> nnx.State:
     return state
 
 
-@pytest.mark.parametrize(("bias", "text"), [(0.0, None), (0.5, "is unexpected: the layer has no bias")])
+@pytest.mark.parametrize(
+    ("bias", "text"), [(0.0, None), (0.5, "is unexpected: the layer has no bias")]
+)
 def test_zeros_for_biases_that_the_layers_do_not_have_are_nothing(
     bias: float, text: str | None, tmp_path: Path
 ) -> None:
     """Old AutoGPTQ wrote them for every quantised layer."""
     quantized_checkpoint(tmp_path, "gptq")
     tensors = dict(load_file(tmp_path / "model.safetensors"))
-    more = {key.replace("scales", "bias"): array[0] * 0 for key, array in tensors.items() if key.endswith(".scales")}
+    more = {
+        key.replace("scales", "bias"): array[0] * 0
+        for key, array in tensors.items()
+        if key.endswith(".scales")
+    }
     more["model.layers.1.mlp.down_proj.bias"] += np.float16(bias)
     write_tensors(tmp_path, tensors | more)
     if text is None:
@@ -566,26 +761,59 @@ def test_symmetric_gptq_may_have_the_middle_itself_as_its_zeros(tmp_path: Path) 
     tensors = dict(load_file(tmp_path / "model.safetensors"))
     write_tensors(
         tmp_path,
-        {key: array + 0x11111111 if key.endswith("qzeros") else array for key, array in tensors.items()},
+        {
+            key: array + 0x11111111 if key.endswith("qzeros") else array
+            for key, array in tensors.items()
+        },
     )
-    weight, x = exact["model.layers.1.mlp.down_proj.weight"], RNG.standard_normal((3, 192)).astype(np.float32)
+    weight, x = (
+        exact["model.layers.1.mlp.down_proj.weight"],
+        RNG.standard_normal((3, 192)).astype(np.float32),
+    )
     np.testing.assert_allclose(Loaded(tmp_path).multiply(x, "mlp", "down"), x @ weight.T, atol=1e-4)
 
 
 def test_all_wrong_fields_of_a_quantisation_are_told_at_once(tmp_path: Path) -> None:
-    weights = {"num_bits": 3, "type": "int", "strategy": "row", "symmetric": "yes", "actorder": "group"}
-    groups = {"a": {"targets": ["re:("], "weights": weights, "input_activations": 8}, "b": {"weights": INT8_WEIGHTS}}
-    stated = {"config_groups": groups, "ignore": "lm_head", "format": "marlin-24", "kv_cache_scheme": {"num_bits": 4}}
+    weights = {
+        "num_bits": 3,
+        "type": "int",
+        "strategy": "row",
+        "symmetric": "yes",
+        "actorder": "group",
+    }
+    groups = {
+        "a": {"targets": ["re:("], "weights": weights, "input_activations": 8},
+        "b": {"weights": INT8_WEIGHTS},
+    }
+    stated = {
+        "config_groups": groups,
+        "ignore": "lm_head",
+        "format": "marlin-24",
+        "kv_cache_scheme": {"num_bits": 4},
+    }
     (random_checkpoint(tmp_path, CONFIG) / "config.json").write_text(
-        json.dumps({**CONFIG, "quantization_config": {"quant_method": "compressed-tensors", **stated}})
+        json.dumps(
+            {**CONFIG, "quantization_config": {"quant_method": "compressed-tensors", **stated}}
+        )
     )
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     for field in (
-        *("config_groups.a.targets", "config_groups.a.input_activations", "ignore", "format", "kv_cache_scheme"),
-        *(f"config_groups.a.weights.{name}" for name in ("num_bits", "strategy", "symmetric", "actorder")),
+        *(
+            "config_groups.a.targets",
+            "config_groups.a.input_activations",
+            "ignore",
+            "format",
+            "kv_cache_scheme",
+        ),
+        *(
+            f"config_groups.a.weights.{name}"
+            for name in ("num_bits", "strategy", "symmetric", "actorder")
+        ),
     ):
-        assert str(caught.value).count(f"  - config.json: quantization_config.{field} = ") == 1, str(caught.value)
+        assert str(caught.value).count(f"  - config.json: quantization_config.{field} = ") == 1, (
+            str(caught.value)
+        )
     assert "(9 problems)" in str(caught.value)
 
 
@@ -596,12 +824,18 @@ def test_the_most_specific_target_decides_as_in_the_library(swapped: bool) -> No
     up = "model.layers.1.mlp.up_proj"
     targets = {"a": "re:.*mlp.*", "b": "Linear", "c": up, "d": "re:.*down_proj"}
     groups = {
-        name: {"targets": [target], "weights": INT8_WEIGHTS, "input_activations": INT8_INPUTS if name in "bc" else None}
+        name: {
+            "targets": [target],
+            "weights": INT8_WEIGHTS,
+            "input_activations": INT8_INPUTS if name in "bc" else None,
+        }
         for name, target in sorted(targets.items(), reverse=swapped)
     }
     stated = {**FORMATS["W8A8"][0], "config_groups": groups}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))
-    library.apply_quantization_config(model, library.QuantizationConfig.model_validate(copy.deepcopy(stated)))
+    library.apply_quantization_config(
+        model, library.QuantizationConfig.model_validate(copy.deepcopy(stated))
+    )
     wanted = {
         name: module.quantization_scheme.input_activations is not None
         for name, module in model.named_modules()
@@ -609,7 +843,8 @@ def test_the_most_specific_target_decides_as_in_the_library(swapped: bool) -> No
     }
     scheme = quantization_of({"quantization_config": stated}, None)
     assert scheme and {name: scheme.form_of(name).int8_inputs for name in wanted} == wanted  # type: ignore[union-attr]
-    assert sum(wanted.values()) == 9 and len(wanted) == 14  # four of each layer's attention, and `up`
+    # four of each layer's attention, and `up`
+    assert sum(wanted.values()) == 9 and len(wanted) == 14
 
 
 def _places(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -634,17 +869,27 @@ def test_no_value_of_a_field_is_a_crash(name: str) -> None:
     ("name", "stated", "scales"),
     [
         ("fp8 of modelopt", {"kv_cache_quant_algo": "FP8"}, ("k_proj.k_scale", "v_proj.v_scale")),
-        ("W8A16", {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}}, ("k_scale", "v_scale")),
+        (
+            "W8A16",
+            {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
+            ("k_scale", "v_scale"),
+        ),
     ],
 )
 def test_a_checkpoint_that_asks_for_a_kv_cache_in_fp8_has_it(
     name: str, stated: dict[str, Any], scales: tuple[str, str], tmp_path: Path
 ) -> None:
     """With a scale for each token and head, whatever those of the checkpoint are; and not where the setting says something else."""
-    beside = {f"model.layers.{layer}.self_attn.{scale}": np.float32([0.25]) for layer in (0, 1) for scale in scales}
+    beside = {
+        f"model.layers.{layer}.self_attn.{scale}": np.float32([0.25])
+        for layer in (0, 1)
+        for scale in scales
+    }
     quantized_checkpoint(tmp_path, name, beside=beside)
     asked = texts(tmp_path, kv_cache_dtype="fp8")
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": {**FORMATS[name][0], **stated}}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": {**FORMATS[name][0], **stated}})
+    )
     assert texts(tmp_path) == asked
     for setting, dtype in (("auto", "uint8"), ("int8", "int8")):
         with make_llm(tmp_path, kv_cache_dtype=setting) as llm:
@@ -656,11 +901,16 @@ def test_modelopt_s_own_file_is_read(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "nvfp4 of modelopt")
     stated = read_config(tmp_path)["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    written = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "ignore": stated["ignore"]}}
+    written = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": "NVFP4", "ignore": stated["ignore"]},
+    }
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(written))
     assert read_config(tmp_path)["quantization_config"] == stated
     (tmp_path / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="hf_quant_config.json: quantization must be an object"):
+    with pytest.raises(
+        CheckpointError, match="hf_quant_config.json: quantization must be an object"
+    ):
         read_config(tmp_path)
 
 
@@ -689,9 +939,24 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("name", "tensor", "change", "text"),
     [
-        ("gptq", "g_idx", lambda _: np.arange(64, dtype=np.int32)[::-1] // 32, "order of activations, not 32 in a row"),
-        ("W4A16", "weight_g_idx", lambda _: np.arange(64, dtype=np.int32) % 2, "order of activations, not 32 in a row"),
-        ("gptq", "qzeros", lambda words: words + 1, "zeros that are not 7, but quantization_config.sym"),
+        (
+            "gptq",
+            "g_idx",
+            lambda _: np.arange(64, dtype=np.int32)[::-1] // 32,
+            "order of activations, not 32 in a row",
+        ),
+        (
+            "W4A16",
+            "weight_g_idx",
+            lambda _: np.arange(64, dtype=np.int32) % 2,
+            "order of activations, not 32 in a row",
+        ),
+        (
+            "gptq",
+            "qzeros",
+            lambda words: words + 1,
+            "zeros that are not 7, but quantization_config.sym",
+        ),
         ("gptq", "qzeros", lambda words: words.astype(np.float32), "has dtype F32, not I32"),
     ],
 )
@@ -699,11 +964,16 @@ def test_tensors_that_are_not_used_must_say_what_is_known(
     name: str, tensor: str, change: Callable[[Any], np.ndarray], text: str, tmp_path: Path
 ) -> None:
     quantized_checkpoint(tmp_path, name)
-    tensors, key = dict(load_file(tmp_path / "model.safetensors")), f"model.layers.1.self_attn.q_proj.{tensor}"
+    tensors, key = (
+        dict(load_file(tmp_path / "model.safetensors")),
+        f"model.layers.1.self_attn.q_proj.{tensor}",
+    )
     write_tensors(tmp_path, tensors | {key: change(tensors.get(key))})
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
-    assert "(1 problem)" in str(caught.value) and f"'{key}' has" in str(caught.value), str(caught.value)
+    assert "(1 problem)" in str(caught.value) and f"'{key}' has" in str(caught.value), str(
+        caught.value
+    )
     assert text in str(caught.value) and "(such tensors: 1)" in str(caught.value)
 
 
@@ -723,7 +993,10 @@ def test_of_several_tensors_that_are_not_used_the_first_is_named(tmp_path: Path)
 @pytest.mark.parametrize("name", ["awq", "fp8 by output", "nvfp4 of modelopt"])
 def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, name)
-    tensors = {key: np.array(map_array(info)) for key, info in read_tensors(tmp_path, Problems(tmp_path)).items()}
+    tensors = {
+        key: np.array(map_array(info))
+        for key, info in read_tensors(tmp_path, Problems(tmp_path)).items()
+    }
     tensors["model.norm.weight"] = np.ones(3, np.float32)
     write_tensors(tmp_path, tensors)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -732,7 +1005,10 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
             open_model(tmp_path, quantization)
         text = str(caught.value)
         assert "(2 problems)" in text and "tensor 'model.norm.weight' has shape (3,)" in text
-        assert "quantised weights (such modules: 14), but config.json has no quantization_config" in text
+        assert (
+            "quantised weights (such modules: 14), but config.json has no quantization_config"
+            in text
+        )
 
 
 @pytest.mark.parametrize(
@@ -743,12 +1019,19 @@ def test_quantised_weights_without_their_config_are_one_sentence(name: str, tmp_
             "'lm_head.weight' has dtype I8, which is of quantised weights (such modules: 2), but only those of linear "
             "layers and experts are supported: use a checkpoint where lm_head is not quantised",
         ),
-        ({"config_groups": {}}, "(such modules: 14), but quantization_config of config.json says that it is not"),
+        (
+            {"config_groups": {}},
+            "(such modules: 14), but quantization_config of config.json says that it is not",
+        ),
     ],
 )
-def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+def test_quantised_weights_of_other_modules_are_one_sentence(
+    change: dict[str, Any], text: str, tmp_path: Path
+) -> None:
     quantized_checkpoint(tmp_path, "W8A8")
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": FORMATS["W8A8"][0] | change})
+    )
     if "ignore" in change:
         tensors = dict(load_file(tmp_path / "model.safetensors"))
         for module in ("lm_head", "model.embed_tokens"):
@@ -768,7 +1051,11 @@ def test_quantised_weights_of_other_modules_are_one_sentence(change: dict[str, A
             {"weight_block_size": None},
             "has shape (1, 1), and the model needs (), as in 14 of 14 quantised",
         ),
-        ("gptq", {"group_size": 64}, "change bits or group_size in quantization_config of config.json"),
+        (
+            "gptq",
+            {"group_size": 64},
+            "change bits or group_size in quantization_config of config.json",
+        ),
         ("awq", {"group_size": 32}, "change group_size in quantization_config of config.json"),
     ],
 )
@@ -776,14 +1063,18 @@ def test_sizes_that_are_not_the_checkpoint_s_are_one_sentence(
     name: str, change: dict[str, Any], text: str, tmp_path: Path
 ) -> None:
     quantized_checkpoint(tmp_path, name)
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": FORMATS[name][0] | change}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**CONFIG, "quantization_config": FORMATS[name][0] | change})
+    )
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     assert "(1 problem)" in str(caught.value) and text in str(caught.value), str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8 by output"])
-def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(name: str, tmp_path: Path) -> None:
+def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(
+    name: str, tmp_path: Path
+) -> None:
     quantized_checkpoint(tmp_path, name)
     stored = read_tensors(tmp_path, Problems(tmp_path))
     tensors = {key: np.array(map_array(info)) for key, info in stored.items()}
@@ -795,7 +1086,10 @@ def test_weights_that_are_not_quantised_as_their_config_says_are_one_sentence(na
     with pytest.raises(CheckpointError) as caught:
         open_model(tmp_path)
     text = str(caught.value)
-    assert "(1 problem)" in text and f"'{of_layer}weight' has dtype F32, but quantization_config" in text, text
+    assert (
+        "(1 problem)" in text
+        and f"'{of_layer}weight' has dtype F32, but quantization_config" in text
+    ), text
     assert "(such modules: 1)" in text
 
 
@@ -803,16 +1097,22 @@ def test_two_values_of_one_field_are_refused() -> None:
     awq = FORMATS["awq"][0]
     for config, text in (
         ({**awq, "w_bit": 8}, r"quantization_config.bits = 4 contradicts w_bit = 8"),
-        ({**awq, "q_group_size": 128}, r"quantization_config.q_group_size = 128 contradicts group_size = 64"),
+        (
+            {**awq, "q_group_size": 128},
+            r"quantization_config.q_group_size = 128 contradicts group_size = 64",
+        ),
     ):
         problems = Problems(Path("somewhere"))
         with problems.collect():
             quantization_of({"quantization_config": config}, None)
         assert text in problems.lines[0]
-    assert quantization_of({"quantization_config": {**awq, "w_bit": 4}, "compression_config": None}, None)
+    assert quantization_of(
+        {"quantization_config": {**awq, "w_bit": 4}, "compression_config": None}, None
+    )
     both = {"quantization_config": awq, "compression_config": FORMATS["W8A8"][0]}
     with pytest.raises(
-        CheckpointError, match="quant_method = 'awq', but compression_config.quant_method = 'compressed-"
+        CheckpointError,
+        match="quant_method = 'awq', but compression_config.quant_method = 'compressed-",
     ):
         quantization_of(both, None)
 
@@ -821,7 +1121,8 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
     quantized_checkpoint(tmp_path, "awq")
     assert open_model(tmp_path, "awq").quantization.name == "awq"
     with pytest.raises(
-        CheckpointError, match="quantization is 'int8', but the checkpoint is quantised already, by 'awq'"
+        CheckpointError,
+        match="quantization is 'int8', but the checkpoint is quantised already, by 'awq'",
     ):
         open_model(tmp_path, "int8")
     random_checkpoint(tmp_path / "plain", CONFIG)
@@ -837,15 +1138,29 @@ def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:
         LLM(model=str(tmp_path / "plain"), quantization="int3")
 
 
-def test_the_benchmark_says_what_rounding_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["bench", "quantization", "--num-tokens", "60", "--batches", "2", "--max-model-len", "256"]
+def test_the_benchmark_says_what_rounding_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "bench",
+        "quantization",
+        "--num-tokens",
+        "60",
+        "--batches",
+        "2",
+        "--max-model-len",
+        "256",
+    ]
     text = Path(__file__).parent / "support" / "alice.txt"
     assert cli.main([*words, "--model", "demo", "--dtype", "float32", "--text", str(text)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     exact, int8, int4 = (result[name] for name in ("float32", "int8", "int4"))
     assert exact["kl_divergence"] == 0 < int8["kl_divergence"] < int4["kl_divergence"] < 0.1
     assert exact["weights_mib"] > int8["weights_mib"] > int4["weights_mib"]
-    assert exact["perplexity"] == pytest.approx(np.exp(exact["loss"])) and exact["tokens_per_second_2"] > 0
+    assert (
+        exact["perplexity"] == pytest.approx(np.exp(exact["loss"]))
+        and exact["tokens_per_second_2"] > 0
+    )
     quantized_checkpoint(tmp_path, "awq")
     assert cli.main([*words, "--model", str(tmp_path)]) == 2
     assert "is quantised already (AWQ: int4 weights in groups of 64)" in capsys.readouterr().err

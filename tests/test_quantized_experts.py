@@ -47,13 +47,21 @@ SMALL_BLOCKS: tuple[dict[str, Any], Make] = (
     float8("weight_scale_inv", (16, 32)),
 )
 MIXED = {  # a layer with experts and one without
-    **{"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 64, "head_dim": 32, "num_experts": 4},
+    **{
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "intermediate_size": 64,
+        "head_dim": 32,
+        "num_experts": 4,
+    },
     **{"num_hidden_layers": 2, "mlp_only_layers": [1]},
 }
 TOKEN_IDS = np.random.default_rng(6).integers(0, 131, 40)
 
 
-def checkpoint(directory: Path, form: tuple[dict[str, Any], Make], model: str, **overrides: Any) -> Any:
+def checkpoint(
+    directory: Path, form: tuple[dict[str, Any], Make], model: str, **overrides: Any
+) -> Any:
     """Writes one with all linear layers quantised, and returns the model of transformers with the weights that it stands for."""
     quantization, make = form
     model = save_model(model, directory, **overrides)
@@ -68,11 +76,15 @@ def checkpoint(directory: Path, form: tuple[dict[str, Any], Make], model: str, *
             tensors[key] = weight
             continue
         stored, exact[key] = make(*weight.shape)
-        tensors |= {f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()}
+        tensors |= {
+            f"{key.removesuffix('weight')}{suffix}": array for suffix, array in stored.items()
+        }
     write_tensors(directory, exact)
     model = type(model).from_pretrained(directory).eval()
     write_tensors(directory, tensors)
-    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    (directory / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantization})
+    )
     return model
 
 
@@ -116,7 +128,9 @@ CASES = {"fp8 blocks": BLOCKS, **{name: FORMATS[name] for name in SHARED}}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_stands_for_its_weights(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_stands_for_its_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a mistake planted: the scales of two experts exchanged. Experts in blocks take no more bytes than in the file."""
     model = checkpoint(tmp_path, CASES[name], "qwen3-moe-mixed", **MIXED)
     if name == "W8A8":
@@ -172,18 +186,26 @@ def test_an_engine_of_latents_and_experts_gives_the_tokens_of_transformers_howev
         for _ in range(24):
             ids.append(int(logits_of_transformers(model, np.array(ids))[-1].argmax()))
         assert plain[index][0] == ids[len(PROMPTS[index]) :]
-    assert texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap") == plain, (
-        "another path"
-    )
+    assert (
+        texts(directory, **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}, preemption_mode="swap")
+        == plain
+    ), "another path"
 
 
 MOE = {
-    **{**CONFIG, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 32},
+    **{
+        **CONFIG,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "head_dim": 32,
+    },
     **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 
 
-def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(tmp_path: Path) -> None:
+def test_an_engine_of_experts_that_are_rounded_gives_the_same_bits_however_it_is_run(
+    tmp_path: Path,
+) -> None:
     model = random_checkpoint(tmp_path, MOE)
     plain = texts(model, quantization="int8")
     other = {**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65}
@@ -201,7 +223,9 @@ def test_no_more_than_one_experts_weights_are_made_of_their_codes(name: str, on_
     )
     assert scheme is not None
     spec = ExpertsSpec(Routing(32, 2, normalized=True), 96)
-    module = make_experts(spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32")
+    module = make_experts(
+        spec, 64, PLAIN_NAMES, layer="0", activation="silu", shared=None, dtype="float32"
+    )
     replace_modules(module, scheme.rule)
     graph, shapes = abstract(module)
 
@@ -223,7 +247,9 @@ def test_tensors_of_experts_are_listed_where_a_checkpoint_is_opened(
 ) -> None:
     """DeepSeek-V3 has 90,000 of them, and its module is made several times."""
     listed, sources, scheme = [], ExpertLinearSpec.sources, quantization_of({}, quantization)
-    monkeypatch.setattr(ExpertLinearSpec, "sources", lambda self, one: listed.append(self) or sources(self, one))
+    monkeypatch.setattr(
+        ExpertLinearSpec, "sources", lambda self, one: listed.append(self) or sources(self, one)
+    )
     family = load_family(MOE)
     arguments = family, family.Spec.from_config(MOE)
     abstract_model(*arguments, "float32", scheme and scheme.rule)
@@ -241,7 +267,10 @@ def stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             np.stack([tensors[f"{experts}.{expert}.{part}_proj.weight"] for expert in range(8)])
             for part in ("gate", "up", "down")
         )
-        found |= {f"{experts}.gate_up_proj": np.concatenate([gate, up], axis=1), f"{experts}.down_proj": down}
+        found |= {
+            f"{experts}.gate_up_proj": np.concatenate([gate, up], axis=1),
+            f"{experts}.down_proj": down,
+        }
     return found
 
 
@@ -253,7 +282,9 @@ def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) 
     write_tensors(tmp_path / "stacked", stacked(random_tensors(MOE)))
     (tmp_path / "stacked" / "config.json").write_text((directory / "config.json").read_text())
     apart, together = (
-        load_weights(open_model(tmp_path / which, name).plan, "float32", np.asarray)["layers"][1]["mlp"]["experts"]
+        load_weights(open_model(tmp_path / which, name).plan, "float32", np.asarray)["layers"][1][
+            "mlp"
+        ]["experts"]
         for which in ("apart", "stacked")
     )
     jax.tree.map(np.testing.assert_array_equal, apart, together)
@@ -263,55 +294,91 @@ def test_experts_are_rounded_alike_apart_and_stacked(name: str, tmp_path: Path) 
         codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(64, -1).astype(np.float32) - 8
         scale = np.repeat(scale, 32, axis=1)
     found = codes.astype(np.float32) * scale
-    assert 0 < np.abs(found - weight).max() <= 1.001 * np.abs(scale).max() * (0.5 if name == "int8" else 1)
+    assert (
+        0
+        < np.abs(found - weight).max()
+        <= 1.001 * np.abs(scale).max() * (0.5 if name == "int8" else 1)
+    )
 
 
 def test_experts_that_are_one_tensor_are_rounded_too(tmp_path: Path) -> None:
     """GPT-OSS has them as `[in, out]`."""
     save_model("gpt-oss-windows", tmp_path)
-    weight = load_file(tmp_path / "model.safetensors")["model.layers.1.mlp.experts.down_proj"].swapaxes(1, 2)
-    down = load_weights(open_model(tmp_path, "int8").plan, "float32", np.asarray)["layers"][1]["mlp"]["experts"]["down"]
+    weight = load_file(tmp_path / "model.safetensors")[
+        "model.layers.1.mlp.experts.down_proj"
+    ].swapaxes(1, 2)
+    down = load_weights(open_model(tmp_path, "int8").plan, "float32", np.asarray)["layers"][1][
+        "mlp"
+    ]["experts"]["down"]
     wrong = np.abs(down["kernel"] * down["scale"] - weight)
     assert wrong.max() > 0 and (wrong <= 0.501 * down["scale"]).all()
 
 
-def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_cannot_be_rounded_or_differs_within_a_stack_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
     directory = random_checkpoint(tmp_path, {**MOE, "moe_intermediate_size": 48})
     with pytest.raises(CheckpointError) as caught:
         open_model(directory, "int4")
     for layer in range(MOE["num_hidden_layers"]):
-        assert f"layers.{layer}.mlp.experts.0.down_proj has 48 inputs, which are no multiple of 32" in str(caught.value)
+        assert (
+            f"layers.{layer}.mlp.experts.0.down_proj has 48 inputs, which are no multiple of 32"
+            in str(caught.value)
+        )
     quantization = {**FORMATS["W4A16"][0], "ignore": ["re:.*experts.3.up_proj"]}
     (tmp_path / "config.json").write_text(json.dumps({**MOE, "quantization_config": quantization}))
-    with pytest.raises(CheckpointError, match=r"0\.gate_proj, .*experts\.3\.up_proj are one product, and must be"):
+    with pytest.raises(
+        CheckpointError, match=r"0\.gate_proj, .*experts\.3\.up_proj are one product, and must be"
+    ):
         open_model(directory)
 
 
 def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path: Path) -> None:
     """What it says to do about experts that are not quantised is tried. GPT-OSS has none but stacked ones."""
     quantization, make = FORMATS["W4A16"]
-    tensors, kept = stacked(random_tensors(MOE)), {**quantization, "ignore": ["lm_head", "re:.*[.]experts"]}
+    tensors, kept = (
+        stacked(random_tensors(MOE)),
+        {**quantization, "ignore": ["lm_head", "re:.*[.]experts"]},
+    )
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
         made, _ = make(*tensors.pop(name).shape)
-        tensors |= {f"{name.removesuffix('weight')}{suffix}": array for suffix, array in made.items()}
+        tensors |= {
+            f"{name.removesuffix('weight')}{suffix}": array for suffix, array in made.items()
+        }
 
-    def write(directory: Path, config: dict[str, Any], quantization: Any, tensors: dict[str, np.ndarray]) -> None:
+    def write(
+        directory: Path, config: dict[str, Any], quantization: Any, tensors: dict[str, np.ndarray]
+    ) -> None:
         directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+        (directory / "config.json").write_text(
+            json.dumps({**config, "quantization_config": quantization})
+        )
         write_tensors(directory, tensors)
 
     qwen, gpt_oss = tmp_path / "qwen", tmp_path / "gpt-oss"
     write(qwen, MOE, quantization, tensors)
-    with pytest.raises(CheckpointError, match=r"\(1 problem\).*\n.*'compressed-tensors' are not loaded from") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"\(1 problem\).*\n.*'compressed-tensors' are not loaded from"
+    ) as caught:
         open_model(qwen)
     assert f"add '{kept['ignore'][1]}' to quantization_config.ignore" in str(caught.value)
     write(qwen, MOE, kept, tensors)
-    experts = load_weights(open_model(qwen).plan, "float32", np.asarray)["layers"][0]["mlp"]["experts"]
-    np.testing.assert_array_equal(experts["down"]["kernel"], tensors["model.layers.0.mlp.experts.down_proj"])
+    experts = load_weights(open_model(qwen).plan, "float32", np.asarray)["layers"][0]["mlp"][
+        "experts"
+    ]
+    np.testing.assert_array_equal(
+        experts["down"]["kernel"], tensors["model.layers.0.mlp.experts.down_proj"]
+    )
 
-    write(qwen, MOE, quantization, tensors | {"model.layers.1.mlp.experts.down_proj_scale": np.ones(8, np.float32)})
+    write(
+        qwen,
+        MOE,
+        quantization,
+        tensors | {"model.layers.1.mlp.experts.down_proj_scale": np.ones(8, np.float32)},
+    )
     with pytest.raises(
-        CheckpointError, match=r"\(1 problem\).*\n.*each expert, such as '.*\.0\.mlp\.experts\.0\..*_packed'"
+        CheckpointError,
+        match=r"\(1 problem\).*\n.*each expert, such as '.*\.0\.mlp\.experts\.0\..*_packed'",
     ):
         open_model(qwen)
 
@@ -319,9 +386,12 @@ def test_stacked_experts_of_other_formats_are_refused_in_one_sentence(tmp_path: 
     tensors = load_file(gpt_oss / "model.safetensors")
     config = json.loads((gpt_oss / "config.json").read_text())
     scale = np.ones((6, 64), np.float32)
-    write(gpt_oss, config, BLOCKS[0], tensors | {"model.layers.1.mlp.experts.down_proj_scale_inv": scale})
-    wanted = (
-        r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
+    write(
+        gpt_oss,
+        config,
+        BLOCKS[0],
+        tensors | {"model.layers.1.mlp.experts.down_proj_scale_inv": scale},
     )
+    wanted = r"\(1 problem\).*\n.*'fp8' .* '.*\.1\.mlp\.experts\.down_proj_scale_inv' and 0 other tensors; .*in MXFP4, or"
     with pytest.raises(CheckpointError, match=wanted):
         open_model(gpt_oss)

@@ -43,7 +43,9 @@ def test_a_write_fills_exactly_its_slots_and_their_scales(dtype):
     for new, pages, scales in ((k, got[0], got[2]), (v, got[1], got[3])):
         want_pages, want_scales = np.zeros((20, 2, 8), pages.dtype), np.zeros((20, 2), np.float32)
         want_pages[slots], want_scales[slots] = quantized(new, dtype)
-        np.testing.assert_array_equal(pages.reshape(20, 2, 8).view(np.int8), want_pages.view(np.int8))
+        np.testing.assert_array_equal(
+            pages.reshape(20, 2, 8).view(np.int8), want_pages.view(np.int8)
+        )
         np.testing.assert_array_equal(scales.reshape(20, 2), want_scales)
 
 
@@ -54,7 +56,9 @@ def test_a_write_fills_exactly_its_slots_and_their_scales(dtype):
 def test_what_is_read_is_near_what_was_written(values):
     x = np.array(values, np.float32).reshape(1, 1, 8)
     for dtype in ("int8", "uint8"):
-        k_pages, v_pages, k_scale, v_scale = map(np.asarray, written(x, -x, np.array([6], np.int32), dtype=dtype))
+        k_pages, v_pages, k_scale, v_scale = map(
+            np.asarray, written(x, -x, np.array([6], np.int32), dtype=dtype)
+        )
         scale = k_scale[1, 2].astype(np.float64)[:, None]
         error = np.abs(dequantized(k_pages, k_scale)[1, 2] - x[0])
         bound = scale / 2 if dtype == "int8" else np.maximum(np.abs(x[0]) / 16.0, scale / 1024)
@@ -72,9 +76,24 @@ def test_what_is_no_number_stays_none(dtype, backend, wrong):
     v[1, 0, 3] = wrong
     k_pages, v_pages, k_scale, v_scale = written(k, v, np.array([4, 5], np.int32), dtype=dtype)
     q = rng.standard_normal((2, 2, 16)).astype(np.float32)
-    table, context, start = np.array([[1]], np.int32), np.array([2], np.int32), np.array([0, 2], np.int32)
+    table, context, start = (
+        np.array([[1]], np.int32),
+        np.array([2], np.int32),
+        np.array([0, 2], np.int32),
+    )
     out = np.asarray(
-        run(q, k_pages, v_pages, table, context, start, scale=0.3, backend=backend, k_scale=k_scale, v_scale=v_scale)
+        run(
+            q,
+            k_pages,
+            v_pages,
+            table,
+            context,
+            start,
+            scale=0.3,
+            backend=backend,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        )
     )
     assert np.isnan(out[1, 0]).all() and np.isfinite(out[1, 1]).all()
 
@@ -83,7 +102,10 @@ def quantized_case(dtype: str, **options):
     """A case, its pages quantised by the write, and the same case as numpy says that it is read."""
     case = make_case(1, [5, 70, 0, 130], [5, 1, 0, 17], **options)
     spread = np.exp(np.random.default_rng(2).standard_normal((*case.k_pages.shape[:3], 1)))
-    case.k_pages, case.v_pages = (case.k_pages * spread).astype(np.float32), (case.v_pages / spread).astype(np.float32)
+    case.k_pages, case.v_pages = (
+        (case.k_pages * spread).astype(np.float32),
+        (case.v_pages / spread).astype(np.float32),
+    )
     num_blocks, block_size = case.k_pages.shape[:2]
     flat = [pages.reshape(-1, *pages.shape[2:]) for pages in (case.k_pages, case.v_pages)]
     shape = jnp.zeros(case.k_pages.shape, dtype), jnp.zeros(case.k_pages.shape[:3], jnp.float32)
@@ -120,7 +142,9 @@ def test_small_weights_times_small_scales_are_no_zeros_in_float16(dtype):
     (k_pages, k_scale), (v_pages, v_scale) = (
         quantized(x, dtype) for x in (case.k_pages, case.v_pages * np.float32(0.01))
     )
-    kept = dataclasses.replace(case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale)
+    kept = dataclasses.replace(
+        case, k_pages=k_pages, v_pages=v_pages, k_scale=k_scale, v_scale=v_scale
+    )
     want = oracle(kept, scale=1.0)
     got = run(*kept.arrays, scale=1.0, backend="triton", **kept.scales)
     assert np.abs(np.asarray(got, np.float64) - want).max() < 0.01 * np.abs(want).max()
@@ -153,7 +177,9 @@ def test_what_nobody_sees_may_have_any_scale(backend, dtype):
     options = {"scale": 0.3, "sliding_window": 20, "backend": backend}
     clean = np.asarray(run(*kept.arrays, **options, **scales))
     poisoned = {name: np.full_like(scale, np.nan) for name, scale in scales.items()}
-    for row, (length, num_new) in enumerate(zip(kept.context_len_B, np.diff(kept.query_start), strict=True)):
+    for row, (length, num_new) in enumerate(
+        zip(kept.context_len_B, np.diff(kept.query_start), strict=True)
+    ):
         for position in range(max(0, length - num_new - 19), length):
             slot = kept.block_table_BM[row, position // 8], position % 8
             for name, scale in scales.items():
@@ -180,14 +206,24 @@ def test_copied_blocks_take_their_scales_along():
 def test_donated_pages_are_changed_in_place(operation, dtype):
     page = jax.ShapeDtypeStruct((512, 16, 4, 64), dtype)
     scale = jax.ShapeDtypeStruct((512, 16, 4), jnp.float32)
-    new, index = jax.ShapeDtypeStruct((8, 4, 64), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
+    new, index = (
+        jax.ShapeDtypeStruct((8, 4, 64), jnp.float32),
+        jax.ShapeDtypeStruct((8,), jnp.int32),
+    )
 
     def write(pages, k_TKH, v_TKH, slots_T):
         k_pages, v_pages, k_scale, v_scale = pages
         return write_kv(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale=k_scale, v_scale=v_scale)
 
-    function, rest = (write, (new, new, index)) if operation == "write" else (copy_blocks, (index, index))
-    analysis = jax.jit(function, donate_argnums=0).lower((page, page, scale, scale), *rest).compile().memory_analysis()
+    function, rest = (
+        (write, (new, new, index)) if operation == "write" else (copy_blocks, (index, index))
+    )
+    analysis = (
+        jax.jit(function, donate_argnums=0)
+        .lower((page, page, scale, scale), *rest)
+        .compile()
+        .memory_analysis()
+    )
     pages_bytes = 2 * 512 * 16 * 4 * (64 + 4)
     assert analysis.alias_size_in_bytes == pages_bytes
     assert analysis.temp_size_in_bytes < pages_bytes / 8
@@ -200,12 +236,37 @@ def test_refusals_name_the_argument():
     scale, bits = np.ones(shape[:3], np.float32), np.zeros(shape, np.int8)
     kept = dataclasses.replace(case, k_pages=bits, v_pages=bits)
     for error, message, one, scales in (
-        (ValueError, "k_scale goes with pages of int8, float8_e4m3fn, uint8, but k_pages hold float32", case, {}),
-        (ValueError, "v_pages hold int8, which means nothing without v_scale", kept, {"v_scale": None}),
-        (ValueError, r"k_scale must have one entry per slot and head, \(.*, 8, 2\)", kept, {"k_scale": scale[:, :1]}),
-        (TypeError, "v_scale must hold float32, but holds float16", kept, {"v_scale": scale.astype(np.float16)}),
+        (
+            ValueError,
+            "k_scale goes with pages of int8, float8_e4m3fn, uint8, but k_pages hold float32",
+            case,
+            {},
+        ),
+        (
+            ValueError,
+            "v_pages hold int8, which means nothing without v_scale",
+            kept,
+            {"v_scale": None},
+        ),
+        (
+            ValueError,
+            r"k_scale must have one entry per slot and head, \(.*, 8, 2\)",
+            kept,
+            {"k_scale": scale[:, :1]},
+        ),
+        (
+            TypeError,
+            "v_scale must hold float32, but holds float16",
+            kept,
+            {"v_scale": scale.astype(np.float16)},
+        ),
         (TypeError, "must have one type", dataclasses.replace(kept, v_pages=case.v_pages), {}),
-        (TypeError, "must hold floats", dataclasses.replace(kept, k_pages=bits + 0j, v_pages=bits + 0j), {}),
+        (
+            TypeError,
+            "must hold floats",
+            dataclasses.replace(kept, k_pages=bits + 0j, v_pages=bits + 0j),
+            {},
+        ),
     ):
         given_scales = {"k_scale": scale, "v_scale": scale, **scales}
         with pytest.raises(error, match=message):
@@ -217,8 +278,15 @@ def test_refusals_name_the_argument():
 
 def test_bytes_of_a_block_count_the_scales():
     kv = KVSpec(num_layers=3, num_kv_heads=2, head_width=64, sliding_windows=(None,) * 3)
-    sizes = {name: 3 * bytes_per_layer(kv, 16, page_dtype(name, "bfloat16")) for name in ("auto", "int8", "fp8")}
-    assert sizes == {"auto": 3 * 2 * 16 * 2 * 64 * 2, "int8": 3 * 2 * 16 * 2 * 68, "fp8": 3 * 2 * 16 * 2 * 68}
+    sizes = {
+        name: 3 * bytes_per_layer(kv, 16, page_dtype(name, "bfloat16"))
+        for name in ("auto", "int8", "fp8")
+    }
+    assert sizes == {
+        "auto": 3 * 2 * 16 * 2 * 64 * 2,
+        "int8": 3 * 2 * 16 * 2 * 68,
+        "fp8": 3 * 2 * 16 * 2 * 68,
+    }
 
 
 PROMPTS = (
@@ -228,7 +296,13 @@ PROMPTS = (
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 # Two sequences do not fit to their end, so that one is preempted.
-SMALL = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "block_size": 4, "num_blocks": 18, "max_model_len": 66}
+SMALL = {
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_blocks": 18,
+    "max_model_len": 66,
+}
 
 
 def greedy(llm: LLM) -> tuple[list[tuple[int, list[int]]], dict]:
@@ -237,7 +311,9 @@ def greedy(llm: LLM) -> tuple[list[tuple[int, list[int]]], dict]:
     outputs = llm.generate(list(PROMPTS), GREEDY, use_tqdm=False)
     invariants(llm)
     assert llm.stats()["num_preemptions_total"]["recompute"] > 0
-    return [(len(output.prompt_token_ids), output.outputs[0].token_ids) for output in outputs], witness.logits
+    return [
+        (len(output.prompt_token_ids), output.outputs[0].token_ids) for output in outputs
+    ], witness.logits
 
 
 @pytest.fixture(scope="module")
@@ -246,13 +322,18 @@ def in_float():
         return greedy(llm)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "largest", "mean"), [("int8", 0.15, 0.012), ("fp8", 0.5, 0.05)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "largest", "mean"), [("int8", 0.15, 0.012), ("fp8", 0.5, 0.05)]
+)
 def test_an_engine_says_nearly_the_same(in_float, kv_cache_dtype, largest, mean):
     """As long as both have drawn the same tokens, logits are close but not equal."""
     with make_llm("demo", **SMALL, kv_cache_dtype=kv_cache_dtype) as llm:
         pages = jax.tree.leaves(llm._engine.runner._pages)
         block_bytes = 4 * (2 * 4 * 2 * (64 + 4))
-        assert sum(page[0].nbytes for page in pages) == block_bytes and llm.memory.pool_bytes == 18 * block_bytes
+        assert (
+            sum(page[0].nbytes for page in pages) == block_bytes
+            and llm.memory.pool_bytes == 18 * block_bytes
+        )
         outputs, logits = greedy(llm)
     (want, want_logits), differences, num_same = in_float, [], 0
     for sequence_id, ((length, ours), (_, theirs)) in enumerate(zip(outputs, want, strict=True)):
@@ -267,9 +348,15 @@ def test_an_engine_says_nearly_the_same(in_float, kv_cache_dtype, largest, mean)
 def test_more_fits_and_the_table_says_why(tmp_path, capsys):
     random_checkpoint(tmp_path, LLAMA)
     numbers = {}
-    for kv_cache_dtype, shown in (("auto", "float32"), ("fp8", "fp8, a float32 scale per token and head")):
+    for kv_cache_dtype, shown in (
+        ("auto", "float32"),
+        ("fp8", "fp8, a float32 scale per token and head"),
+    ):
         settings = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "kv_cache_memory_bytes": 2**18}
         with LLM(str(tmp_path), kv_cache_dtype=kv_cache_dtype, **settings) as llm:
             numbers[kv_cache_dtype] = llm.memory.num_blocks
         assert re.search(f"KV dtype +{shown}\n", capsys.readouterr().err)
-    assert numbers == {"auto": 2**18 // (2 * 2 * 16 * 2 * 64), "fp8": 2**18 // (2 * 2 * 16 * 2 * (16 + 4))}
+    assert numbers == {
+        "auto": 2**18 // (2 * 2 * 16 * 2 * 64),
+        "fp8": 2**18 // (2 * 2 * 16 * 2 * (16 + 4)),
+    }

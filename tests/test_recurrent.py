@@ -32,7 +32,9 @@ def sampled(**params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, **params)
 
 
-PROMPTS = [np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 3, 33, 16)] + [FEW * 5]
+PROMPTS = [
+    np.random.default_rng(5).integers(1, 257, length).tolist() for length in (70, 3, 33, 16)
+] + [FEW * 5]
 REQUESTS: list[SamplingParams | BeamSearchParams] = [
     sampled(temperature=0.0),
     sampled(temperature=0.9, seed=3, n=3),
@@ -48,7 +50,10 @@ ENGINES: dict[str, dict[str, Any]] = {
     "recomputing": TIGHT,
     "swapping": {**TIGHT, "preemption_mode": "swap"},
     "drafting": {**TIGHT, **DRAFTS},
-    "drafting with EAGLE-3": {**TIGHT, "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}},
+    "drafting with EAGLE-3": {
+        **TIGHT,
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+    },
     "several steps": {**TIGHT, "num_scheduler_steps": 4},
 }
 
@@ -62,7 +67,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head with random weights that knows four tokens, so that it is right now and then, and takes what enters all layers."""
     directory, rng = tmp_path_factory.mktemp("head"), np.random.default_rng(1)
-    norms = ("norm", *(f"layers.0.{name}" for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")))
+    norms = (
+        "norm",
+        *(
+            f"layers.0.{name}"
+            for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")
+        ),
+    )
     products = {"fc": (64, 192), "lm_head": (4, 64)}
     for name, shape in (("q", (64, 128)), ("k", (32, 128)), ("v", (32, 128)), ("o", (64, 64))):
         products[f"layers.0.self_attn.{name}_proj"] = shape
@@ -72,7 +83,12 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, shape in products.items():
         tensors[f"{name}.weight"] = np.float32(rng.standard_normal(shape) / np.sqrt(shape[1]))
     write_tensors(directory, {**tensors, "d2t": np.array(FEW) - np.arange(4)})
-    config = {**LLAMA, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 4}
+    config = {
+        **LLAMA,
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "draft_vocab_size": 4,
+    }
     config["eagle_aux_hidden_state_layer_ids"] = [1, 2, 0]
     (directory / "config.json").write_text(json.dumps(config))
     return directory
@@ -96,7 +112,9 @@ def engines(model: Path, head: Path) -> Iterator[Callable[[str], LLM]]:
 
 
 def texts(llm: LLM, chosen: range = range(len(PROMPTS))) -> list[Any]:
-    outputs = llm.generate([PROMPTS[i] for i in chosen], [REQUESTS[i] for i in chosen], use_tqdm=False)
+    outputs = llm.generate(
+        [PROMPTS[i] for i in chosen], [REQUESTS[i] for i in chosen], use_tqdm=False
+    )
     return [bits(output.outputs) for output in outputs]
 
 
@@ -121,7 +139,9 @@ def expected(engines: Callable[[str], LLM]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "alone"])
-def test_no_bit_depends_on_the_engine(name: str, engines: Callable[[str], LLM], expected: list[Any]) -> None:
+def test_no_bit_depends_on_the_engine(
+    name: str, engines: Callable[[str], LLM], expected: list[Any]
+) -> None:
     """In a batch, in chunks and other blocks, recomputed or swapped, forked, behind drafts and behind cached prefixes."""
     llm = engines(name)
     before = llm.stats()
@@ -134,7 +154,9 @@ def test_no_bit_depends_on_the_engine(name: str, engines: Callable[[str], LLM], 
     mode = "swap" if name == "swapping" else "recompute"
     assert stats["num_preemptions_total"][mode] > before["num_preemptions_total"][mode]
     if "drafting" in name:
-        drafted, accepted = (stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted"))
+        drafted, accepted = (
+            stats[f"spec_decode_num_{kind}_tokens_total"] for kind in ("draft", "accepted")
+        )
         assert 20 < accepted < drafted - 20
 
 
@@ -142,7 +164,10 @@ def test_behind_a_pinned_prefix(engines: Callable[[str], LLM], expected: list[An
     """It ends within a block, whose state has seen more than some of what begins with it."""
     llm = engines("recomputing")
     other = PROMPTS[0][:34] + PROMPTS[2]
-    wanted = [bits(output.outputs) for output in engines("alone").generate([other], REQUESTS[0], use_tqdm=False)]
+    wanted = [
+        bits(output.outputs)
+        for output in engines("alone").generate([other], REQUESTS[0], use_tqdm=False)
+    ]
     for length in (33, 34, 35, 37, 70):
         llm.reset_prefix_cache()
         with llm.pin_prefix(PROMPTS[0][:length]):
@@ -172,7 +197,10 @@ def _without_states(move: Callable[..., Any]) -> Callable[..., Any]:
 STATE = StateSpec((2, 3), input_width=3, lookback=2)
 SUM = Recurrence(
     lambda inputs_BWE: jnp.einsum("bwe,w->be", inputs_BWE, jnp.array([0.25, -0.5, 1.0])),
-    lambda states, x: ((new := 0.5 * states + x[:, None] * jnp.array([1.0, 2.0])[:, None]), new.reshape(-1, 6)),
+    lambda states, x: (
+        (new := 0.5 * states + x[:, None] * jnp.array([1.0, 2.0])[:, None]),
+        new.reshape(-1, 6),
+    ),
     STATE,
 )
 
@@ -194,11 +222,19 @@ def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
     sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
     wanted = [summed(inputs) for inputs in sequences]
     table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
-    pages = StatePages(jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
+    pages = StatePages(
+        jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32)
+    )
 
     @jax.jit
-    def step(x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any) -> Any:
-        used = {"slots_ZT": slots_T[None], "context_len_B": context_len_B, "query_start": query_start}
+    def step(
+        x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any
+    ) -> Any:
+        used = {
+            "slots_ZT": slots_T[None],
+            "context_len_B": context_len_B,
+            "query_start": query_start,
+        }
         unused = dict.fromkeys(StepInputs._fields)
         inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
         return recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)(0, x_TE, SUM, pages)
@@ -206,9 +242,15 @@ def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
     computed = [0, 0, 0]
     while min(computed) < longest:
         rows = [index for index in rng.permutation(3) if computed[index] < longest]
-        counts = [min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows]
+        counts = [
+            min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows
+        ]
         right = [int(rng.integers(1, count + 1)) for count in counts]
-        x_TE, slots_T, start = np.full((num_tokens, 3), np.nan, np.float32), np.zeros(num_tokens, np.int32), 0
+        x_TE, slots_T, start = (
+            np.full((num_tokens, 3), np.nan, np.float32),
+            np.zeros(num_tokens, np.int32),
+            0,
+        )
         for index, count, num_right in zip(rows, counts, right, strict=True):
             at = np.arange(computed[index], computed[index] + count)
             x_TE[start : start + count] = sequences[index][at]
@@ -219,10 +261,14 @@ def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
         starts = np.cumsum([0, *counts, *[0] * padding])
         lengths = [computed[index] + count for index, count in zip(rows, counts, strict=True)]
         tables = np.concatenate([table_BM[rows], np.zeros((padding, 12), np.int64)])
-        out_TO, pages = step(x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages)
+        out_TO, pages = step(
+            x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages
+        )
         for row, index in enumerate(rows):
             at = slice(computed[index], computed[index] + right[row])
-            np.testing.assert_allclose(out_TO[starts[row] :][: right[row]], wanted[index][at], atol=1e-5)
+            np.testing.assert_allclose(
+                out_TO[starts[row] :][: right[row]], wanted[index][at], atol=1e-5
+            )
             computed[index] += right[row]
 
 
@@ -238,7 +284,9 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     ),
     "swaps without states": (
         "swapping",
-        lambda patch: patch.setattr(executables, "scatter_blocks", _without_states(executables.scatter_blocks)),
+        lambda patch: patch.setattr(
+            executables, "scatter_blocks", _without_states(executables.scatter_blocks)
+        ),
     ),
     "a window too short": (
         "recomputing",
@@ -271,7 +319,10 @@ def test_gives_way_at_every_step(engines: Callable[[str], LLM], expected: list[A
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised pages": ({"kv_cache_dtype": "int8"}, "kv_cache_dtype 'int8' .* recurrent layers"),
-    "trees": ({"speculative_config": {"method": "lookahead"}}, "'lookahead' is not supported .* states"),
+    "trees": (
+        {"speculative_config": {"method": "lookahead"}},
+        "'lookahead' is not supported .* states",
+    ),
     "prefixes as files": (
         {"prefix_cache_directory": "."},
         "prefix_cache_directory is not supported for 2 cache groups",
@@ -287,20 +338,32 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
 
 
 def test_key_heads_that_shards_cannot_share_are_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"):
+    with pytest.raises(
+        ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"
+    ):
         make_llm(model, tensor_parallel_reduction="invariant")
 
 
 def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    group = {"targets": ["re:none"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
-    asked = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    group = {
+        "targets": ["re:none"],
+        "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
+    }
+    asked = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+    }
     asked["kv_cache_scheme"] = {"num_bits": 8, "type": "float"}
     random_checkpoint(tmp_path, QWEN3_5)
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_5, "quantization_config": asked}))
     make_llm(tmp_path).shutdown()
-    assert "a KV cache in fp8, which a model with recurrent layers cannot have: it stays in float32" in caplog.text
+    assert (
+        "a KV cache in fp8, which a model with recurrent layers cannot have: it stays in float32"
+        in caplog.text
+    )
 
 
 def test_a_draft_model_with_states_is_refused(model: Path) -> None:
@@ -311,7 +374,9 @@ def test_a_draft_model_with_states_is_refused(model: Path) -> None:
 
 def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
-    plan = planned(capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1")
+    plan = planned(
+        capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
+    )
     attention = 4 * 2 * 2 * 16 * 4
     inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
     assert plan["block_bytes"] == attention + 2 * (inputs + state)
@@ -321,7 +386,16 @@ def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str])
 def test_a_pool_that_states_keep_small_says_so(
     model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = ("--block-size", "4", "--memory", "2252KiB", "--gpu-memory-utilization", "1", "--max-num-seqs", "2")
+    words = (
+        "--block-size",
+        "4",
+        "--memory",
+        "2252KiB",
+        "--gpu-memory-utilization",
+        "1",
+        "--max-num-seqs",
+        "2",
+    )
     for chunk, said in (("128", 1), ("16", 0)):
         caplog.clear()
         planned(capsys, str(model), *words, "--max-num-batched-tokens", chunk)

@@ -20,10 +20,12 @@ from tests.support.fake_device import make_group
 VOCAB = 6
 TREE = search([recycling.ACCURACIES] * recycling.MOST_LEVELS, MOST_DRAFTS)
 
-# A step's draws: salts, the tokens that they stand behind, and the seed of what is likely behind those.
+# A step's draws: salts, the tokens that they stand behind, and the seed of what is likely behind
+# those.
 heard_steps = st.lists(
     st.tuples(
-        st.lists(st.tuples(st.sampled_from([None, "a"]), st.integers(0, VOCAB - 1)), min_size=1), st.integers(0, 99)
+        st.lists(st.tuples(st.sampled_from([None, "a"]), st.integers(0, VOCAB - 1)), min_size=1),
+        st.integers(0, 99),
     ),
     max_size=6,
 )
@@ -37,7 +39,12 @@ def paths(draft: Draft | None) -> list[tuple[int, ...]]:
     return [draft.path(index) for index in range(len(draft.token_ids))] if draft else []
 
 
-@given(heard=heard_steps, tree=st.booleans(), last=st.integers(0, VOCAB - 1), most=st.integers(1, MOST_DRAFTS))
+@given(
+    heard=heard_steps,
+    tree=st.booleans(),
+    last=st.integers(0, VOCAB - 1),
+    most=st.integers(1, MOST_DRAFTS),
+)
 def test_drafts_are_what_was_likely_the_last_time_rank_by_rank(
     heard: list[tuple[list[tuple[str | None, int]], int]], tree: bool, last: int, most: int
 ) -> None:
@@ -69,7 +76,9 @@ def test_salts_that_nobody_uses_give_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def drafts(*salts: str | None) -> list[bool]:
         groups = [make_group("one", 0, [3], cache_salt=salt) for salt in salts]
-        return [proposer.propose(group.request, group.sequences[0], 1) is not None for group in groups]
+        return [
+            proposer.propose(group.request, group.sequences[0], 1) is not None for group in groups
+        ]
 
     proposer.on_top_k(["b", "a", "c"], [3] * 3, likely(3, 0))
     assert drafts("b", "a", "c", None) == [True, True, False, False]
@@ -114,13 +123,24 @@ def test_it_is_worth_something_on_the_demo_model() -> None:
         speculative_config={"method": "token_recycling", "num_speculative_tokens": 7, "tree": True},
         use_tqdm=False,
     ) as llm:
-        prompts = ["Once upon a time", "The old fox went", "A rabbit and a bear", "In the town there"]
+        prompts = [
+            "Once upon a time",
+            "The old fox went",
+            "A rabbit and a bear",
+            "In the town there",
+        ]
         for temperature, least in ((0.0, 1.4), (1.0, 1.2)):
-            llm.generate(prompts[:2], SamplingParams(temperature=temperature, seed=5, max_tokens=100), use_tqdm=False)
+            llm.generate(
+                prompts[:2],
+                SamplingParams(temperature=temperature, seed=5, max_tokens=100),
+                use_tqdm=False,
+            )
             before = llm.stats()
             params = SamplingParams(temperature=temperature, seed=6, max_tokens=90, ignore_eos=True)
             llm.generate(prompts[2:], params, use_tqdm=False)
             after = llm.stats()
-            rows, tokens = (after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total"))
+            rows, tokens = (
+                after[name] - before[name] for name in ("decode_rows_total", "decode_tokens_total")
+            )
             print(f"temperature {temperature}: {tokens / rows:.2f} tokens per step")
             assert tokens / rows > least

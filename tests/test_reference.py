@@ -22,7 +22,9 @@ def test_the_reference_is_what_the_code_says(request: pytest.FixtureRequest) -> 
         path = ROOT / "docs" / "reference" / name
         if request.config.getoption("--write-reference"):
             path.write_text(text)
-        assert path.read_text() == text, f"{name} is old: pytest tests/test_reference.py --write-reference"
+        assert path.read_text() == text, (
+            f"{name} is old: pytest tests/test_reference.py --write-reference"
+        )
 
 
 def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> None:
@@ -36,13 +38,19 @@ def test_the_page_of_python_lists_every_name(request: pytest.FixtureRequest) -> 
     assert documented == {name for name in jaxpage.__all__ if not name.startswith("_")}
 
 
-def test_flags_and_keywords_are_those_of_the_declared_settings(request: pytest.FixtureRequest) -> None:
+def test_flags_and_keywords_are_those_of_the_declared_settings(
+    request: pytest.FixtureRequest,
+) -> None:
     """A setting is declared once. What reads it without pydantic, or without running it, is written from there."""
-    flags, typed = (ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py"))
+    flags, typed = (
+        ROOT / "jaxpage" / name for name in ("cli/setting_flags.py", "settings/engine_settings.py")
+    )
     for path, text in ((flags, flags_module()), (typed, keywords(typed.read_text()))):
         if request.config.getoption("--write-reference"):
             path.write_text(text)
-        assert path.read_text() == text, f"{path.name} is old: pytest tests/test_reference.py --write-reference"
+        assert path.read_text() == text, (
+            f"{path.name} is old: pytest tests/test_reference.py --write-reference"
+        )
 
 
 def test_the_tests_of_the_page_of_models_exist() -> None:
@@ -52,21 +60,28 @@ def test_the_tests_of_the_page_of_models_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "page"), [("walkthrough.ipynb", "walkthrough.md"), ("weights.ipynb", "tutorials/weights.md")]
+    ("name", "page"),
+    [("walkthrough.ipynb", "walkthrough.md"), ("weights.ipynb", "tutorials/weights.md")],
 )
-def test_a_notebook_prints_what_it_shows(name: str, page: str, request: pytest.FixtureRequest) -> None:
+def test_a_notebook_prints_what_it_shows(
+    name: str, page: str, request: pytest.FixtureRequest
+) -> None:
     """Its assertions hold, and the notebook and the page have what its cells print."""
     path = ROOT / "examples" / name
     notebook = executed(path)
     for file, text in ((path, as_text(notebook)), (ROOT / "docs" / page, as_page(notebook, name))):
         if request.config.getoption("--write-reference"):
             file.write_text(text)
-        assert file.read_text() == text, f"{file.name} is old: pytest tests/test_reference.py --write-reference"
+        assert file.read_text() == text, (
+            f"{file.name} is old: pytest tests/test_reference.py --write-reference"
+        )
 
 
 def test_every_setting_and_parameter_is_explained() -> None:
     for name, column in (("settings.md", 2), ("sampling-parameters.md", 3)):
-        rows = [line[2:-2].split(" | ") for line in pages()[name].splitlines() if line.startswith("| `")]
+        rows = [
+            line[2:-2].split(" | ") for line in pages()[name].splitlines() if line.startswith("| `")
+        ]
         silent = [row[0] for row in rows if not row[column].strip()]
         assert rows and not silent, f"{name}: {', '.join(silent)}"
 

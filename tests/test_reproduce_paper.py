@@ -44,7 +44,9 @@ def test_the_quick_mode_keeps_the_tolerances(quick: tuple[int, str, Path]) -> No
 
 @pytest.mark.sweep
 def test_the_quick_mode_keeps_the_tolerances_of_every_figure(tmp_path: Path) -> None:
-    assert program.main(["--quick", "--out", str(tmp_path)], measure_attention=measure_attention) == 0
+    assert (
+        program.main(["--quick", "--out", str(tmp_path)], measure_attention=measure_attention) == 0
+    )
     document = (tmp_path / "paper.md").read_text()
     assert "**fails**" not in document and document.count("| holds |") > 23
     assert all(f"## Figure {number}" in document for number in (2, *range(12, 20)))
@@ -69,7 +71,10 @@ def test_the_document_has_the_paper_s_numbers(quick: tuple[int, str, Path]) -> N
         systems = ("Orca (Max)", "Orca (Pow2)", "Orca (Oracle)", PAGED)
         ours = [float(cells(document, label + system)[2]) for system in systems[: len(batched)]]
         assert ours == pytest.approx(batched, rel=0.15) and ours[0] == pytest.approx(7, abs=0.02)
-    slots = [cells(document, f"{model}: thousand slots")[2].split()[0] for model in ("OPT-13B", "OPT-66B", "OPT-175B")]
+    slots = [
+        cells(document, f"{model}: thousand slots")[2].split()[0]
+        for model in ("OPT-13B", "OPT-66B", "OPT-175B")
+    ]
     assert slots == ["15.7", "9.6", "60.1"]
     assert {path.name for path in directory.iterdir()} == {
         "paper.md",
@@ -82,7 +87,9 @@ def test_a_tolerance_that_fails_is_status_1(
 ) -> None:
     checks = [Check("right", 1.0, 0.5, 1.5), Check("wrong", 2.0, 0.5, 1.5)]
     monkeypatch.setattr(
-        program, "_figures", lambda *_: [Figure("2", "t", "simulated", [Row("a", "b", "c")], (), checks)]
+        program,
+        "_figures",
+        lambda *_: [Figure("2", "t", "simulated", [Row("a", "b", "c")], (), checks)],
     )
     words = ["--quick", "--out", str(tmp_path), "--processes", "1"]
     assert program.main(words, measure_attention=lambda contexts, rows: []) == 1
@@ -99,7 +106,9 @@ def outcome(rate: float, latency: float) -> Outcome:
 
 def test_the_highest_rate_is_where_the_curve_passes_half_a_second() -> None:
     """On logarithmic axes 0.5 is half-way between 0.25 and 1, and 2 between 1 and 4."""
-    assert highest_rate([outcome(0.5, 0.1), outcome(1.0, 0.25), outcome(4.0, 1.0)]) == pytest.approx(2.0)
+    assert highest_rate(
+        [outcome(0.5, 0.1), outcome(1.0, 0.25), outcome(4.0, 1.0)]
+    ) == pytest.approx(2.0)
     assert highest_rate([outcome(1.0, 0.6), outcome(2.0, 0.9)]) == 1.0
     assert highest_rate([outcome(1.0, 0.1), outcome(2.0, 0.2)]) == 2.0
 
@@ -107,8 +116,12 @@ def test_the_highest_rate_is_where_the_curve_passes_half_a_second() -> None:
 def test_intervals_are_student_s() -> None:
     values = [1.0, 2.0, 4.0]
     mean, half = Interval.of(values)
-    assert mean == pytest.approx(7 / 3) and half == pytest.approx(4.303 * statistics.stdev(values) / 3**0.5)
-    assert Interval.of([3.0]).text() == "3.00" and Interval(1.0, 0.25).text(1, 100) == "100.0 ± 25.0"
+    assert mean == pytest.approx(7 / 3) and half == pytest.approx(
+        4.303 * statistics.stdev(values) / 3**0.5
+    )
+    assert (
+        Interval.of([3.0]).text() == "3.00" and Interval(1.0, 0.25).text(1, 100) == "100.0 ± 25.0"
+    )
 
 
 def test_processes_give_the_same_numbers() -> None:
@@ -132,18 +145,29 @@ class Tiny(Effort):
         return 20.0 if dataset in ("sharegpt", "chat") else 4.0
 
 
-def test_every_figure_has_all_its_panels_and_curves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_figure_has_all_its_panels_and_curves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     savings = {
         key: [0.1, 0.2]
-        for key in itertools.product(sharing_figures.METHODS, sharing_figures.RATES, sharing_figures.WIDTHS)
+        for key in itertools.product(
+            sharing_figures.METHODS, sharing_figures.RATES, sharing_figures.WIDTHS
+        )
     }
-    decoded = sharing_figures.Decoded(savings, {width: [[[], [(1, 0)]]] for width in sharing_figures.WIDTHS})
+    decoded = sharing_figures.Decoded(
+        savings, {width: [[[], [(1, 0)]]] for width in sharing_figures.WIDTHS}
+    )
     monkeypatch.setattr(program, "decode", lambda effort: decoded)
-    monkeypatch.setattr(block_sizes, "measure_swapping", lambda model, size, **_: SwapCost(size, 1, 0.1, 0.1, 0.4))
+    monkeypatch.setattr(
+        block_sizes, "measure_swapping", lambda model, size, **_: SwapCost(size, 1, 0.1, 0.1, 0.4)
+    )
     times = [block_sizes.AttentionTime(64, 8, 120.0, 100.0)]
     names = ["12", "14", "15", "16", "17", "18", "19"]
     with Pool(1) as pool:
-        figures = {figure.name: figure for figure in program._figures(Tiny(pool, False), names, lambda *_: times)}
+        figures = {
+            figure.name: figure
+            for figure in program._figures(Tiny(pool, False), names, lambda *_: times)
+        }
     assert {name: len(figure.panels) for name, figure in figures.items()} == {
         "12": 6, "14": 6, "15": 2, "16": 2, "17": 1, "18": 2, "19": 3,
     }  # fmt: skip
@@ -151,12 +175,23 @@ def test_every_figure_has_all_its_panels_and_curves(monkeypatch: pytest.MonkeyPa
         "12": 5, "14": 4, "15": 2, "16": 2, "17": 4, "18": 2, "19": 3,
     }  # fmt: skip
     assert figures["18"].rows[0].ours == "8 x 64: +20%"
-    assert figures["19"].rows[1].ours.startswith("1: ") and "recompute 400.0" in figures["19"].rows[2].ours
+    assert (
+        figures["19"].rows[1].ours.startswith("1: ")
+        and "recompute 400.0" in figures["19"].rows[2].ours
+    )
     assert figures["15"].panels[0].series[0].y == pytest.approx([15.0] * 6)
     for figure in figures.values():
         save(figure, tmp_path, ["svg"])
         text = (tmp_path / f"figure{figure.name}.svg").read_text()
-        wanted = [figure.title, *(panel.title for panel in figure.panels), *(s.label for s in figure.panels[0].series)]
+        wanted = [
+            figure.title,
+            *(panel.title for panel in figure.panels),
+            *(s.label for s in figure.panels[0].series),
+        ]
         assert [words for words in wanted if words not in text] == []
-    text = document(list(figures.values()), command="command", effort="effort", images="images/{}.svg")
-    assert all(f"## Figure {name}: " in text and f"(images/figure{name}.svg)" in text for name in names)
+    text = document(
+        list(figures.values()), command="command", effort="effort", images="images/{}.svg"
+    )
+    assert all(
+        f"## Figure {name}: " in text and f"(images/figure{name}.svg)" in text for name in names
+    )

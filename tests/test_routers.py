@@ -56,8 +56,23 @@ class Replica:
     def __init__(self, log: Path) -> None:
         self.port, self.events, self.replay = free_port(), free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        endpoints = ["--kv-events", self.endpoint(self.events), "--kv-events-replay", self.endpoint(self.replay)]
-        command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", str(self.port), *SETTINGS, *endpoints]
+        endpoints = [
+            "--kv-events",
+            self.endpoint(self.events),
+            "--kv-events-replay",
+            self.endpoint(self.replay),
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "jaxpage",
+            "serve",
+            "demo",
+            "--port",
+            str(self.port),
+            *SETTINGS,
+            *endpoints,
+        ]
         with log.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
 
@@ -72,7 +87,11 @@ class Replica:
     @property
     def num_finished(self) -> float:
         with httpx.Client(base_url=self.url) as client:
-            return sum(n for name, n in metrics(client).items() if name.startswith("jaxpage_request_success_total"))
+            return sum(
+                n
+                for name, n in metrics(client).items()
+                if name.startswith("jaxpage_request_success_total")
+            )
 
 
 def answers(url: str) -> bool:
@@ -98,7 +117,16 @@ def replicas(tmp_path: Path) -> Iterator[list[Replica]]:
 def routed(program: str, *words: str, log: Path) -> Iterator[str]:
     """The address of a router, of which the program's name and flags are given."""
     port = free_port()
-    command = [program, *words, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
+    command = [
+        program,
+        *words,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--prometheus-port",
+        str(free_port()),
+    ]
     command += ["--health-check-interval-secs", "1"]
     with log.open("wb") as file:
         router = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
@@ -113,7 +141,14 @@ def routed(program: str, *words: str, log: Path) -> Iterator[str]:
 
 
 def completed(url: str, prompt: str, **fields: Any) -> str:
-    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, **fields}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "temperature": 0,
+        "max_tokens": 8,
+        "ignore_eos": True,
+        **fields,
+    }
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
@@ -124,13 +159,19 @@ def went_to(url: str, prompt: str, replicas: list[Replica]) -> int:
     """The server that a request went to."""
     before = [one.num_finished for one in replicas]
     completed(url, prompt)
-    return [after - n for after, n in zip((one.num_finished for one in replicas), before, strict=True)].index(1)
+    return [
+        after - n for after, n in zip((one.num_finished for one in replicas), before, strict=True)
+    ].index(1)
 
 
 def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]) -> None:
     """held: the server that has computed each prompt."""
-    for prompt, holder in (*held.items(), *reversed(held.items())):  # no turn that is taken by one after the other
-        num_found, found = replicas[holder].num_tokens_found, went_to(url, prompt + "they", replicas)
+    # no turn that is taken by one after the other
+    for prompt, holder in (*held.items(), *reversed(held.items())):
+        num_found, found = (
+            replicas[holder].num_tokens_found,
+            went_to(url, prompt + "they", replicas),
+        )
         print(f"{prompt[:12]!r}: held by server {holder}, went to server {found}")
         assert found == holder and replicas[holder].num_tokens_found > num_found
 
@@ -138,7 +179,9 @@ def assert_prefixes_find(held: dict[str, int], url: str, replicas: list[Replica]
 def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> None:
     """While requests run. Those may fail, and no later one; texts are those of either server."""
     wanted = {story: completed(replicas[0].url, story) for story in STORIES}
-    assert wanted == {story: completed(replicas[1].url, story) for story in STORIES}, "texts are the same on both"
+    assert wanted == {story: completed(replicas[1].url, story) for story in STORIES}, (
+        "texts are the same on both"
+    )
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(completed, url, story) for story in STORIES * 4]
         replicas[0].process.send_signal(signal.SIGKILL)
@@ -150,7 +193,9 @@ def assert_a_killed_server_is_not_missed(url: str, replicas: list[Replica]) -> N
     )
     assert later == [wanted[story] for story in STORIES * 4]
     assert all(
-        one.result() == wanted[story] for (error, one), story in zip(ended, STORIES * 4, strict=True) if not error
+        one.result() == wanted[story]
+        for (error, one), story in zip(ended, STORIES * 4, strict=True)
+        if not error
     )
 
 
@@ -177,7 +222,9 @@ def test_smg(replicas: list[Replica], tmp_path: Path) -> None:
     """It remembers where it sent which text."""
     words = ["launch", "--policy", "cache_aware", "--worker-urls", *(one.url for one in replicas)]
     with routed("smg", *words, log=tmp_path / "router.log") as url:
-        wait_until(lambda: len(httpx.get(f"{url}/v1/models").json()["data"]) > 0, "it knows the servers")
+        wait_until(
+            lambda: len(httpx.get(f"{url}/v1/models").json()["data"]) > 0, "it knows the servers"
+        )
         held = {story: went_to(url, story, replicas) for story in STORIES}
         assert set(held.values()) == {0, 1}, "different texts are shared out"
         assert_prefixes_find(held, url, replicas)

@@ -48,7 +48,9 @@ def test_a_tensor_has_at_most_32_axes(tmp_path: Path, rank: int, is_taken: bool)
     assert bool(problems_of(tmp_path, {"a": entry(0, 4, *[1] * rank)}, bytes(4))) != is_taken
 
 
-def test_a_header_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_header_that_is_too_long_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Though the file has as many bytes as it claims: a hole. One that is exactly as long as allowed is."""
     with (tmp_path / SINGLE).open("wb") as file:
         file.write(struct.pack("<Q", MAX_HEADER_BYTES + 1))
@@ -58,13 +60,20 @@ def test_a_header_that_is_too_long_is_not_read(tmp_path: Path, monkeypatch: pyte
     claims = f"the header claims {MAX_HEADER_BYTES + 1} bytes, and at most {MAX_HEADER_BYTES} are possible"
     assert problems.lines == [f"{SINGLE}: {claims}"]
     header = {"a": entry(0, 4, 1)}
-    for allowed, is_taken in ((len(json.dumps(header)), True), (len(json.dumps(header)) - 1, False)):
+    for allowed, is_taken in (
+        (len(json.dumps(header)), True),
+        (len(json.dumps(header)) - 1, False),
+    ):
         monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", allowed)
         assert bool(problems_of(tmp_path, header, bytes(4))) != is_taken
 
 
-@pytest.mark.parametrize(("max_shard_bytes", "files"), [(24, 1), (23, 2), (16, 2), (15, 3), (8, 3), (1, 3)])
-def test_what_fills_a_shard_exactly_stays_in_one(tmp_path: Path, max_shard_bytes: int, files: int) -> None:
+@pytest.mark.parametrize(
+    ("max_shard_bytes", "files"), [(24, 1), (23, 2), (16, 2), (15, 3), (8, 3), (1, 3)]
+)
+def test_what_fills_a_shard_exactly_stays_in_one(
+    tmp_path: Path, max_shard_bytes: int, files: int
+) -> None:
     """Three tensors of eight bytes."""
     arrays = {name: np.full(2, index, np.float32) for index, name in enumerate("abc")}
     tensors = [(name, array.dtype, array.shape) for name, array in arrays.items()]

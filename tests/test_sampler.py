@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.sampler import NUM_CANDIDATES, Draws, draw, log_probabilities, perturbed
-from jaxpage.device.step_inputs import NUM_FLAGS, Flags, TableShape, packed_size, processor_shapes, unpack, views
+from jaxpage.device.step_inputs import (
+    NUM_FLAGS,
+    Flags,
+    TableShape,
+    packed_size,
+    processor_shapes,
+    unpack,
+    views,
+)
 from jaxpage.device.truncation import truncate
 from tests.support.distributions import kept, probabilities, z_score
 
@@ -34,10 +42,14 @@ run_truncate = jax.jit(truncate, static_argnames="by_row")
     min_p=st.sampled_from([0.0, 0.01, 0.5, 1.0]),
 )
 def test_truncation_matches_a_float64_sort(seed, scale, num_tokens, top_k, top_p, min_p):
-    logits = np.random.default_rng(seed).standard_normal(num_tokens).astype(np.float32) * np.float32(scale)
+    logits = np.random.default_rng(seed).standard_normal(num_tokens).astype(
+        np.float32
+    ) * np.float32(scale)
     want = kept(logits, top_k, np.float64(np.float32(top_p)), np.float64(np.float32(min_p)))
     for by_row in (True, False):
-        got = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row))
+        got = np.isfinite(
+            run_truncate(logits, top_k, np.float32(top_p), np.float32(min_p), by_row=by_row)
+        )
         np.testing.assert_array_equal(got, want)
 
 
@@ -49,7 +61,11 @@ def test_truncation_matches_transformers(by_row):
     for seed in range(40):
         rng = np.random.default_rng(seed)
         logits = (rng.standard_normal(400) * rng.choice([0.5, 2.0, 8.0])).astype(np.float32)
-        top_k, top_p, min_p = int(rng.integers(1, 300)), float(rng.uniform(0.05, 0.99)), float(rng.uniform(0.0, 0.3))
+        top_k, top_p, min_p = (
+            int(rng.integers(1, 300)),
+            float(rng.uniform(0.05, 0.99)),
+            float(rng.uniform(0.0, 0.3)),
+        )
         scores = torch.tensor(logits)[None]
         for warper in (TopKLogitsWarper(top_k), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)):
             scores = warper(None, scores)
@@ -58,11 +74,15 @@ def test_truncation_matches_transformers(by_row):
 
 
 @pytest.mark.parametrize("by_row", [True, False])
-@pytest.mark.parametrize("cut", [{"top_p": 1e-50}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}], ids=str)
+@pytest.mark.parametrize(
+    "cut", [{"top_p": 1e-50}, {"top_p": 1e-30}, {"top_k": 1}, {"min_p": 1.0}], ids=str
+)
 def test_the_likeliest_always_stays(cut, by_row):
     logits = np.random.default_rng(0).standard_normal(64).astype(np.float32)
     cuts = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | cut
-    stays = run_truncate(logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]), by_row=by_row)
+    stays = run_truncate(
+        logits, cuts["top_k"], np.float32(cuts["top_p"]), np.float32(cuts["min_p"]), by_row=by_row
+    )
     assert np.flatnonzero(np.isfinite(stays)).tolist() == [int(logits.argmax())]
 
 
@@ -72,7 +92,8 @@ def test_ties_at_the_cutoff_stay_in(by_row):
     for top_k, top_p in ((2, 1.0), (0, 0.5), (2, 0.6)):
         stays = np.isfinite(run_truncate(logits, top_k, np.float32(top_p), 0.0, by_row=by_row))
         assert stays.tolist() == [False, True, True, True, False]
-    level = np.where(np.arange(400) < 300, 1.0, 0.0).astype(np.float32)  # more ties than are looked at first
+    # more ties than are looked at first
+    level = np.where(np.arange(400) < 300, 1.0, 0.0).astype(np.float32)
     for top_k, top_p in ((2, 1.0), (200, 1.0), (0, 0.1), (0, 0.7), (5, 0.99)):
         stays = np.isfinite(run_truncate(level, top_k, np.float32(top_p), 0.0, by_row=by_row))
         np.testing.assert_array_equal(stays, level == 1.0)
@@ -83,7 +104,9 @@ def test_ties_at_the_cutoff_stay_in(by_row):
 def test_a_token_that_has_the_mass_exactly_is_enough(top_k, by_row):
     """The first token has half of the probability. Without a top-k of 2, which leaves it two thirds, that is also half of the mass."""
     logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
-    stays = np.isfinite(run_truncate(logits, top_k, np.float32(0.5), np.float32(0.0), by_row=by_row))
+    stays = np.isfinite(
+        run_truncate(logits, top_k, np.float32(0.5), np.float32(0.0), by_row=by_row)
+    )
     assert stays.tolist() == [False, True, False]
 
 
@@ -124,7 +147,11 @@ def draws(num_batches=24, **fields):
     tokens = []
     for batch in range(num_batches):
         positions = batch * NUM_ROWS + np.arange(NUM_ROWS)
-        tokens.append(np.asarray(run_draw(logits, inputs_for(seed_R2=[0, 7], drawn_position_R=positions, **fields))))
+        tokens.append(
+            np.asarray(
+                run_draw(logits, inputs_for(seed_R2=[0, 7], drawn_position_R=positions, **fields))
+            )
+        )
     return np.concatenate(tokens)
 
 
@@ -153,9 +180,15 @@ def test_a_draw_is_a_function_of_seed_sample_and_position():
     seeds = np.random.default_rng(0).integers(0, 2**32, (NUM_ROWS, 2), dtype=np.uint32)
     plain = np.asarray(run_draw(logits, inputs_for(seed_R2=seeds, **fields)))
     order = np.random.default_rng(1).permutation(NUM_ROWS)
-    shuffled = inputs_for(seed_R2=seeds[order], **{**fields, "drawn_position_R": np.arange(NUM_ROWS)[order]})
+    shuffled = inputs_for(
+        seed_R2=seeds[order], **{**fields, "drawn_position_R": np.arange(NUM_ROWS)[order]}
+    )
     np.testing.assert_array_equal(run_draw(logits, shuffled), plain[order])
-    for name, value in (("sample_index_R", 4), ("drawn_position_R", np.arange(NUM_ROWS) + 1), ("seed_R2", seeds ^ 1)):
+    for name, value in (
+        ("sample_index_R", 4),
+        ("drawn_position_R", np.arange(NUM_ROWS) + 1),
+        ("seed_R2", seeds ^ 1),
+    ):
         other = inputs_for(**{"seed_R2": seeds, **fields, name: value})
         assert (np.asarray(run_draw(logits, other)) != plain).mean() > 0.3
 
@@ -169,7 +202,9 @@ def test_rows_one_by_one_and_all_at_once_agree():
         top_p_R=rng.uniform(0.2, 1.0, NUM_ROWS),
         drawn_position_R=np.arange(NUM_ROWS),
     )
-    np.testing.assert_array_equal(run_draw(logits, packed, by_row=True), run_draw(logits, packed, by_row=False))
+    np.testing.assert_array_equal(
+        run_draw(logits, packed, by_row=True), run_draw(logits, packed, by_row=False)
+    )
 
 
 def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
@@ -182,18 +217,35 @@ def test_a_draw_has_the_same_bits_whatever_the_others_ask_for():
     @jax.jit
     def run(temperature_R, top_k_R, top_p_R, min_p_R):
         index_R = jnp.arange(8)
-        draws = Draws(temperature_R, top_k_R, top_p_R, min_p_R, jnp.zeros((8, 2), jnp.uint32), index_R, index_R)
+        draws = Draws(
+            temperature_R,
+            top_k_R,
+            top_p_R,
+            min_p_R,
+            jnp.zeros((8, 2), jnp.uint32),
+            index_R,
+            index_R,
+        )
         return perturbed(jnp.asarray(logits), draws, jnp.array(True), by_row=False)
 
     def bits(others, temperature):
         rows = [*own, *[{**plain, **others}] * 4]
         temperatures = np.array([1.0] * 4 + [temperature] * 4, np.float32)
-        values = [np.array([row[name] for row in rows], dtype) for name, dtype in zip(plain, "iff", strict=True)]
+        values = [
+            np.array([row[name] for row in rows], dtype)
+            for name, dtype in zip(plain, "iff", strict=True)
+        ]
         return np.asarray(run(temperatures, *values))[:4]
 
     alone = bits({}, 0.0)
     assert np.isfinite(alone).sum(axis=1)[0] == 400 > np.isfinite(alone).sum(axis=1)[1:].max()
-    for others in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 9, "top_p": 0.9, "min_p": 0.01}):
+    for others in (
+        {},
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.5},
+        {"top_k": 9, "top_p": 0.9, "min_p": 0.01},
+    ):
         for temperature in (0.0, 0.7):
             np.testing.assert_array_equal(bits(others, temperature), alone)
 
@@ -207,14 +259,17 @@ def test_what_no_draw_asks_for_is_not_computed():
             if equation.primitive.name in ("while", "scan"):
                 yield depth
             inside = depth + (equation.primitive.name == "cond")
-            for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")):
+            for value in jax.tree.leaves(
+                list(equation.params.values()), is_leaf=lambda leaf: hasattr(leaf, "jaxpr")
+            ):
                 if hasattr(value, "jaxpr") or hasattr(value, "eqns"):
                     yield from loops(getattr(value, "jaxpr", value), inside)
 
     traced = jax.make_jaxpr(functools.partial(run_draw, by_row=False))(
         np.zeros((NUM_ROWS, VOCAB), np.float32), inputs_for()
     )
-    assert sorted(loops(traced.jaxpr)) == [1, 3, 3, 4, 4]  # some rows at a time; top-k; top-p, in "top-p or min-p"
+    # some rows at a time; top-k; top-p, in "top-p or min-p"
+    assert sorted(loops(traced.jaxpr)) == [1, 3, 3, 4, 4]
 
 
 def test_greedy_takes_the_first_of_the_largest_and_respects_suppression():
@@ -246,7 +301,9 @@ def test_log_probabilities_and_ranks(by_row):
     )
     wide = logits.astype(np.float64)
     want = (
-        wide - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True)) - wide.max(-1, keepdims=True)
+        wide
+        - np.log(np.exp(wide - wide.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - wide.max(-1, keepdims=True)
     )
     rows = np.arange(5)
     np.testing.assert_allclose(chosen, want[rows, token_ids], atol=1e-5)

@@ -44,7 +44,9 @@ WRONG = {  # nearly the same sampler: what a test of the distribution must not m
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
     config = {**LLAMA, "vocab_size": VOCAB}
-    with make_llm(random_checkpoint(tmp_path_factory.mktemp("few-tokens"), config, seed=2), max_num_seqs=WIDTH) as llm:
+    with make_llm(
+        random_checkpoint(tmp_path_factory.mktemp("few-tokens"), config, seed=2), max_num_seqs=WIDTH
+    ) as llm:
         yield llm
         invariants(llm)
 
@@ -53,8 +55,12 @@ def llm(tmp_path_factory):
 def log_probabilities(llm):
     """Of the first token, and of the second after each first one: [V] and [V, V]."""
     prompts = [PROMPT, *([*PROMPT, token_id] for token_id in range(VOCAB))]
-    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB), use_tqdm=False)
-    tables = [[output.outputs[0].logprobs[0][v].logprob for v in range(VOCAB)] for output in outputs]
+    outputs = llm.generate(
+        prompts, SamplingParams(temperature=0.0, max_tokens=1, logprobs=VOCAB), use_tqdm=False
+    )
+    tables = [
+        [output.outputs[0].logprobs[0][v].logprob for v in range(VOCAB)] for output in outputs
+    ]
     return np.array(tables[0]), np.array(tables[1:])
 
 
@@ -71,7 +77,9 @@ def pairs_drawn(llm, **sampler):
 
 def pairs_expected(log_probabilities, **sampler):
     first_V, second_VV = log_probabilities
-    return probabilities(first_V, **sampler)[:, None] * np.array([probabilities(row, **sampler) for row in second_VV])
+    return probabilities(first_V, **sampler)[:, None] * np.array(
+        [probabilities(row, **sampler) for row in second_VV]
+    )
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
@@ -87,13 +95,17 @@ def test_draws_follow_the_distribution(name, llm, log_probabilities):
 def test_noise_that_repeats_is_seen(forgotten, llm, log_probabilities, monkeypatch):
     """A planted mistake: the noise of a draw is that of another position, or of another sample."""
     real = plan_builder.sample_of
-    monkeypatch.setattr(plan_builder, "sample_of", lambda *given: real(*given)._replace(**{forgotten: 0}))
+    monkeypatch.setattr(
+        plan_builder, "sample_of", lambda *given: real(*given)._replace(**{forgotten: 0})
+    )
     if forgotten == "sample_index":
         enumerated = plan_builder.PlanBuilder.freeze
 
         def freeze(self, *given):
             plan = enumerated(self, *given)
-            return dataclasses.replace(plan, samples=tuple(s._replace(sample_index=0) for s in plan.samples))
+            return dataclasses.replace(
+                plan, samples=tuple(s._replace(sample_index=0) for s in plan.samples)
+            )
 
         monkeypatch.setattr(plan_builder.PlanBuilder, "freeze", freeze)
     counts = pairs_drawn(llm, temperature=1.0)
@@ -133,7 +145,9 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40)
 @given(st.lists(st.tuples(prompts, sampling_params(st.integers(1, 12))), min_size=2, max_size=6))
 def test_neighbours_change_no_draw(llm, asked):
     """Every request of a batch gives what it gives alone."""
-    together = llm.generate([prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False)
+    together = llm.generate(
+        [prompt for prompt, _ in asked], [params for _, params in asked], use_tqdm=False
+    )
     for (prompt, params), output in zip(asked, together, strict=True):
         assert llm.generate(prompt, params, use_tqdm=False)[0].outputs == output.outputs
 
@@ -144,6 +158,8 @@ def test_the_engines_seed_repeats_a_run(llm):
     runs = []
     for seed in (5, 5, 6):
         with make_llm(llm.config.model, max_num_seqs=WIDTH, seed=seed) as again:
-            runs.append([output.outputs[0].token_ids for output in again.generate(*asked, use_tqdm=False)])
+            runs.append(
+                [output.outputs[0].token_ids for output in again.generate(*asked, use_tqdm=False)]
+            )
     assert runs[0] == runs[1] and len({tuple(map(tuple, run)) for run in runs}) == 2
     assert len(set(map(tuple, runs[0]))) == 8  # the requests of a run have noise of their own

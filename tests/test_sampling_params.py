@@ -23,7 +23,10 @@ NAN, INF = math.nan, math.inf
 REFUSED: list[tuple[str, object]] = [
     *[("n", value) for value in (0, -1, 16385, 10**9, 10**5000, 1.0, True, "1", None)],
     *[("best_of", value) for value in (0, 16385, True, 1.0)],
-    *[("temperature", value) for value in (-0.1, 2.01, NAN, INF, -INF, "0.5", True, None, 10**400, 1j)],
+    *[
+        ("temperature", value)
+        for value in (-0.1, 2.01, NAN, INF, -INF, "0.5", True, None, 10**400, 1j)
+    ],
     *[("top_p", value) for value in (0.0, -0.1, 1.01, NAN, True, None)],
     *[("top_k", value) for value in (-2, 1.5, 2**40, True, None)],
     *[("min_p", value) for value in (-0.1, 1.1, NAN, None)],
@@ -35,7 +38,10 @@ REFUSED: list[tuple[str, object]] = [
         for value in ({-1: 1.0}, {1: NAN}, {1: 101}, {1: "1"}, {"1": 1.0}, {1: True}, 5, "ab", [1])
     ],
     *[("allowed_token_ids", value) for value in ([], [-1], [True], "12", 3)],
-    *[("bad_words", value) for value in ("word", [""], [1], 0, ["word"] * 1025, ["a" * 257], ["a" * 256] * 257)],
+    *[
+        ("bad_words", value)
+        for value in ("word", [""], [1], 0, ["word"] * 1025, ["a" * 257], ["a" * 256] * 257)
+    ],
     *[("seed", value) for value in (-(2**63) - 1, 2**64, 1.5, "a", True)],
     *[("stop", value) for value in ("", [""], [1], 5, b"x", ["a", None], "\ud800", {"a": 1})],
     *[("stop_token_ids", value) for value in ([-1], [2**31], [1.0], [True], "1", 7)],
@@ -98,7 +104,10 @@ def test_bad_beam_parameters_are_refused(name: str, value: object) -> None:
 
 
 def test_parameters_and_defaults_are_those_of_the_interface() -> None:
-    defaults = {name: parameter.default for name, parameter in inspect.signature(SamplingParams).parameters.items()}
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(SamplingParams).parameters.items()
+    }
     assert defaults == dict(
         n=1, best_of=None, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, presence_penalty=0.0, frequency_penalty=0.0,
         repetition_penalty=1.0, logit_bias=None, allowed_token_ids=None, bad_words=None, seed=None, stop=None,
@@ -106,10 +115,18 @@ def test_parameters_and_defaults_are_those_of_the_interface() -> None:
         include_stop_str_in_output=False, skip_special_tokens=True, structured_outputs=None, priority=0, cache_salt=None,
         user=None,
     )  # fmt: skip
-    beam = {name: parameter.default for name, parameter in inspect.signature(BeamSearchParams).parameters.items()}
+    beam = {
+        name: parameter.default
+        for name, parameter in inspect.signature(BeamSearchParams).parameters.items()
+    }
     assert beam.pop("beam_width") is inspect.Parameter.empty
     assert beam == dict(
-        max_tokens=16, length_penalty=1.0, early_stopping=False, n=None, ignore_eos=False, stop_token_ids=None
+        max_tokens=16,
+        length_penalty=1.0,
+        early_stopping=False,
+        n=None,
+        ignore_eos=False,
+        stop_token_ids=None,
     )
 
 
@@ -119,12 +136,19 @@ def test_values_are_kept_in_one_form() -> None:
         allowed_token_ids=range(3), max_tokens=None, min_tokens=10**6, structured_outputs={"json": {"type": "object"}, "regex": None},
     )  # fmt: skip
     assert params.temperature == 1.0 and isinstance(params.temperature, float)
-    assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (0, None, ("end",), (3, 4))
+    assert (params.top_k, params.seed, params.stop, params.stop_token_ids) == (
+        0,
+        None,
+        ("end",),
+        (3, 4),
+    )
     assert params.logit_bias == ((2, 0.5), (7, -1.0))
     assert (params.allowed_token_ids, params.bad_words) == ((0, 1, 2), ("a",))
     assert params.structured_outputs == ("json", '{"type": "object"}')
     assert SamplingParams().stop == () and SamplingParams().stop_token_ids == ()
-    assert SamplingParams(stop_token_ids=[7, 3, 7] * 1000, allowed_token_ids=[1] * 9).stop_token_ids == (7, 3)
+    assert SamplingParams(
+        stop_token_ids=[7, 3, 7] * 1000, allowed_token_ids=[1] * 9
+    ).stop_token_ids == (7, 3)
 
 
 def test_a_value_is_shown_shortly_however_long_it_is() -> None:
@@ -148,24 +172,39 @@ def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
 
 
 def test_numpy_numbers_are_numbers() -> None:
-    params = SamplingParams(n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([1, 2]))
+    params = SamplingParams(
+        n=np.int64(2), temperature=np.float32(0.5), stop_token_ids=np.array([1, 2])
+    )
     assert (params.n, params.temperature, params.stop_token_ids) == (2, 0.5, (1, 2))
     assert type(params.n) is int and type(params.stop_token_ids[0]) is int
 
 
 @pytest.mark.parametrize(
     ("seed", "kept"),
-    [(0, 0), (2**63 - 1, 2**63 - 1), (2**64 - 1, 2**64 - 1), (-2, 2**64 - 2), (-(2**63), 2**63), (-1, None)],
+    [
+        (0, 0),
+        (2**63 - 1, 2**63 - 1),
+        (2**64 - 1, 2**64 - 1),
+        (-2, 2**64 - 2),
+        (-(2**63), 2**63),
+        (-1, None),
+    ],
 )
 def test_seeds(seed: int, kept: int | None) -> None:
     assert SamplingParams(seed=seed).seed == kept
 
 
 def test_params_are_immutable_hashable_and_copyable() -> None:
-    params = SamplingParams(seed=-5, stop=["a", "b"], logit_bias={3: 1.0}, structured_outputs={"regex": "a+"}, top_k=-1)
+    params = SamplingParams(
+        seed=-5, stop=["a", "b"], logit_bias={3: 1.0}, structured_outputs={"regex": "a+"}, top_k=-1
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # type: ignore[misc]
-    for other in (copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+    for other in (
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+        dataclasses.replace(params),
+    ):
         assert other == params and hash(other) == hash(params)
     assert dataclasses.replace(params, temperature=0.0) != params
     beams = BeamSearchParams(4, early_stopping="never", stop_token_ids=[2])
@@ -214,20 +253,28 @@ assert False, "asserts are on: this run shows nothing"
     ]
     for check in checks:
         program += f"try:\n    {check}\nexcept ValueError:\n    print('refused')\n"
-    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.split() == ["refused"] * len(checks)
 
 
 def test_the_module_needs_no_jax() -> None:
     program = "import sys, jaxpage.settings.sampling_params, jaxpage.support; print(sorted({'jax', 'flax', 'numpy'} & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "hint"),
     [
-        (SamplingParams, {"max_token": 3}, "SamplingParams has no parameter 'max_token'; did you mean 'max_tokens'?"),
+        (
+            SamplingParams,
+            {"max_token": 3},
+            "SamplingParams has no parameter 'max_token'; did you mean 'max_tokens'?",
+        ),
         (
             BeamSearchParams,
             {"beam_width": 2, "beams": 2},
@@ -235,6 +282,8 @@ def test_the_module_needs_no_jax() -> None:
         ),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(kind: type, fields: dict[str, int], hint: str) -> None:
+def test_an_unknown_name_is_answered_with_the_nearest(
+    kind: type, fields: dict[str, int], hint: str
+) -> None:
     with pytest.raises(TypeError, match=re.escape(hint)):
         kind(**fields)

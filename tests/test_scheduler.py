@@ -71,7 +71,9 @@ def make_driver(
         tables_class(
             BlockPool(num_blocks + place * (num_blocks - 1), first=1 + place * (num_blocks - 1)),
             block_size,
-            host_pool=BlockPool((place + 1) * num_host_blocks + 1, first=place * num_host_blocks + 1)
+            host_pool=BlockPool(
+                (place + 1) * num_host_blocks + 1, first=place * num_host_blocks + 1
+            )
             if num_host_blocks
             else None,
             sliding_window=window,
@@ -83,7 +85,11 @@ def make_driver(
     queue = POLICIES[policy]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "RunningSet", running_set_class)
-        return Driver(scheduler_class(limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption))
+        return Driver(
+            scheduler_class(
+                limits, manager, max_num_seqs=max_num_seqs, queue=queue, preemption=preemption
+            )
+        )
 
 
 def query_lens(driver: Driver) -> list[list[int]]:
@@ -111,7 +117,9 @@ class Scheduling(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 2, 40]),
         policy=st.sampled_from(sorted(POLICIES)),
         preemption=st.builds(
-            Preemption, st.sampled_from(["auto", "recompute", "swap"]), st.sampled_from(["readmitted", "completed"])
+            Preemption,
+            st.sampled_from(["auto", "recompute", "swap"]),
+            st.sampled_from(["readmitted", "completed"]),
         ),
     )
     def start(self, num_usable: int, **settings_: Any) -> None:
@@ -134,18 +142,26 @@ class Scheduling(RuleBasedStateMachine):
         user=st.sampled_from([None, "ann", "bob"]),
         priority=st.integers(-1, 2),
     )
-    def add(self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any) -> None:
+    def add(
+        self, seed: int, num_prompt: int, max_tokens: int, n: int, ignore_eos: bool, **rest: Any
+    ) -> None:
         scheduler = self.driver.scheduler
         sequence_id = self.driver.new_sequence_id()
         if self.window:
             num_prompt = num_prompt * 4 - seed % 4  # several times what the window and a step hold
         elif seed % 4:  # else it may be too long, and be refused
-            num_slots = scheduler.block_manager.groups[0].pool.num_usable // n * scheduler.block_manager.block_size
+            num_slots = (
+                scheduler.block_manager.groups[0].pool.num_usable
+                // n
+                * scheduler.block_manager.block_size
+            )
             num_prompt = max(1, min(num_prompt, num_slots // 2))
             max_tokens = max(1, min(max_tokens, num_slots - num_prompt))
         num_common = rest.pop("num_common")
         prompt = random.Random(seed).choices(range(NUM_TOKEN_IDS), k=num_prompt)
-        prompt[:num_common] = random.Random(1).choices(range(NUM_TOKEN_IDS), k=min(num_common, num_prompt))
+        prompt[:num_common] = random.Random(1).choices(
+            range(NUM_TOKEN_IDS), k=min(num_common, num_prompt)
+        )
         minimum = seed % (max_tokens + 1)
         group = make_group(
             str(sequence_id),
@@ -160,11 +176,17 @@ class Scheduling(RuleBasedStateMachine):
         )
         if seed // 4 % 2:  # the plan forks; else whoever answers the first draw
             group.child_ids = tuple(self.driver.new_sequence_id() for _ in range(1, n))
-        block_size, usable = scheduler.block_manager.block_size, scheduler.block_manager.groups[0].pool.num_usable
+        block_size, usable = (
+            scheduler.block_manager.block_size,
+            scheduler.block_manager.groups[0].pool.num_usable,
+        )
         most = -(-(num_prompt + max_tokens - 1) // block_size)
-        if self.window:  # two positions more than it sees, and a step's tokens, wherever a block begins
+        # two positions more than it sees, and a step's tokens, wherever a block begins
+        if self.window:
             span = self.window + 1 + scheduler.limits.longest_row
-            most = min(most, max((first + span - 1) // block_size + 1 for first in range(block_size)))
+            most = min(
+                most, max((first + span - 1) // block_size + 1 for first in range(block_size))
+            )
         refused = n * most > usable or n > scheduler.max_num_seqs
         try:
             scheduler.add(group)
@@ -204,7 +226,11 @@ class Scheduling(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         alive = [group for group in self.arrived if group.request.request_id not in self.ended]
-        request_id = data.draw(st.sampled_from([g.request.request_id for g in alive])) if alive else "unknown"
+        request_id = (
+            data.draw(st.sampled_from([g.request.request_id for g in alive]))
+            if alive
+            else "unknown"
+        )
         group = self.driver.scheduler.abort(request_id)
         assert (group is None) == (not alive)
         if group is not None:
@@ -240,13 +266,19 @@ class Scheduling(RuleBasedStateMachine):
         self.driver.scheduler.check()
 
     def verify(self, group: SequenceGroup) -> None:
-        assert group.num_cached_tokens is None or group.num_cached_tokens < len(group.request.prompt_token_ids)
+        assert group.num_cached_tokens is None or group.num_cached_tokens < len(
+            group.request.prompt_token_ids
+        )
         self.ended.add(group.request.request_id)
         assert len(group.sequences) == group.request.params.n
         wants_scores = group.request.params.prompt_logprobs is not None
-        assert group.prompt_logprobs == (scores_alone(group.request, self.window) if wants_scores else [])
+        assert group.prompt_logprobs == (
+            scores_alone(group.request, self.window) if wants_scores else []
+        )
         for sequence in group.sequences:
-            assert sequence.output_token_ids == alone(group.request, sequence.sample_index, self.window)
+            assert sequence.output_token_ids == alone(
+                group.request, sequence.sample_index, self.window
+            )
             assert len(sequence.output_token_ids) > 0
 
     @invariant()
@@ -256,7 +288,9 @@ class Scheduling(RuleBasedStateMachine):
         alive = [group for group in self.arrived if group.request.request_id not in self.ended]
         scheduler = self.driver.scheduler
         order = (lambda group: 0) if self.policy == "fcfs" else id
-        assert sorted([*scheduler.running, *scheduler.waiting], key=order) == sorted(alive, key=order)
+        assert sorted([*scheduler.running, *scheduler.waiting], key=order) == sorted(
+            alive, key=order
+        )
         assert sum(len(group.unfinished) for group in scheduler.running) <= scheduler.max_num_seqs
 
     def teardown(self) -> None:
@@ -335,7 +369,9 @@ class Swapping(Scheduling):
     )
     def start(self, **settings_: Any) -> None:
         rest = {"max_num_seqs": 6, "max_chunk_rows": 6, "mixed": False, "caching": False}
-        super().start(**settings_, **rest, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap"))
+        super().start(
+            **settings_, **rest, num_host_blocks=60, policy="fcfs", preemption=Preemption("swap")
+        )
 
 
 class Caching(Scheduling):
@@ -350,7 +386,13 @@ class Caching(Scheduling):
         mixed=st.booleans(),
     )
     def start(self, **settings_: Any) -> None:
-        rest = {"caching": True, "windows": (None,), "num_host_blocks": 0, "policy": "fcfs", "preemption": Preemption()}
+        rest = {
+            "caching": True,
+            "windows": (None,),
+            "num_host_blocks": 0,
+            "policy": "fcfs",
+            "preemption": Preemption(),
+        }
         super().start(**settings_, **rest)
 
 
@@ -447,7 +489,10 @@ class ForgetsMinTokens(Scheduler):
     def plan(self):
         plan = super().plan()
         return plan and replace(
-            plan, samples=tuple(s._replace(is_early=False, suppressed_token_ids=()) for s in plan.samples)
+            plan,
+            samples=tuple(
+                s._replace(is_early=False, suppressed_token_ids=()) for s in plan.samples
+            ),
         )
 
 
@@ -469,7 +514,9 @@ class ForgetsMinTokens(Scheduler):
 def test_the_state_machine_sees_planted_mistakes(mistaken: type) -> None:
     machine = mistaken_machine(Scheduling, mistaken)
     with pytest.raises((AssertionError, KeyError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+        )
 
 
 class ForgetsWhatIsScored(RunningSet):
@@ -477,7 +524,9 @@ class ForgetsWhatIsScored(RunningSet):
 
     def preempt_last(self, step):
         group = super().preempt_last(step)
-        group.prompt_logprobs = group.prompt_logprobs[:1] if group.num_unscored else group.prompt_logprobs
+        group.prompt_logprobs = (
+            group.prompt_logprobs[:1] if group.num_unscored else group.prompt_logprobs
+        )
         return group
 
 
@@ -493,11 +542,17 @@ class ReadsWhatIsNotScored(RunningSet):
             group.request = request
 
 
-@pytest.mark.parametrize(("machine", "mistaken"), [(Swapping, ForgetsWhatIsScored), (Caching, ReadsWhatIsNotScored)])
-def test_the_state_machine_sees_mistakes_of_scoring(machine: type[Scheduling], mistaken: type) -> None:
+@pytest.mark.parametrize(
+    ("machine", "mistaken"), [(Swapping, ForgetsWhatIsScored), (Caching, ReadsWhatIsNotScored)]
+)
+def test_the_state_machine_sees_mistakes_of_scoring(
+    machine: type[Scheduling], mistaken: type
+) -> None:
     machine = mistaken_machine(machine, mistaken)
     with pytest.raises(AssertionError):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+        )
 
 
 class LeavesDroppedBlocks(BlockManager):
@@ -554,7 +609,11 @@ class SwapsTheFirstGroupAlone(BlockManager):
 
 class SlidesTooFar(BlockTables):
     def num_passed(self, num_tokens):
-        return 0 if self.sliding_window is None else max(0, num_tokens - self.sliding_window + 1) // self.block_size
+        return (
+            0
+            if self.sliding_window is None
+            else max(0, num_tokens - self.sliding_window + 1) // self.block_size
+        )
 
 
 class NeverSlides(BlockTables):
@@ -590,10 +649,14 @@ class PinsForAll(BlockManager):
         (Scheduling, NeverSlides),
     ],
 )
-def test_the_state_machine_sees_mistakes_of_memory(machine: type[Scheduling], mistaken: type) -> None:
+def test_the_state_machine_sees_mistakes_of_memory(
+    machine: type[Scheduling], mistaken: type
+) -> None:
     machine = mistaken_machine(machine, mistaken)
     with pytest.raises((AssertionError, KeyError, IndexError, ValueError, CapacityError)):
-        run_state_machine_as_test(machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500))
+        run_state_machine_as_test(
+            machine, settings=settings(STATE_MACHINE, phases=[Phase.generate], max_examples=1500)
+        )
 
 
 @pytest.mark.parametrize("manager_class", [BlockManager, PinsTooMuch, PinsForAll])
@@ -613,7 +676,9 @@ def test_a_pin_is_found_by_its_tokens_and_salt(manager_class: type[BlockManager]
             ([*prompt, 3], "salt", 0),
         )
         for number, (tokens, salt, num_found) in enumerate(cases, 1):
-            group = make_group(str(number), number, tokens, max_tokens=4, ignore_eos=True, cache_salt=salt)
+            group = make_group(
+                str(number), number, tokens, max_tokens=4, ignore_eos=True, cache_salt=salt
+            )
             driver.scheduler.add(group)
             driver.run()
             assert group.num_cached_tokens == num_found
@@ -636,7 +701,9 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
     scheduler, manager = driver.scheduler, driver.scheduler.block_manager
     prompt = [*range(14)]
     scheduler.add(make_group("pinned", 0, prompt, max_tokens=6, ignore_eos=True))
-    while scheduler.running == () or scheduler.running[0].sequences[0].num_computed_tokens < len(prompt):
+    while scheduler.running == () or scheduler.running[0].sequences[0].num_computed_tokens < len(
+        prompt
+    ):
         driver.step()
     scheduler.pin(-1, "pinned")
     for tables in manager.groups:
@@ -646,7 +713,9 @@ def test_a_pin_that_has_slid_is_not_found_by_who_needs_what_it_gave_up() -> None
     for shared in range(1, len(prompt)):
         found = manager.find_pinned([*prompt[:shared], 39, 39], None)
         assert 0 not in found.blocks[0][manager.groups[0].num_passed(found.num_tokens) :]
-        assert (found.num_tokens > 0) == (manager.groups[0].num_passed(shared // 4 * 4) >= num_passed)
+        assert (found.num_tokens > 0) == (
+            manager.groups[0].num_passed(shared // 4 * 4) >= num_passed
+        )
 
 
 def test_what_fits_only_behind_its_pin_begins_there() -> None:
@@ -689,7 +758,9 @@ def test_a_step_that_admits_preempts_nobody() -> None:
     scheduler.add(make_group("before", 0, range(20, 25), max_tokens=1, ignore_eos=True))
     driver.run()
     for number in (1, 2):
-        scheduler.add(make_group(str(number), number, [number, 3, 3], max_tokens=4, ignore_eos=True))
+        scheduler.add(
+            make_group(str(number), number, [number, 3, 3], max_tokens=4, ignore_eos=True)
+        )
     driver.step()
     driver.step()
     assert [group.unfinished[0].num_known_tokens for group in scheduler.running] == [5, 5]
@@ -748,10 +819,14 @@ def test_decoding_rows_come_first_where_steps_mix() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_holds(mixed: bool) -> None:
+def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_holds(
+    mixed: bool,
+) -> None:
     driver = make_driver(max_num_seqs=8, max_chunk_rows=2, max_tokens=8, mixed=mixed)
     for i in range(4):
-        driver.scheduler.add(make_group(f"decoding {i}", i, range(2), max_tokens=40, ignore_eos=True))
+        driver.scheduler.add(
+            make_group(f"decoding {i}", i, range(2), max_tokens=40, ignore_eos=True)
+        )
     for _ in range(8):
         driver.step()
     late = make_group("late", 9, range(20), max_tokens=2, ignore_eos=True)
@@ -763,13 +838,17 @@ def test_prompts_get_their_turn_beside_more_decoding_rows_than_a_chunk_step_hold
 
 class CountsRowsAlone(Scheduler):
     def _has_room(self, step):
-        return step.num_tokens < self.limits.max_tokens and len(step.work) < self.limits.max_chunk_rows
+        return (
+            step.num_tokens < self.limits.max_tokens and len(step.work) < self.limits.max_chunk_rows
+        )
 
 
 @pytest.mark.parametrize("scheduler_class", [Scheduler, CountsRowsAlone])
 def test_a_step_has_no_more_draws_than_rows(scheduler_class: type[Scheduler]) -> None:
     """Three samples draw from one row, so of the prompts beside it one may draw."""
-    driver = make_driver(max_tokens=16, max_chunk_rows=4, mixed=True, scheduler_class=scheduler_class)
+    driver = make_driver(
+        max_tokens=16, max_chunk_rows=4, mixed=True, scheduler_class=scheduler_class
+    )
     group = make_group("a", 0, range(6), n=3, max_tokens=4, ignore_eos=True)
     group.child_ids = (1, 2)
     driver.scheduler.add(group)
@@ -782,10 +861,14 @@ def test_a_step_has_no_more_draws_than_rows(scheduler_class: type[Scheduler]) ->
         return
     driver.step()
     assert query_lens(driver) == [[5], [1, 2]]
-    draws = [(sample.row, sample.sequence_id, sample.sample_index) for sample in driver.plans[1].samples]
+    draws = [
+        (sample.row, sample.sequence_id, sample.sample_index) for sample in driver.plans[1].samples
+    ]
     assert draws == [(0, 1, 1), (0, 2, 2), (0, 0, 0), (1, 3, 0)]
     driver.run()
-    assert [s.output_token_ids for s in group.sequences] == [alone(group.request, index) for index in range(3)]
+    assert [s.output_token_ids for s in group.sequences] == [
+        alone(group.request, index) for index in range(3)
+    ]
 
 
 def test_newest_give_way_and_come_back_in_order() -> None:
@@ -818,7 +901,10 @@ def test_nobody_overtakes_the_preempted() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     driver = make_driver(num_blocks=5, block_size=4, max_num_seqs=2)
-    with pytest.raises(CapacityError, match=r"may need 5 KV blocks \(1 x 18 tokens in blocks of 4\); the pool has 4"):
+    with pytest.raises(
+        CapacityError,
+        match=r"may need 5 KV blocks \(1 x 18 tokens in blocks of 4\); the pool has 4",
+    ):
         driver.scheduler.add(make_group("long", 0, range(10), max_tokens=8))
     with pytest.raises(CapacityError, match="may need 6 KV blocks"):
         driver.scheduler.add(make_group("wide", 1, range(8), max_tokens=2, n=2))
@@ -877,9 +963,17 @@ def test_min_tokens_suppresses_every_token_that_would_end_the_sequence() -> None
     for _ in range(3):
         driver.step(go_on)
     samples = [plan.samples[0] for plan in driver.plans]
-    assert [(s.is_early, s.suppressed_token_ids) for s in samples] == [(True, (EOS,)), (True, (EOS,)), (False, ())]
-    masked = processor_inputs_of(tuple(samples), {}, 3, vocab_size=NUM_TOKEN_IDS, context=16).mask_RU
-    assert [[i for i in range(NUM_TOKEN_IDS) if not mask[i // 32] >> i % 32 & 1] for mask in masked] == [
+    assert [(s.is_early, s.suppressed_token_ids) for s in samples] == [
+        (True, (EOS,)),
+        (True, (EOS,)),
+        (False, ()),
+    ]
+    masked = processor_inputs_of(
+        tuple(samples), {}, 3, vocab_size=NUM_TOKEN_IDS, context=16
+    ).mask_RU
+    assert [
+        [i for i in range(NUM_TOKEN_IDS) if not mask[i // 32] >> i % 32 & 1] for mask in masked
+    ] == [
         [1, 3, EOS],
         [1, 3, EOS],
         [],
@@ -926,12 +1020,23 @@ def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
     """Beams in miniature: at each step losers are dropped and winners forked, under a pool that forces preemption."""
     rng = random.Random(5)
     driver = make_driver(
-        num_blocks=41, block_size=4, max_num_seqs=24, mixed=True, num_host_blocks=40, preemption=Preemption(mode)
+        num_blocks=41,
+        block_size=4,
+        max_num_seqs=24,
+        mixed=True,
+        num_host_blocks=40,
+        preemption=Preemption(mode),
     )
     width, groups = 4, []
     for i in range(6):
         groups.append(
-            make_group(str(i), i, rng.choices(range(NUM_TOKEN_IDS), k=rng.randint(1, 9)), n=width, max_tokens=30)
+            make_group(
+                str(i),
+                i,
+                rng.choices(range(NUM_TOKEN_IDS), k=rng.randint(1, 9)),
+                n=width,
+                max_tokens=30,
+            )
         )
         driver.scheduler.add(groups[-1])
     seen: dict[str, int] = {}
@@ -945,9 +1050,15 @@ def test_random_forks_and_drops_keep_every_beam_intact(mode: Any) -> None:
         beams = group.unfinished
         assert len({beam.num_known_tokens for beam in beams}) == 1, "beams are in lock step"
         if ends(group.request, [*sequence.token_ids, -1]):
-            return [e for b in beams for e in (Append(b.sequence_id, token_id), Finish(b.sequence_id, "length"))]
+            return [
+                e
+                for b in beams
+                for e in (Append(b.sequence_id, token_id), Finish(b.sequence_id, "length"))
+            ]
         winners = rng.choices(beams, k=width)
-        edits: list[Edit] = [Fork(winner.sequence_id, driver.new_sequence_id(), 0) for winner in winners]
+        edits: list[Edit] = [
+            Fork(winner.sequence_id, driver.new_sequence_id(), 0) for winner in winners
+        ]
         children = [edit.child_id for edit in edits]
         edits += [Drop(beam.sequence_id) for beam in beams]
         return edits + [Append(child_id, rng.randrange(NUM_TOKEN_IDS)) for child_id in children]
@@ -978,7 +1089,9 @@ def test_a_decoding_row_carries_one_token_and_the_same_table_until_it_grows() ->
     rows = [plan.rows[0] for plan in driver.plans]
     assert all(len(row.token_ids) == 1 for row in rows[1:])
     tables = [row.block_tables[0] for row in rows]
-    assert [later is earlier for earlier, later in itertools.pairwise(tables)] == [True] * 3 + [False] + [True] * 3
+    assert [later is earlier for earlier, later in itertools.pairwise(tables)] == [True] * 3 + [
+        False
+    ] + [True] * 3
 
 
 def test_the_split_of_a_running_prompt() -> None:
@@ -986,7 +1099,12 @@ def test_the_split_of_a_running_prompt() -> None:
     driver.scheduler.add(make_group("a", 0, range(10), max_tokens=4, ignore_eos=True))
     driver.step()
     split = driver.scheduler.usage()
-    assert (split.token_slots, split.reserved_slots, split.internal_fragmentation_slots, split.free_slots) == (
+    assert (
+        split.token_slots,
+        split.reserved_slots,
+        split.internal_fragmentation_slots,
+        split.free_slots,
+    ) == (
         6,
         4,
         2,
@@ -1011,6 +1129,9 @@ def test_admission_leaves_a_reserve_free_while_others_run() -> None:
         make_group("new", 1, range(12), max_tokens=2, ignore_eos=True)
     )  # would take the three that are left
     driver.step()
-    assert (driver.scheduler.num_running, driver.scheduler.block_manager.groups[0].pool.num_free) == (1, 3)
+    assert (
+        driver.scheduler.num_running,
+        driver.scheduler.block_manager.groups[0].pool.num_free,
+    ) == (1, 3)
     driver.run()
     assert sum(driver.scheduler.num_preemptions.values()) == 0

@@ -34,10 +34,14 @@ PATTERNS = (
 FORMATS = ("date", "time", "ipv4", "ipv6", "uuid", "email")
 
 small = st.integers(-30, 30)
-floats = st.one_of(st.integers(-300, 300).map(lambda value: value / 100), st.sampled_from((1e-7, 1e5, 0.1, -2.5)))
+floats = st.one_of(
+    st.integers(-300, 300).map(lambda value: value / 100), st.sampled_from((1e-7, 1e5, 0.1, -2.5))
+)
 values = st.recursive(
     st.one_of(st.none(), st.booleans(), small, floats, st.text(max_size=4)),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
     max_leaves=3,
 )
 
@@ -109,13 +113,23 @@ leaves = st.one_of(
     strings,
     st.fixed_dictionaries({"enum": st.lists(values, min_size=1, max_size=3)}),
     st.fixed_dictionaries({"const": values}),
-    st.sampled_from(({"type": "boolean"}, {"type": ["null", "integer"]}, {"minimum": 3}, {"maxLength": 2}, {})),
+    st.sampled_from(
+        ({"type": "boolean"}, {"type": ["null", "integer"]}, {"minimum": 3}, {"maxLength": 2}, {})
+    ),
 )
 schemas = st.recursive(leaves, _containers, max_leaves=4)
-# Keywords of which llguidance has none, or not all: a schema with one of them is refused, or kept to all the same.
+# Keywords of which llguidance has none, or not all: a schema with one of them is refused, or kept
+# to all the same.
 unusual = st.one_of(
     st.fixed_dictionaries({name: schemas})
-    for name in ("not", "contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties", "dependentSchemas")
+    for name in (
+        "not",
+        "contains",
+        "propertyNames",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "dependentSchemas",
+    )
 ) | st.sampled_from(
     (
         {"type": "array", "uniqueItems": True},
@@ -138,10 +152,14 @@ def written(grammar: Any, matcher: Any, choice: random.Random) -> str | None:
     end_id = grammar[1]
     token_ids: list[int] = []
     for place in range(MAX_TOKENS):
-        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        allowed = np.flatnonzero(
+            np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+        )
         assert not matcher.is_error(), matcher.get_error()
         assert len(allowed), "nothing is admitted, and the text is not over"
-        if end_id in allowed and (len(allowed) == 1 or place > CLOSING_TOKENS or choice.random() < 0.3):
+        if end_id in allowed and (
+            len(allowed) == 1 or place > CLOSING_TOKENS or choice.random() < 0.3
+        ):
             return str(tokenizer().decode(token_ids))
         allowed = allowed[allowed != end_id]
         if place > CLOSING_TOKENS and (closing := [one for one in allowed if _closes(one)]):

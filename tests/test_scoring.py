@@ -21,7 +21,9 @@ from tests.support.sweeps import few  # noqa: E402
 LENGTHS = (3, 41, 100, 7)
 
 
-@pytest.fixture(scope="module", params=few(["qwen2-layer-types", "qwen3-5-mixed"], ["qwen2-layer-types"]))
+@pytest.fixture(
+    scope="module", params=few(["qwen2-layer-types", "qwen3-5-mixed"], ["qwen2-layer-types"])
+)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     directory = tmp_path_factory.mktemp("model")
     return directory, save_model(request.param, directory)
@@ -39,17 +41,24 @@ def prompts() -> list[list[int]]:
 
 
 def test_scores_are_those_of_transformers(model: tuple[Path, Any], llm: LLM) -> None:
-    continuations = [[5, 6, 7], [1], [130, 0, 4, 4] * 7, [77] * 10]  # the third is as long as there is room
+    # the third is as long as there is room
+    continuations = [[5, 6, 7], [1], [130, 0, 4, 4] * 7, [77] * 10]
     scores = llm.score(prompts(), continuations)
     for prompt, continuation, score in zip(prompts(), continuations, scores, strict=True):
         with torch.no_grad():
-            logprobs = model[1](torch.tensor([prompt + continuation])).logits[0].double().log_softmax(-1)
+            logprobs = (
+                model[1](torch.tensor([prompt + continuation])).logits[0].double().log_softmax(-1)
+            )
         wanted = [float(logprobs[len(prompt) + i - 1, id_]) for i, id_ in enumerate(continuation)]
         np.testing.assert_allclose(score, wanted, atol=1e-4)
     alone = prompts()[0], [5, 6, 7]
     for made in (list, np.array, jnp.array):
         assert llm.score(*map(made, alone)) == scores[0]
-        assert llm.score(*(made([one]) for one in alone)) == llm.score(*([made(one)] for one in alone)) == scores[:1]
+        assert (
+            llm.score(*(made([one]) for one in alone))
+            == llm.score(*([made(one)] for one in alone))
+            == scores[:1]
+        )
 
 
 def test_scores_are_what_generation_reports_to_the_last_bit(
@@ -63,11 +72,16 @@ def test_scores_are_what_generation_reports_to_the_last_bit(
         assert any(output.metrics.num_cached_tokens for output in outputs) == is_cached
         texts = [list(output.outputs[0].token_ids) for output in outputs]
         reported = [
-            [entry[id_].logprob for entry, id_ in zip(output.outputs[0].logprobs or [], text, strict=True)]
+            [
+                entry[id_].logprob
+                for entry, id_ in zip(output.outputs[0].logprobs or [], text, strict=True)
+            ]
             for output, text in zip(outputs, texts, strict=True)
         ]
         assert llm.score(prompts(), texts) == reported
-    with make_llm(model[0], **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65, "max_model_len": 128}) as other:
+    with make_llm(
+        model[0], **{**BLOCKS_OF_4, **SMALL_POOL, "num_blocks": 65, "max_model_len": 128}
+    ) as other:
         engine, step, numbers = other._engine, other._engine.step, itertools.count(1)
 
         def preempting() -> Any:
@@ -125,8 +139,14 @@ def test_scores_of_texts_are_refused(llm: LLM, given: Any) -> None:
     [
         (([[1]], [1]), "must both be lists of token ids, or both be lists of such lists"),
         (([1], [[1]]), "must both be lists of token ids, or both be lists of such lists"),
-        ((None, None), "prompt_token_ids must be a list of token ids, or a list of such lists; got None"),
-        (([1], 2), "continuation_token_ids must be a list of token ids, or a list of such lists; got 2"),
+        (
+            (None, None),
+            "prompt_token_ids must be a list of token ids, or a list of such lists; got None",
+        ),
+        (
+            ([1], 2),
+            "continuation_token_ids must be a list of token ids, or a list of such lists; got 2",
+        ),
     ],
 )
 def test_what_is_no_list_of_token_ids_is_not_scored(llm: LLM, given: Any, text: str) -> None:

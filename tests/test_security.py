@@ -36,8 +36,17 @@ from tests.support.running import Running, metrics, running, wait_until
 from tests.support.wire import context, with_template
 
 KEYS = ("a-first-key-of-this-test", "a-second-key-of-this-test")
-COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
-CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hm"}], "max_tokens": 2}
+COMPLETION: dict[str, Any] = {
+    "model": "demo",
+    "prompt": "Once upon a time",
+    "max_tokens": 4,
+    "temperature": 0,
+}
+CHAT: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Hm"}],
+    "max_tokens": 2,
+}
 MIB = 1 << 20
 ROOT = Path(__file__).parents[1]
 
@@ -90,7 +99,9 @@ def client(server: Running) -> Iterator[httpx.Client]:
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
     headers = {"Authorization": f"Bearer {KEYS[1]}"}
-    with httpx.Client(base_url=server.address, timeout=120, headers=headers, event_hooks={"response": [check]}) as one:
+    with httpx.Client(
+        base_url=server.address, timeout=120, headers=headers, event_hooks={"response": [check]}
+    ) as one:
         yield one
 
 
@@ -103,7 +114,8 @@ def _port(server: Running) -> int:
 
 def test_one_socket_listens_and_only_to_this_machine(server: Running, client: httpx.Client) -> None:
     assert ServerConfig().host == "127.0.0.1"
-    client.post("/v1/completions", json={**COMPLETION, "structured_outputs": {"choice": ["a"]}})  # starts its process
+    # starts its process
+    client.post("/v1/completions", json={**COMPLETION, "structured_outputs": {"choice": ["a"]}})
     process = psutil.Process()
     listening = [
         one.laddr
@@ -115,7 +127,15 @@ def test_one_socket_listens_and_only_to_this_machine(server: Running, client: ht
 
 
 ODD_PATHS = (
-    *("//v1/models", "/v1/../metrics", "/v1/%2e%2e/metrics", "/metrics/", "/health/", "/health/../metrics", "/HEALTH"),
+    *(
+        "//v1/models",
+        "/v1/../metrics",
+        "/v1/%2e%2e/metrics",
+        "/metrics/",
+        "/health/",
+        "/health/../metrics",
+        "/HEALTH",
+    ),
     *(
         "/health;/metrics",
         "/health%2f..%2fmetrics",
@@ -141,15 +161,26 @@ WRONG: tuple[dict[str, str], ...] = (
 
 
 def test_every_path_but_two_needs_a_key(server: Running) -> None:
-    paths = [route.path.replace("{name:path}", "demo") for route in server.server.routes if isinstance(route, Route)]
+    paths = [
+        route.path.replace("{name:path}", "demo")
+        for route in server.server.routes
+        if isinstance(route, Route)
+    ]
     assert len(paths) > 10
     closed = [*(path for path in paths if path not in ("/health", "/ready")), *ODD_PATHS]
     for path in closed:
         open_exactly = path.partition("?")[0] in ("/health", "/ready")
-        for headers in WRONG if path in ("/metrics", "/v1/completions", "/health/../metrics") else WRONG[:1]:
+        for headers in (
+            WRONG if path in ("/metrics", "/v1/completions", "/health/../metrics") else WRONG[:1]
+        ):
             for method in ("GET", "POST", "HEAD", "OPTIONS", "BREW") if not headers else ("GET",):
                 status = _status(server, method, path, headers)
-                assert status in ((200, 405) if open_exactly else (401, 400)), (method, path, headers, status)
+                assert status in ((200, 405) if open_exactly else (401, 400)), (
+                    method,
+                    path,
+                    headers,
+                    status,
+                )
                 assert status != 400 or "Host" in headers
     assert [_status(server, "GET", path, {}) for path in ("/health", "/ready")] == [200, 200]
     assert _status(server, "GET", "/metrics", {"Authorization": f"Bearer {KEYS[0]}"}) == 200
@@ -182,11 +213,15 @@ def test_a_key_is_compared_with_all_in_constant_time(
     monkeypatch.setattr(hmac, "compare_digest", compare)
     status = _status(server, "GET", "/version", {"Authorization": f"Bearer {given}"})
     assert status == (200 if given in KEYS else 401)
-    assert len(compared) == len(KEYS) and {len(part) for pair in compared for part in pair} == {32}, "digests, all"
+    assert len(compared) == len(KEYS) and {len(part) for pair in compared for part in pair} == {
+        32
+    }, "digests, all"
 
 
 def test_the_page_is_off(client: httpx.Client) -> None:
-    assert [client.get(path).status_code for path in ("/ui", "/ui/", "/debug/state", "/debug/events")] == [404] * 4
+    assert [
+        client.get(path).status_code for path in ("/ui", "/ui/", "/debug/state", "/debug/events")
+    ] == [404] * 4
 
 
 # What is asked for from outside
@@ -197,25 +232,41 @@ def test_nobody_is_called_and_no_file_is_read(
 ) -> None:
     secret = tmp_path / "secret.txt"
     secret.write_text("secret")
-    urls = ("http://127.0.0.1:9/x.png", f"file://{secret}", "data:image/png;base64,AAAA", "http://example.invalid/")
+    urls = (
+        "http://127.0.0.1:9/x.png",
+        f"file://{secret}",
+        "data:image/png;base64,AAAA",
+        "http://example.invalid/",
+    )
     with witness.watching() as seen:
         for url in urls:
-            parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": url}]
+            parts = [
+                {"type": "image_url", "image_url": {"url": url}},
+                {"type": "text", "text": url},
+            ]
             answer = client.post(
-                "/v1/chat/completions", json={**CHAT, "messages": [{"role": "user", "content": parts}]}
+                "/v1/chat/completions",
+                json={**CHAT, "messages": [{"role": "user", "content": parts}]},
             )
             assert answer.status_code == 400 and "supported" in answer.text
             schema = {"json": {"$ref": url}}
-            answer = client.post("/v1/completions", json={**COMPLETION, "structured_outputs": schema})
+            answer = client.post(
+                "/v1/completions", json={**COMPLETION, "structured_outputs": schema}
+            )
             assert answer.status_code == 400
         for name in (str(secret), "../../etc/passwd", "http://example.invalid/model"):
-            assert client.post("/v1/completions", json={**COMPLETION, "model": name}).status_code == 404
+            assert (
+                client.post("/v1/completions", json={**COMPLETION, "model": name}).status_code
+                == 404
+            )
             assert client.get(f"/v1/models/{name}").status_code == 404
         assert client.post("/v1/completions", json=COMPLETION).status_code == 200
         assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     own = ("127.0.0.1", _port(server))
     called = [
-        arguments[1] if event == "socket.connect" else arguments for event, arguments in seen if "socket" in event
+        arguments[1] if event == "socket.connect" else arguments
+        for event, arguments in seen
+        if "socket" in event
     ]
     assert {tuple(address[:2]) for address in called} <= {own}, "but for the client's own calls"
     read = [str(arguments[0]) for event, arguments in seen if event == "open"]
@@ -308,9 +359,9 @@ def test_templates_of_a_model_cannot_leave_their_sandbox(
             assert error.status == 400 and not OF_THE_MACHINE.search(error.message)
         else:
             prompt = exchange.prompts[0].prompt
-            assert isinstance(prompt, str) and not re.search("<class|<module|built-in|subprocess|CANARY", prompt), (
-                prompt
-            )
+            assert isinstance(prompt, str) and not re.search(
+                "<class|<module|built-in|subprocess|CANARY", prompt
+            ), prompt
     assert not [event for event in seen if event[0] != "open"]
     assert not list(tmp_path.iterdir())
 
@@ -339,16 +390,24 @@ def test_a_template_has_its_time_and_its_memory(
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
     hostile = {**CHAT, "messages": [{"role": "user", "content": "x "}]}
     refused: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: refused.append(client.post("/v1/chat/completions", json=hostile)))
+    asking = threading.Thread(
+        target=lambda: refused.append(client.post("/v1/chat/completions", json=hostile))
+    )
     began = time.monotonic()
     asking.start()
     assert client.post("/v1/completions", json=COMPLETION).status_code == 200
     asking.join(60)
-    assert time.monotonic() - began < 4 * 0.5 + 10, "four times the processor's time, and a busy machine"
+    assert time.monotonic() - began < 4 * 0.5 + 10, (
+        "four times the processor's time, and a busy machine"
+    )
     assert refused[0].status_code == 400 and refused[0].json()["error"]["param"] == "messages"
     assert re.search("takes more than 256 MiB of memory|took longer than 0.5 s", refused[0].text)
     assert client.post("/v1/chat/completions", json=CHAT).status_code == 200
-    renderers = [one for one in psutil.Process().children(recursive=True) if "template_worker" in str(one.cmdline())]
+    renderers = [
+        one
+        for one in psutil.Process().children(recursive=True)
+        if "template_worker" in str(one.cmdline())
+    ]
     assert renderers and all(one.memory_info().rss < 256 * MIB for one in renderers)
 
 
@@ -375,7 +434,11 @@ def test_a_salt_hides_a_prompt_from_others(client: httpx.Client) -> None:
     """How soon an answer comes tells whether its prompt is cached, so others' prompts must not be found."""
 
     def cached(salt: str | None) -> int:
-        body = {**COMPLETION, "prompt": list(range(200, 264)), **({} if salt is None else {"cache_salt": salt})}
+        body = {
+            **COMPLETION,
+            "prompt": list(range(200, 264)),
+            **({} if salt is None else {"cache_salt": salt}),
+        }
         before = metrics(client)["jaxpage_prefix_cache_hits_total"]
         usage = client.post("/v1/completions", json=body).json()["usage"]
         found = usage["prompt_tokens_details"]["cached_tokens"]
@@ -397,7 +460,9 @@ def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
         leaving.request("POST", "/v1/completions", json.dumps(body), {**headers, **key})
         wait_until(lambda: server.loop.num_open == 1, "the first is there")
         staying = threading.Thread(
-            target=lambda: answers.append(client.post("/v1/completions", json=body, headers=headers))
+            target=lambda: answers.append(
+                client.post("/v1/completions", json=body, headers=headers)
+            )
         )
         staying.start()
         wait_until(lambda: server.loop.num_open == 2, "both are there")
@@ -405,9 +470,15 @@ def test_ids_are_the_servers_own(server: Running, client: httpx.Client) -> None:
         wait_until(lambda: server.server.visitors._number == 1, "the first has left")
     staying.join(60)
     (answer,) = answers
-    assert answer.json()["usage"]["completion_tokens"] == 50 and answer.headers["x-request-id"] == "the-same"
+    assert (
+        answer.json()["usage"]["completion_tokens"] == 50
+        and answer.headers["x-request-id"] == "the-same"
+    )
     assert "the-same" not in answer.json()["id"]
-    assert answer.json()["id"] != client.post("/v1/completions", json=body, headers=headers).json()["id"]
+    assert (
+        answer.json()["id"]
+        != client.post("/v1/completions", json=body, headers=headers).json()["id"]
+    )
 
 
 @pytest.mark.parametrize("given", ["x" * 10_000, "a b", "é", "", "../../x", "<script>"])
@@ -429,14 +500,23 @@ def test_what_clients_make_up_is_no_label(server: Running, client: httpx.Client)
     for number in range(300):
         _status(server, f"M{number}", f"/path-{number}", key)
     for number in range(20):
-        client.post("/v1/completions", json={**COMPLETION, "model": f"m{number}", f"field_{number}": 1, "user": "x"})
+        client.post(
+            "/v1/completions",
+            json={**COMPLETION, "model": f"m{number}", f"field_{number}": 1, "user": "x"},
+        )
     assert series() == before
 
 
-def test_unique_schemas_are_forgotten(server: Running, client: httpx.Client, witness: Witness) -> None:
+def test_unique_schemas_are_forgotten(
+    server: Running, client: httpx.Client, witness: Witness
+) -> None:
     def ask(number: int) -> None:
-        properties = {f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)}
-        wanted = {"json": {"type": "object", "properties": properties, "required": list(properties)}}
+        properties = {
+            f"name_{number}_{place}": {"type": "string", "maxLength": 20} for place in range(20)
+        }
+        wanted = {
+            "json": {"type": "object", "properties": properties, "required": list(properties)}
+        }
         body = {**COMPLETION, "max_tokens": 1, "structured_outputs": wanted}
         assert client.post("/v1/completions", json=body).status_code == 200
 
@@ -450,7 +530,11 @@ def test_unique_schemas_are_forgotten(server: Running, client: httpx.Client, wit
     assert len(compiler._cache) == grammar_compiler.CACHED_GRAMMARS
     assert sum(size for _, size in compiler._cache.values()) <= grammar_compiler.CACHED_BYTES
     assert psutil.Process().memory_info().rss < before + 50 * MIB
-    written = [arguments for event, arguments in seen if event == "open" and set(str(arguments[1])) & set("wax+")]
+    written = [
+        arguments
+        for event, arguments in seen
+        if event == "open" and set(str(arguments[1])) & set("wax+")
+    ]
     assert not written, "no file is made"
 
 
@@ -472,7 +556,9 @@ def works(*arguments):
 for grammar_worker._try in (waits, works):
     print(grammar_worker._tried(None, "regex", "", 1.0, 1 << 20))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines() == ["(None, 7)", "('compiling it takes longer than 1 s', 0)"]
 
 
@@ -480,7 +566,10 @@ for grammar_worker._try in (waits, works):
 
 
 def test_keys_and_prompts_are_in_no_log(
-    server: Running, client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    server: Running,
+    client: httpx.Client,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At the lowest level, whatever becomes of the request: answered, refused, failed, left."""
     caplog.set_level(logging.DEBUG)
@@ -490,11 +579,16 @@ def test_keys_and_prompts_are_in_no_log(
     assert client.post("/v1/completions", json={**body, "temperature": -1}).status_code == 400
     assert client.post("/v1/completions", content=f'{{"prompt": "{secret}",}}').status_code == 415
     assert (
-        client.post("/v1/completions", json={**body, "structured_outputs": {"regex": f"{secret}("}}).status_code == 400
+        client.post(
+            "/v1/completions", json={**body, "structured_outputs": {"regex": f"{secret}("}}
+        ).status_code
+        == 400
     )
     chat = {**CHAT, "messages": [{"role": "user", "content": secret}]}
     assert client.post("/v1/chat/completions", json=chat).status_code == 200
-    with client.stream("POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 100}) as leaving:
+    with client.stream(
+        "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 100}
+    ) as leaving:
         next(leaving.iter_lines())
 
     def fail(batch: Any) -> None:
@@ -515,4 +609,6 @@ def test_the_tests_that_are_promised_exist() -> None:
     promised = set(re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text()))
     files = (ROOT / "tests").glob("test_*.py")
     assert len(promised) > 30
-    assert not promised - {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())}
+    assert not promised - {
+        name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text())
+    }

@@ -72,13 +72,17 @@ def all_rows() -> tuple[list[str], tuple[np.ndarray, ...]]:
     return names, arrays
 
 
-def kept_by_kernel(logits_RV: np.ndarray, temperature_R: np.ndarray, *cuts: np.ndarray) -> np.ndarray:
+def kept_by_kernel(
+    logits_RV: np.ndarray, temperature_R: np.ndarray, *cuts: np.ndarray
+) -> np.ndarray:
     least_R = select.cutoffs(logits_RV, logits_RV.max(axis=1), temperature_R, *cuts, interpret=True)
     return np.asarray(logits_RV >= np.asarray(least_R)[:, None])
 
 
 @functools.partial(jax.jit, static_argnames="by_row")
-def kept_without(logits_RV: jax.Array, temperature_R: jax.Array, *cuts: jax.Array, by_row: bool) -> jax.Array:
+def kept_without(
+    logits_RV: jax.Array, temperature_R: jax.Array, *cuts: jax.Array, by_row: bool
+) -> jax.Array:
     def row(logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array) -> jax.Array:
         return truncate(logits_V / temperature, *cuts, by_row=by_row) > -jnp.inf
 
@@ -94,11 +98,14 @@ def test_the_kernel_keeps_what_is_kept_without_it(temperature: float) -> None:
     got = kept_by_kernel(logits_RV, temperature_R, *cuts) & (logits_RV > -np.inf)
     for by_row in (True, False):
         want = np.asarray(kept_without(logits_RV, temperature_R, *cuts, by_row=by_row))
-        assert [name for name, one, other in zip(names, got, want, strict=True) if (one != other).any()] == []
+        assert [
+            name for name, one, other in zip(names, got, want, strict=True) if (one != other).any()
+        ] == []
     if temperature != 1.0:
         return
     for name, row, one, cut in zip(names, got, logits_RV, zip(*cuts, strict=True), strict=True):
-        if not name.startswith(("tiny", "far")):  # whose likelihoods are equal in float32, and not in float64
+        # whose likelihoods are equal in float32, and not in float64
+        if not name.startswith(("tiny", "far")):
             want = kept(one, int(cut[0]), *map(float, cut[1:])) & (one > -np.inf)
             np.testing.assert_array_equal(row, want, err_msg=name)
 
@@ -107,7 +114,9 @@ def test_half_of_the_mass_is_one_token() -> None:
     """Top-p .5 of .5, .25 and .25: the first reaches it exactly."""
     logits_V = rows_of_logits()["dyadic"]
     cuts = np.int32([3]), np.float32([0.5]), np.float32([0.0])
-    assert np.flatnonzero(kept_by_kernel(logits_V[None], np.ones(1, np.float32), *cuts)).tolist() == [7]
+    assert np.flatnonzero(
+        kept_by_kernel(logits_V[None], np.ones(1, np.float32), *cuts)
+    ).tolist() == [7]
 
 
 @pytest.mark.parametrize("processed", [False, True])
@@ -131,7 +140,9 @@ def test_draws_are_those_without_kernels(processed: bool, monkeypatch: pytest.Mo
     masks = NEUTRAL._replace(mask_RU=np.full_like(NEUTRAL.mask_RU, ~np.uint32(1 << 1)))
     want = np.asarray(run_draw(logits, packed, masks, by_row=True))
     with selection_kernels(KERNELS):
-        got = np.asarray(jax.jit(functools.partial(run_draw.__wrapped__, by_row=False))(logits, packed, masks))
+        got = np.asarray(
+            jax.jit(functools.partial(run_draw.__wrapped__, by_row=False))(logits, packed, masks)
+        )
     np.testing.assert_array_equal(got, want)
     assert got[:3].tolist() == [NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED if processed else 1]
     assert len(set(got[3:].tolist())) == VOCAB - processed
@@ -158,7 +169,9 @@ def test_rows_of_nan_end() -> None:
     logits = np.full((2, V), np.nan, np.float32)
     logits[1, 5] = 1.0
     ones = np.ones(2, np.float32)
-    select.cutoffs(logits, logits.max(axis=1), ones, np.int32([5, 5]), 0.5 * ones, 0.0 * ones, interpret=True)
+    select.cutoffs(
+        logits, logits.max(axis=1), ones, np.int32([5, 5]), 0.5 * ones, 0.0 * ones, interpret=True
+    )
     values, ids = select.likeliest(logits, ones, ones, 8, interpret=True)
     assert ids[1, 0] == 5 and np.isneginf(values[1, 1:]).all() and (np.asarray(ids) < V).all()
 
@@ -169,10 +182,14 @@ def test_sums_are_exact() -> None:
     for scale in (1.0, 1e-3, 1e-9, 1e-14):
         likelihood = (rng.random(5000) * scale).astype(np.float32)
         likelihood[:3] = 0.0, 1e-42, scale
-        high, low = (np.asarray(half).astype(object) for half in selection.weights(jnp.asarray(likelihood)))
+        high, low = (
+            np.asarray(half).astype(object) for half in selection.weights(jnp.asarray(likelihood))
+        )
         want = [int(float(one) * 2**44) for one in likelihood]
         assert list(high * 2**22 + low) == want
-        assert float(selection.mass_of(jnp.asarray(likelihood))) == pytest.approx(sum(want), rel=2**-22)
+        assert float(selection.mass_of(jnp.asarray(likelihood))) == pytest.approx(
+            sum(want), rel=2**-22
+        )
     with pytest.raises(ValueError, match="1048576 tokens"):
         jax.eval_shape(selection.mass_of, jax.ShapeDtypeStruct((2**20,), jnp.float32))
 
@@ -184,12 +201,18 @@ def _more_than_enough(narrowed: Callable[..., select.Bracket]) -> Callable[..., 
 
 MISTAKES: dict[str, tuple[str, object]] = {
     "the search ends early": ("_narrowed", _more_than_enough),
-    "low halves are lost": ("weights", lambda weights: lambda x: (weights(x)[0], 0 * weights(x)[1])),
+    "low halves are lost": (
+        "weights",
+        lambda weights: lambda x: (weights(x)[0], 0 * weights(x)[1]),
+    ),
     "the last tile is lost": (
         "pl",
         lambda pl: type("Planted", (), {**vars(pl), "cdiv": staticmethod(lambda a, b: a // b)}),
     ),
-    "keys are bits": ("value_of", lambda _: lambda key: jax.lax.bitcast_convert_type(key, jnp.float32)),
+    "keys are bits": (
+        "value_of",
+        lambda _: lambda key: jax.lax.bitcast_convert_type(key, jnp.float32),
+    ),
 }
 
 

@@ -19,7 +19,16 @@ import pytest
 from jaxpage import cli
 from jaxpage.assembly import PHASES
 
-SMALL = ["--max-num-seqs", "1", "--max-model-len", "64", "--num-blocks", "9", "--preemption-mode", "recompute"]
+SMALL = [
+    "--max-num-seqs",
+    "1",
+    "--max-model-len",
+    "64",
+    "--num-blocks",
+    "9",
+    "--preemption-mode",
+    "recompute",
+]
 KEY = "sk-a-key-for-this-test"
 
 
@@ -35,7 +44,9 @@ class Served(NamedTuple):
 def serving(*words: str, ready: str = "Ctrl-C ends it", **environment: str) -> Iterator[Served]:
     """The server, from a line that says how far it is to its end."""
     command = [sys.executable, "-m", "jaxpage", "serve", "demo", "--port", "0", *SMALL, *words]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
     try:
         assert process.stderr is not None
         said = ""
@@ -67,15 +78,26 @@ def served() -> Iterator[Served]:
 def test_start_up_has_phases_and_ends_with_calls_that_can_be_copied() -> None:
     with serving(ready=r"print\(client.*\n", JAXPAGE_API_KEY=KEY) as server:
         phases = re.findall(r"^\[(\d)/5\] (.*)$", server.said, re.MULTILINE)
-        assert phases == [(str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)]
-        assert "sequences of 64 tokens" in server.said and "were in the compile cache" in server.said
-        assert len(re.findall(r"^ +\d+\.\d s$", server.said, re.MULTILINE)) == 5, "how long each took"
+        assert phases == [
+            (str(number), name.capitalize()) for number, name in enumerate(PHASES, start=1)
+        ]
+        assert (
+            "sequences of 64 tokens" in server.said and "were in the compile cache" in server.said
+        )
+        assert len(re.findall(r"^ +\d+\.\d s$", server.said, re.MULTILINE)) == 5, (
+            "how long each took"
+        )
         assert KEY not in server.said and "JAXPAGE_API_KEY" in server.said
-        curl, snippet = re.search(r"^  (curl .*)$", server.said, re.MULTILINE), server.said.partition("  import os")[2]
+        curl, snippet = (
+            re.search(r"^  (curl .*)$", server.said, re.MULTILINE),
+            server.said.partition("  import os")[2],
+        )
         assert curl is not None and snippet
         if shutil.which("curl"):
             assert json.loads(copied("bash", "-c", curl[1]))["choices"][0]["message"]["content"]
-        program = "\n".join(line.removeprefix("  ") for line in ("  import os" + snippet).splitlines())
+        program = "\n".join(
+            line.removeprefix("  ") for line in ("  import os" + snippet).splitlines()
+        )
         assert copied(sys.executable, "-c", program).strip()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
@@ -92,11 +114,17 @@ def test_capabilities_tell_what_this_server_is(served: Served) -> None:
     with httpx.Client(base_url=served.url, headers={"Authorization": f"Bearer {KEY}"}) as client:
         found = client.get("/v1/capabilities").json()
         assert found["model"]["max_model_len"] == 64 and found["model"]["has_chat_template"]
-        assert found["limits"]["max_num_seqs"] == 1 and found["limits"]["max_prompts"] > 1 and found["tools"] is None
+        assert (
+            found["limits"]["max_num_seqs"] == 1
+            and found["limits"]["max_prompts"] > 1
+            and found["tools"] is None
+        )
         assert found["parameters"]["temperature"]["streaming"] == "yes"
         assert found["parameters"]["best_of"]["streaming"] == "refused"
         assert client.get("/metrics").text.count("jaxpage_compile_total{") == 1
-        assert client.post("/start_profile").status_code == 404, "there is no profiler unless it was asked for"
+        assert client.post("/start_profile").status_code == 404, (
+            "there is no profiler unless it was asked for"
+        )
 
 
 def test_nothing_is_told_without_the_key(served: Served) -> None:

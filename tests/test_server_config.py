@@ -28,7 +28,9 @@ from jaxpage.settings.base import nearest_name
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import resolve_config
 
-NO_COORDINATOR = "coordinator: must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or auto"
+NO_COORDINATOR = (
+    "coordinator: must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or auto"
+)
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -38,7 +40,9 @@ def write(directory: Path, text: str) -> Path:
     return path
 
 
-def resolve(path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any) -> ServerConfig:
+def resolve(
+    path: Path | None = None, environment: dict[str, str] | None = None, **settings: Any
+) -> ServerConfig:
     return resolve_both(path, {}, settings, environment=environment or {})[1].config
 
 
@@ -47,7 +51,12 @@ def resolve(path: Path | None = None, environment: dict[str, str] | None = None,
 
 def test_it_is_closed_unless_somebody_opens_it() -> None:
     config = ServerConfig()
-    assert (config.host, config.is_local, config.ui, config.log_requests) == ("127.0.0.1", True, False, False)
+    assert (config.host, config.is_local, config.ui, config.log_requests) == (
+        "127.0.0.1",
+        True,
+        False,
+        False,
+    )
     assert config.profile_directory is None and config.max_body_bytes == 4 * 2**20
 
 
@@ -63,21 +72,52 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
         ("served_model_name", [], "served_model_name: must have a name"),
         ("served_model_name", ["a", "a"], "served_model_name: a name is given twice: a, a"),
         ("served_model_name", 5, "served_model_name: must be a valid tuple, got 5"),
-        ("max_queued_requests", 0, "max_queued_requests: must be greater than or equal to 1, got 0"),
+        (
+            "max_queued_requests",
+            0,
+            "max_queued_requests: must be greater than or equal to 1, got 0",
+        ),
         ("request_timeout_seconds", 0, "request_timeout_seconds: must be greater than 0, got 0"),
-        ("request_timeout_seconds", float("inf"), "request_timeout_seconds: must be a finite number, got inf"),
-        ("shutdown_timeout_seconds", -1.0, "shutdown_timeout_seconds: must be greater than or equal to 0, got -1.0"),
+        (
+            "request_timeout_seconds",
+            float("inf"),
+            "request_timeout_seconds: must be a finite number, got inf",
+        ),
+        (
+            "shutdown_timeout_seconds",
+            -1.0,
+            "shutdown_timeout_seconds: must be greater than or equal to 0, got -1.0",
+        ),
         ("max_body_bytes", 2**40, "max_body_bytes: must be less than or equal to 1073741824"),
         ("tool_parser", "xml", "tool_parser: must be 'hermes' or 'llama3_json', got 'xml'"),
-        ("log_level", "loud", "log_level: must be 'debug', 'info', 'warning' or 'error', got 'loud'"),
+        (
+            "log_level",
+            "loud",
+            "log_level: must be 'debug', 'info', 'warning' or 'error', got 'loud'",
+        ),
         ("log_json", "yes", "log_json: must be a valid boolean, got 'yes'"),
-        ("max_body_bytes", 4, "max_body_bytes: must be at least 1000 bytes, or an amount with a unit"),
-        ("max_body_bytes", "512B", "max_body_bytes: must be greater than or equal to 1024, got '512B'"),
+        (
+            "max_body_bytes",
+            4,
+            "max_body_bytes: must be at least 1000 bytes, or an amount with a unit",
+        ),
+        (
+            "max_body_bytes",
+            "512B",
+            "max_body_bytes: must be greater than or equal to 1024, got '512B'",
+        ),
         ("ui_show_prompts", True, "ui_show_prompts: cannot be true while ui is false"),
         ("prot", 80, "prot: unknown setting; did you mean 'port'?"),
         ("kv_events", "localhost:5557", "kv_events: must be tcp://HOST:PORT, got 'localhost:5557'"),
-        ("kv_events_replay", "tcp://a:65536", "kv_events_replay: must be tcp://HOST:PORT, got 'tcp://a:65536'"),
-        *(("coordinator", value, f"{NO_COORDINATOR}, got {value!r}") for value in ("foo", ":1", "a:0", "a:65535")),
+        (
+            "kv_events_replay",
+            "tcp://a:65536",
+            "kv_events_replay: must be tcp://HOST:PORT, got 'tcp://a:65536'",
+        ),
+        *(
+            ("coordinator", value, f"{NO_COORDINATOR}, got {value!r}")
+            for value in ("foo", ":1", "a:0", "a:65535")
+        ),
     ],
 )
 def test_a_bad_value_is_refused_with_name_and_value(name: str, value: object, message: str) -> None:
@@ -99,7 +139,9 @@ def test_which_addresses_are_this_machine_s_own(host: str, local: bool) -> None:
 
 @pytest.mark.parametrize("level", ["warning", "error"])
 def test_what_no_log_would_show_is_not_asked_for(level: Any) -> None:
-    with pytest.raises(ConfigError, match=f"log_requests: cannot be true while log_level is '{level}'"):
+    with pytest.raises(
+        ConfigError, match=f"log_requests: cannot be true while log_level is '{level}'"
+    ):
         ServerConfig(log_requests=True, log_level=level)
     assert ServerConfig(log_requests=True, log_level="debug").log_requests
 
@@ -119,19 +161,31 @@ def test_a_wrong_setting_is_one_error_and_a_missing_one_has_no_origin() -> None:
 
 def test_precedence_and_origins(tmp_path: Path) -> None:
     path = write(
-        tmp_path, "model: demo\nserver:\n  port: 1\n  host: a.example\n  served_model_name: [x, y]\n  ui: true\n"
+        tmp_path,
+        "model: demo\nserver:\n  port: 1\n  host: a.example\n  served_model_name: [x, y]\n  ui: true\n",
     )
-    environment = {"JAXPAGE_PORT": "2", "JAXPAGE_HOST": "1e3", "JAXPAGE_LOG_JSON": "true", "JAXPAGE_API_KEY": "secret"}
-    engine, server = resolve_both(path, {"seed": 5}, {"port": 3}, environment=environment, overrides_origin="by hand")
+    environment = {
+        "JAXPAGE_PORT": "2",
+        "JAXPAGE_HOST": "1e3",
+        "JAXPAGE_LOG_JSON": "true",
+        "JAXPAGE_API_KEY": "secret",
+    }
+    engine, server = resolve_both(
+        path, {"seed": 5}, {"port": 3}, environment=environment, overrides_origin="by hand"
+    )
     assert (server.config.port, server.origins["port"]) == (3, "by hand")
-    assert (server.config.host, server.origins["host"]) == ("1e3", "JAXPAGE_HOST"), "text settings are not parsed"
+    assert (server.config.host, server.origins["host"]) == ("1e3", "JAXPAGE_HOST"), (
+        "text settings are not parsed"
+    )
     assert (server.config.ui, server.origins["ui"]) == (True, f"{path}:6")
     assert server.config.log_json and server.config.served_model_name == ("x", "y")
     assert server.origins["log_level"] == "built-in"
     assert engine.origins["model"] == f"{path}:1" and engine.config.seed == 5
 
 
-def test_the_engine_leaves_the_server_s_section_to_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_leaves_the_server_s_section_to_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, "max_num_seqs: 2\nserver:\n  port: 1\n")
     monkeypatch.setenv("JAXPAGE_PORT", "2")
     assert resolve_config(path).config == EngineConfig(max_num_seqs=2)
@@ -140,17 +194,31 @@ def test_the_engine_leaves_the_server_s_section_to_the_server(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("port: 80\n", "server.yaml:1: port: this setting is the server's: write it below 'server:'"),
-        ("server:\n  model: demo\n", "server.yaml:2: model: this setting is the engine's: write it at the top level"),
+        (
+            "port: 80\n",
+            "server.yaml:1: port: this setting is the server's: write it below 'server:'",
+        ),
+        (
+            "server:\n  model: demo\n",
+            "server.yaml:2: model: this setting is the engine's: write it at the top level",
+        ),
         ("server:\n  prot: 80\n", "server.yaml:2: prot: unknown setting; did you mean 'port'?"),
-        ("server:\n\n  port: eighty\n", "server.yaml:3: port: must be a valid integer, got 'eighty'"),
+        (
+            "server:\n\n  port: eighty\n",
+            "server.yaml:3: port: must be a valid integer, got 'eighty'",
+        ),
         ("server: 80\n", "server.yaml:1: server must be a mapping, not a single value"),
         ("server:\n  - port\n", "server.yaml:2: server must be a mapping, not a list"),
-        ("server:\n  port: 1\n  port: 2\n", "server.yaml:3: 'port' is given twice, first in line 2"),
+        (
+            "server:\n  port: 1\n  port: 2\n",
+            "server.yaml:3: 'port' is given twice, first in line 2",
+        ),
         ("servers:\n  port: 1\n", "server.yaml:1: servers: unknown setting"),
     ],
 )
-def test_a_file_s_mistakes_are_told_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_s_mistakes_are_told_with_their_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(write(tmp_path, text))
     assert message in str(error.value) and str(error.value).count("\n") == 0
@@ -159,7 +227,9 @@ def test_a_file_s_mistakes_are_told_with_their_line(tmp_path: Path, text: str, m
 def test_mistakes_in_the_environment() -> None:
     with pytest.raises(ConfigError, match="JAXPAGE_PORT: port: must be a valid integer, got 'abc'"):
         resolve(environment={"JAXPAGE_PORT": "abc"})
-    with pytest.raises(ConfigError, match="JAXPAGE_LOG_LEVL: unknown setting; did you mean 'log_level'"):
+    with pytest.raises(
+        ConfigError, match="JAXPAGE_LOG_LEVL: unknown setting; did you mean 'log_level'"
+    ):
         resolve(environment={"JAXPAGE_LOG_LEVL": "info"})
 
 
@@ -194,7 +264,16 @@ def test_config_show_is_a_file_that_loads_to_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JAXPAGE_API_KEY", "do-not-show-me")
-    words = ["--served-model-name", "a", "b", "--request-timeout-seconds", "none", "--max-body-bytes", "1MiB", "--ui"]
+    words = [
+        "--served-model-name",
+        "a",
+        "b",
+        "--request-timeout-seconds",
+        "none",
+        "--max-body-bytes",
+        "1MiB",
+        "--ui",
+    ]
     assert cli.main(["config", "show", "--block-size", "8", *words]) == 0
     shown = capsys.readouterr().out
     assert "do-not-show-me" not in shown
@@ -209,7 +288,14 @@ def test_config_validate_tells_everything_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of the file, of variables and of flags; of the engine and of the server."""
-    lines = ["dtype: int3", "block_size: 13", "attention_backend: cuda", "port: 80", "server:", "  prot: 80"]
+    lines = [
+        "dtype: int3",
+        "block_size: 13",
+        "attention_backend: cuda",
+        "port: 80",
+        "server:",
+        "  prot: 80",
+    ]
     lines += ["  ui_show_prompts: true", "  model: demo"]
     path = write(tmp_path, "\n".join(lines) + "\n")
     monkeypatch.setenv("JAXPAGE_LOG_LEVL", "info")
@@ -217,7 +303,15 @@ def test_config_validate_tells_everything_at_once(
     assert cli.main(["config", "validate", str(path), "--max-num-seqs", "0"]) == 2
     told = capsys.readouterr().err.removeprefix("jaxpage: error: ").splitlines()
     assert sorted(line.partition(": ")[2].split(":")[0] for line in told) == [
-        *("attention_backend", "block_size", "cannot be read as a value", "dtype", "max_num_seqs", "model", "port"),
+        *(
+            "attention_backend",
+            "block_size",
+            "cannot be read as a value",
+            "dtype",
+            "max_num_seqs",
+            "model",
+            "port",
+        ),
         *("prot", "ui_show_prompts", "unknown setting; did you mean 'log_level'?"),
     ]
     assert {line.split(": ")[0] for line in told if line.startswith(str(path))} == {
@@ -225,7 +319,9 @@ def test_config_validate_tells_everything_at_once(
     }
 
 
-def test_config_validate_looks_at_the_server_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_validate_looks_at_the_server_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["config", "validate", str(write(tmp_path, "server:\n  port: x\n"))]) == 2
     assert "server.yaml:2: port: must be a valid integer" in capsys.readouterr().err
 
@@ -237,7 +333,9 @@ def test_the_configs_of_the_repository_are_valid(path: Path) -> None:
 
 def test_checks_hold_under_python_optimised() -> None:
     program = "from jaxpage.serving.config import *\ntry:\n    ServerConfig(port=-1)\nexcept ValueError as error:\n    print(error)"
-    result = subprocess.run([sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-O", "-c", program], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "port: must be greater than or equal to 0, got -1"
 
 
@@ -248,12 +346,18 @@ def test_keys_come_from_the_file_and_from_the_environment(tmp_path: Path) -> Non
     path = tmp_path / "keys"
     path.write_text("# of the team\nfirst\n\n  second  \nfirst\n")
     config = ServerConfig(api_key_file=str(path))
-    assert read_api_keys(config, {"JAXPAGE_API_KEY": "third, second"}) == ("third", "second", "first")
+    assert read_api_keys(config, {"JAXPAGE_API_KEY": "third, second"}) == (
+        "third",
+        "second",
+        "first",
+    )
     assert read_api_keys(config, {}) == ("first", "second")
     assert read_api_keys(ServerConfig(), {}) == ()
 
 
-@pytest.mark.parametrize("content", ["", "\n# none\n", "two words\n", "ümlaut\n", "a\x00b\n", "\x7f\n", "k" * 2**17])
+@pytest.mark.parametrize(
+    "content", ["", "\n# none\n", "two words\n", "ümlaut\n", "a\x00b\n", "\x7f\n", "k" * 2**17]
+)
 def test_a_source_without_a_usable_key_is_no_open_door(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys"
     path.write_text(content)
@@ -280,10 +384,14 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
     with bound_socket(ServerConfig(port=0)) as listener:
         port = listener.getsockname()[1]
         assert address_of(listener) == f"http://127.0.0.1:{port}"
-        with pytest.raises(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port), timeout=5):
+        with (
+            pytest.raises(ConnectionRefusedError),
+            socket.create_connection(("127.0.0.1", port), timeout=5),
+        ):
             pass
         with (
-            pytest.raises(ConfigError, match="Address already in use"),  # by one that is starting as well
+            # by one that is starting as well
+            pytest.raises(ConfigError, match="Address already in use"),
             bound_socket(ServerConfig(port=port)),
         ):
             pass
@@ -292,9 +400,16 @@ def test_an_address_that_is_taken_is_known_before_a_model_is_loaded() -> None:
             f"import sys; from jaxpage.cli import main; status = main(['serve', 'demo', '--port', '{port}'])\n"
             "print(sorted({'jax', 'numpy', 'transformers', 'starlette'} & set(sys.modules))); sys.exit(status)"
         )
-        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert result.returncode == 2 and result.stdout == "[]\n", "at once: before what takes seconds to import"
-    assert result.stderr == f"jaxpage: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+        result = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+        )
+    assert result.returncode == 2 and result.stdout == "[]\n", (
+        "at once: before what takes seconds to import"
+    )
+    assert (
+        result.stderr
+        == f"jaxpage: error: cannot listen on 127.0.0.1 port {port}: Address already in use\n"
+    )
     with (
         pytest.raises(ConfigError, match="cannot listen on 192.0.2.1 port 0: "),
         bound_socket(ServerConfig(host="192.0.2.1", port=0)),
@@ -317,7 +432,10 @@ def test_an_address_can_be_had_again_at_once() -> None:
 
 @pytest.mark.parametrize("host", ["x" * 64 + ".example", "a..b"])
 def test_a_host_that_is_no_name_is_one_line(host: str) -> None:
-    with pytest.raises(ConfigError, match="the host name cannot be resolved"), bound_socket(ServerConfig(host=host)):
+    with (
+        pytest.raises(ConfigError, match="the host name cannot be resolved"),
+        bound_socket(ServerConfig(host=host)),
+    ):
         pass
 
 
@@ -327,25 +445,32 @@ def test_every_address_is_told_as_one_that_can_be_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "key", "warned"), [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)]
+    ("host", "key", "warned"),
+    [("0.0.0.0", None, True), ("0.0.0.0", "k", False), ("127.0.0.1", None, False)],
 )
 def test_a_door_that_is_open_to_everybody_is_told(
     host: str, key: str | None, warned: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(startup.logs, "configure", lambda config: None)
-    monkeypatch.setattr(startup.logger, "warning", lambda text, *arguments: said.append(text % arguments))
+    monkeypatch.setattr(
+        startup.logger, "warning", lambda text, *arguments: said.append(text % arguments)
+    )
     if key is not None:
         monkeypatch.setenv("JAXPAGE_API_KEY", key)
     with socket.socket() as listener, pytest.raises(ModelNotFoundError):
-        startup.start(EngineConfig(model=str(tmp_path / "nowhere")), ServerConfig(host=host, port=0), listener)
+        startup.start(
+            EngineConfig(model=str(tmp_path / "nowhere")), ServerConfig(host=host, port=0), listener
+        )
     assert [text.split(":")[0] for text in said] == (["no API key"] if warned else [])
 
 
 def test_what_clients_call_the_model(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
     assert model_names(EngineConfig(), ServerConfig()) == ("demo",)
-    assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == ("organisation/name",)
+    assert model_names(EngineConfig(model="organisation/name"), ServerConfig()) == (
+        "organisation/name",
+    )
     assert model_names(EngineConfig(model=f"{tmp_path}/my-model/"), ServerConfig()) == ("my-model",)
     assert model_names(EngineConfig(), ServerConfig(served_model_name=("a", "b"))) == ("a", "b")
 
@@ -353,7 +478,9 @@ def test_what_clients_call_the_model(tmp_path: Path) -> None:
 def test_a_model_without_a_template_is_asked_for_completions() -> None:
     """Of text where there is a tokenizer, of token ids where there is none; the body that is shown is JSON in a shell's quotes."""
     for tokenizer, prompt in ((SimpleNamespace(), "Once upon a time"), (None, [1, 2, 3])):
-        context = ModelContext(model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer)
+        context = ModelContext(
+            model_names=("it's",), max_model_len=9, vocab_size=9, tokenizer=tokenizer
+        )
         text = how_to_ask("http://h:1", context, has_keys=False, has_page=True)
         [curl] = [line for line in text.splitlines() if line.startswith("  curl")]
         words = shlex.split(curl)
@@ -367,10 +494,20 @@ def test_the_image_has_the_kernels_for_cpus_and_the_servers_of_the_compose_file_
     root = Path(__file__).parents[1]
     dockerfile = (root / "deploy" / "Dockerfile").read_text()
     making, running = dockerfile.split("FROM python:3.12-slim")[1:]
-    compiler, wheel = making.index("apt-get install -y --no-install-recommends g++"), making.index("pip wheel")
+    compiler, wheel = (
+        making.index("apt-get install -y --no-install-recommends g++"),
+        making.index("pip wheel"),
+    )
     assert compiler < making.index("RUN JAXPAGE_BUILD_KERNELS=1") < wheel
-    assert "COPY --from=wheel /wheels /wheels" in running and '"$(ls /wheels/*.whl)[$EXTRAS]"' in running
-    entry = json.loads(next(line for line in running.splitlines() if line.startswith("ENTRYPOINT ")).partition(" ")[2])
+    assert (
+        "COPY --from=wheel /wheels /wheels" in running
+        and '"$(ls /wheels/*.whl)[$EXTRAS]"' in running
+    )
+    entry = json.loads(
+        next(line for line in running.splitlines() if line.startswith("ENTRYPOINT ")).partition(
+            " "
+        )[2]
+    )
     services = yaml.safe_load((root / "deploy" / "compose.yaml").read_text())["services"]
     servers = [service for name, service in services.items() if name.startswith("server")]
     assert len(servers) == 2

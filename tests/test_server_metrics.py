@@ -37,7 +37,9 @@ from tests.support.random_checkpoints import random_checkpoint
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     speculation = {"method": "ngram", "num_speculative_tokens": 2}
-    with make_llm(random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), speculative_config=speculation) as llm:
+    with make_llm(
+        random_checkpoint(tmp_path_factory.mktemp("llama"), LLAMA), speculative_config=speculation
+    ) as llm:
         yield llm
 
 
@@ -85,7 +87,9 @@ def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[Reque
         "time_to_first_token_seconds": [m.first_token_time - m.arrival_time for m in requests],
         "e2e_request_latency_seconds": [m.finished_time - m.arrival_time for m in requests],
         "request_queue_time_seconds": [m.first_scheduled_time - m.arrival_time for m in requests],
-        "request_prefill_time_seconds": [m.first_token_time - m.first_scheduled_time for m in requests],
+        "request_prefill_time_seconds": [
+            m.first_token_time - m.first_scheduled_time for m in requests
+        ],
         "request_decode_time_seconds": [m.last_token_time - m.first_token_time for m in requests],
         "request_prompt_tokens": [len(output.prompt_token_ids) for output in outputs],
         "request_time_per_output_token_seconds": [
@@ -102,20 +106,35 @@ def test_latencies_are_recounted_from_the_requests(llm: LLM, outputs: list[Reque
         for bound, count in histogram["buckets"].items():
             assert count == bisect.bisect_right(values, float(bound)), (name, bound)
     assert stats["request_generation_tokens"]["count"] == len(outputs)
-    assert stats["request_generation_tokens"]["sum"] >= sum(tokens), "beams that fell out were generated too"
+    assert stats["request_generation_tokens"]["sum"] >= sum(tokens), (
+        "beams that fell out were generated too"
+    )
     gaps = stats["inter_token_latency_seconds"]
-    assert gaps["sum"] == pytest.approx(sum(found["request_decode_time_seconds"])), "the gaps between tokens add up"
+    assert gaps["sum"] == pytest.approx(sum(found["request_decode_time_seconds"])), (
+        "the gaps between tokens add up"
+    )
     assert stats["engine_step_seconds"]["count"] == stats["engine_steps_total"] > gaps["count"] / 4
-    assert all(m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time for m in requests)
+    assert all(
+        m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.last_token_time
+        for m in requests
+    )
 
 
-def test_what_is_aborted_has_no_latency(llm: LLM, outputs: list[RequestOutput], by_hand: None) -> None:
+def test_what_is_aborted_has_no_latency(
+    llm: LLM, outputs: list[RequestOutput], by_hand: None
+) -> None:
     before = llm.stats()
     with llm.stream([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)) as chunks:
         next(chunks)
     after = llm.stats()
-    assert after["request_success_total"]["abort"] == before["request_success_total"].get("abort", 0) + 1
-    assert after["time_to_first_token_seconds"]["count"] == before["time_to_first_token_seconds"]["count"] + 1
+    assert (
+        after["request_success_total"]["abort"]
+        == before["request_success_total"].get("abort", 0) + 1
+    )
+    assert (
+        after["time_to_first_token_seconds"]["count"]
+        == before["time_to_first_token_seconds"]["count"] + 1
+    )
     assert after["e2e_request_latency_seconds"] == before["e2e_request_latency_seconds"]
 
 
@@ -130,16 +149,27 @@ def test_metrics_have_the_facts_of_stats(llm: LLM, outputs: list[RequestOutput])
     stats = llm.stats()
     families = parsed(ServerMetrics("my model").exposition(stats))
     samples = {
-        (sample.name, *(value for name, value in sorted(sample.labels.items()) if name != "model_name")): sample
+        (
+            sample.name,
+            *(value for name, value in sorted(sample.labels.items()) if name != "model_name"),
+        ): sample
         for family in families.values()
         for sample in family.samples
     }
-    assert len(samples) == sum(len(family.samples) for family in families.values()), "no sample comes twice"
+    assert len(samples) == sum(len(family.samples) for family in families.values()), (
+        "no sample comes twice"
+    )
     wanted: dict[tuple[str, ...], float] = {}
     for name, value in stats.items():
         if isinstance(value, dict) and "buckets" in value:
-            wanted |= {(f"jaxpage_{name}_bucket", bound): count for bound, count in value["buckets"].items()}
-            wanted |= {(f"jaxpage_{name}_sum",): value["sum"], (f"jaxpage_{name}_count",): value["count"]}
+            wanted |= {
+                (f"jaxpage_{name}_bucket", bound): count
+                for bound, count in value["buckets"].items()
+            }
+            wanted |= {
+                (f"jaxpage_{name}_sum",): value["sum"],
+                (f"jaxpage_{name}_count",): value["count"],
+            }
         elif isinstance(value, dict):
             wanted |= {(f"jaxpage_{name}", str(key)): number for key, number in value.items()}
         else:
@@ -149,18 +179,27 @@ def test_metrics_have_the_facts_of_stats(llm: LLM, outputs: list[RequestOutput])
     assert all(samples[key].labels["model_name"] == "my model" for key in wanted)
     own = {"jaxpage_rejected", "jaxpage_aborted", "jaxpage_build_info"}
     assert {name for name in families if not name.startswith("process_")} == own | {
-        f"jaxpage_{name}" if name == "num_blocks_total" else f"jaxpage_{name}".removesuffix("_total") for name in stats
+        f"jaxpage_{name}"
+        if name == "num_blocks_total"
+        else f"jaxpage_{name}".removesuffix("_total")
+        for name in stats
     }
 
 
 def test_every_metric_says_what_it_is(llm: LLM, outputs: list[RequestOutput]) -> None:
     stats = llm.stats()
     assert {"rejected_total", "aborted_total", *stats} == set(HELP)
-    labelled = {name for name, value in stats.items() if isinstance(value, dict) and "buckets" not in value}
+    labelled = {
+        name for name, value in stats.items() if isinstance(value, dict) and "buckets" not in value
+    }
     assert {"rejected_total", "aborted_total", *labelled} == set(LABELS)
     families = parsed(ServerMetrics("m").exposition(stats))
     types = {name: family.type for name, family in families.items() if name.startswith("jaxpage_")}
-    histograms = {f"jaxpage_{name}" for name, value in stats.items() if isinstance(value, dict) and "buckets" in value}
+    histograms = {
+        f"jaxpage_{name}"
+        for name, value in stats.items()
+        if isinstance(value, dict) and "buckets" in value
+    }
     assert {name for name, kind in types.items() if kind == "histogram"} == histograms
     assert types["jaxpage_num_blocks_total"] == types["jaxpage_num_requests_running"] == "gauge"
     assert types["jaxpage_compile"] == types["jaxpage_request_success"] == "counter"
@@ -171,11 +210,29 @@ def test_metrics_of_the_interface_are_there(llm: LLM, outputs: list[RequestOutpu
     """The names that dashboards made for vLLM ask for, with our prefix."""
     text = ServerMetrics("m").exposition(llm.stats()).decode()
     for suffix in (
-        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries_total"),
-        *("prefix_cache_hits_total", "num_preemptions_total", "prompt_tokens_total", "generation_tokens_total"),
-        *("request_success_total", "time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket"),
+        *(
+            "num_requests_running",
+            "num_requests_waiting",
+            "kv_cache_usage_perc",
+            "prefix_cache_queries_total",
+        ),
+        *(
+            "prefix_cache_hits_total",
+            "num_preemptions_total",
+            "prompt_tokens_total",
+            "generation_tokens_total",
+        ),
+        *(
+            "request_success_total",
+            "time_to_first_token_seconds_bucket",
+            "inter_token_latency_seconds_bucket",
+        ),
         *("request_time_per_output_token_seconds_sum", "e2e_request_latency_seconds_count"),
-        *("request_queue_time_seconds_sum", "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum"),
+        *(
+            "request_queue_time_seconds_sum",
+            "request_prefill_time_seconds_sum",
+            "request_decode_time_seconds_sum",
+        ),
         *("request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
     ):
         assert f"\njaxpage_{suffix}{{" in text, suffix
@@ -195,13 +252,17 @@ def test_reasons_are_a_closed_set() -> None:
         ("rejected", REJECTIONS, {"other": 1000, "queue_full": 1}),
         ("aborted", ABORTIONS, {"other": 1000}),
     ):
-        values = {sample.labels["reason"]: sample.value for sample in families[f"jaxpage_{name}"].samples}
+        values = {
+            sample.labels["reason"]: sample.value for sample in families[f"jaxpage_{name}"].samples
+        }
         assert values == {**dict.fromkeys(reasons, 0), **counted}
 
 
 def test_a_model_s_name_cannot_break_the_text() -> None:
     name = 'a"b\\c\nd'
-    [sample] = parsed(ServerMetrics(name).exposition({"engine_steps_total": 3}))["jaxpage_engine_steps"].samples
+    [sample] = parsed(ServerMetrics(name).exposition({"engine_steps_total": 3}))[
+        "jaxpage_engine_steps"
+    ].samples
     assert (sample.labels["model_name"], sample.value) == (name, 3)
 
 
@@ -243,7 +304,11 @@ def test_no_line_of_a_traceback_looks_like_a_record(log: Any) -> None:
     except ValueError:
         logging.getLogger("jaxpage.x").exception("failed")
     first, *rest = written().splitlines()
-    assert first.endswith("ERROR failed") and all(line.startswith("    ") for line in rest) and len(rest) >= 3
+    assert (
+        first.endswith("ERROR failed")
+        and all(line.startswith("    ") for line in rest)
+        and len(rest) >= 3
+    )
 
 
 def test_json_records_are_objects_line_by_line(log: Any) -> None:
@@ -256,8 +321,16 @@ def test_json_records_are_objects_line_by_line(log: Any) -> None:
         )
     [line] = written().splitlines()
     record = json.loads(line)
-    assert record["message"] == f"asked: {HOSTILE}" and record["level"] == "warning" and record["logger"] == "jaxpage.x"
-    assert record["request_id"] == "a" and record["path"] == "b" and "ValueError" in record["exception"]
+    assert (
+        record["message"] == f"asked: {HOSTILE}"
+        and record["level"] == "warning"
+        and record["logger"] == "jaxpage.x"
+    )
+    assert (
+        record["request_id"] == "a"
+        and record["path"] == "b"
+        and "ValueError" in record["exception"]
+    )
     assert abs(record["time"] - time.time()) < 600
 
 
@@ -273,11 +346,15 @@ def test_the_level_is_that_of_jaxpage_alone(log: Any) -> None:
     assert written().count("\n") == 1
 
 
-def test_activity_is_told_once_and_only_where_there_is_some(llm: LLM, outputs: list[RequestOutput]) -> None:
+def test_activity_is_told_once_and_only_where_there_is_some(
+    llm: LLM, outputs: list[RequestOutput]
+) -> None:
     before = llm.stats()
     assert logs.activity(before, llm.stats(), 10.0) is None
     llm.generate(
-        [[5, 6, 7, 8] * 8] * 2, SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True), use_tqdm=False
+        [[5, 6, 7, 8] * 8] * 2,
+        SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
+        use_tqdm=False,
     )
     after = llm.stats()
     line = logs.activity(before, after, 2.0)
@@ -285,8 +362,14 @@ def test_activity_is_told_once_and_only_where_there_is_some(llm: LLM, outputs: l
     computed = after["prompt_tokens_total"] - before["prompt_tokens_total"]
     assert f"prefill {computed / 2:.0f} tok/s · decode 10 tok/s · prefix hit " in line
     waiting = {**after, "num_requests_waiting": 2}
-    assert "Waiting 2" in str(logs.activity(waiting, waiting, 10.0)), "a queue that does not move is something"
-    busy = {**after, "prompt_tokens_total": after["prompt_tokens_total"] + 81_230, "engine_steps_total": 10**6}
+    assert "Waiting 2" in str(logs.activity(waiting, waiting, 10.0)), (
+        "a queue that does not move is something"
+    )
+    busy = {
+        **after,
+        "prompt_tokens_total": after["prompt_tokens_total"] + 81_230,
+        "engine_steps_total": 10**6,
+    }
     assert "prefill 8.1k tok/s" in str(logs.activity(after, busy, 10.0))
 
 
@@ -294,7 +377,9 @@ def test_the_log_has_a_line_per_active_interval(log: Any) -> None:
     """Of four snapshots the second and the third differ: one line."""
     written = log()
     quiet = {name: 0 for name in HELP}
-    snapshots = iter([quiet, quiet, quiet | {"engine_steps_total": 5}, quiet | {"engine_steps_total": 5}])
+    snapshots = iter(
+        [quiet, quiet, quiet | {"engine_steps_total": 5}, quiet | {"engine_steps_total": 5}]
+    )
 
     async def stats() -> dict[str, Any]:
         try:
@@ -320,7 +405,12 @@ def test_latencies_of_a_failed_request_are_left_out() -> None:
         eos_token_ids=frozenset(),
         max_total_tokens=9,
     )
-    for reasons, counted in ((("stop", "length"), 1), (("stop", "error"), 0), (("abort",), 0), ((None,), 0)):
+    for reasons, counted in (
+        (("stop", "length"), 1),
+        (("stop", "error"), 0),
+        (("abort",), 0),
+        ((None,), 0),
+    ):
         latencies = Latencies()
         metrics = RequestMetrics(arrival_time=0.0, first_scheduled_time=1.0, finished_time=9.0)
         latencies.has_tokens(metrics, 2.0)
@@ -344,7 +434,10 @@ def test_routers_find_the_names_that_they_know(llm: LLM, outputs: list[RequestOu
         if name.startswith("vllm:"):
             (sample,) = family.samples
             assert sample.labels["model_name"] == "m" and family.type == "gauge"
-            found[sample.name] = (sample.value, *(sample.labels.get(one) for one in ("block_size", "num_gpu_blocks")))
+            found[sample.name] = (
+                sample.value,
+                *(sample.labels.get(one) for one in ("block_size", "num_gpu_blocks")),
+            )
     wanted = {
         f"vllm:{name}": (stats[name], None, None)
         for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -372,7 +465,10 @@ def test_events_of_an_index() -> None:
     first, *behind = hashes = [int.from_bytes(digest[:8], "big") for digest in digests]
     assert (stored["block_hashes"], stored["parent_block_hash"]) == (hashes, None)
     assert stored["token_ids"] == [1, 2, 3, 4, 5, 6]
-    assert removed == {"type": "BlockRemoved", "block_hashes": behind, "medium": "GPU"} and first not in behind
+    assert (
+        removed == {"type": "BlockRemoved", "block_hashes": behind, "medium": "GPU"}
+        and first not in behind
+    )
 
 
 def free_endpoint() -> str:
@@ -389,7 +485,9 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
     assert cached is not None
     llm.reset_prefix_cache()
     endpoint, replaying = free_endpoint(), free_endpoint()
-    publish_kv_events(built, ServerConfig(kv_events=endpoint, kv_events_replay=replaying, kv_events_topic="kv@a"))
+    publish_kv_events(
+        built, ServerConfig(kv_events=endpoint, kv_events_replay=replaying, kv_events_topic="kv@a")
+    )
     known: dict[tuple[int, ...], int] = {}  # whole prefixes and their hashes
     num_removed = 0
 
@@ -397,11 +495,19 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
         nonlocal num_removed
         if event["type"] == "BlockStored":
             parents = {block_hash: prefix for prefix, block_hash in known.items()}
-            prefix = parents[event["parent_block_hash"]] if event["parent_block_hash"] is not None else ()
+            prefix = (
+                parents[event["parent_block_hash"]]
+                if event["parent_block_hash"] is not None
+                else ()
+            )
             for place, block_hash in enumerate(event["block_hashes"]):
                 prefix += tuple(event["token_ids"][16 * place : 16 * place + 16])
                 known[prefix] = block_hash
-            assert (event["block_size"], event["medium"], len(event["token_ids"])) == (16, "GPU", 16 * (place + 1))
+            assert (event["block_size"], event["medium"], len(event["token_ids"])) == (
+                16,
+                "GPU",
+                16 * (place + 1),
+            )
         else:
             gone = set(event.get("block_hashes", known.values()))
             assert gone <= set(known.values())
@@ -418,10 +524,16 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
         return found
 
     def generate(*prompts: list[int], **params: Any) -> list[int]:
-        outputs = llm.generate(list(prompts), SamplingParams(max_tokens=2, **params), use_tqdm=False)
+        outputs = llm.generate(
+            list(prompts), SamplingParams(max_tokens=2, **params), use_tqdm=False
+        )
         return [output.metrics.num_cached_tokens for output in outputs if output.metrics]
 
-    with zmq.Context() as context, context.socket(zmq.SUB) as reading, context.socket(zmq.DEALER) as asking:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as reading,
+        context.socket(zmq.DEALER) as asking,
+    ):
         reading.connect(endpoint)
         asking.connect(replaying)
         for one in (reading, asking):
@@ -432,7 +544,9 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
             generate(rng.integers(1, 257, 40).tolist())
             seen = [reading.recv_multipart()] if reading.poll(100) else []
         prefix = rng.integers(1, 257, 40).tolist()
-        prompts = [prefix[: 8 * rng.integers(6)] + rng.integers(1, 257, 60).tolist() for _ in range(50)]
+        prompts = [
+            prefix[: 8 * rng.integers(6)] + rng.integers(1, 257, 60).tolist() for _ in range(50)
+        ]
         secret = [256] * 70
         generate(*prompts[:30])
         generate(secret, cache_salt="mine")
@@ -454,7 +568,9 @@ def test_subscribers_know_what_the_cache_will_find(llm: LLM) -> None:
         llm.reset_prefix_cache()
         while True:
             topic, place, batch = reading.recv_multipart()
-            assert topic == b"kv@a" and int.from_bytes(place, "big") > int.from_bytes(seen[-1][1], "big")
+            assert topic == b"kv@a" and int.from_bytes(place, "big") > int.from_bytes(
+                seen[-1][1], "big"
+            )
             seen.append([topic, place, batch])
             if msgpack.unpackb(batch)[1] == [{"type": "AllBlocksCleared"}]:
                 break
@@ -468,15 +584,20 @@ def test_the_application_runs_in_the_servers_of_others(
 ) -> None:
     """With the lifespan of ASGI, by which its engine ends."""
     with pytest.raises(ModelNotFoundError, match="nowhere"):
-        asgi.asgi_app(engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"})
+        asgi.asgi_app(
+            engine={"model": str(tmp_path / "nowhere")}, server={"served_model_name": "m"}
+        )
     built = Built(llm._engine, None, {}, llm.spec, llm._model)
     app = asgi.application(built, llm.config, ServerConfig(served_model_name="m"))
-    monkeypatch.setattr(app._driver.turns, "close_engine", lambda: None)  # the engine is there for other tests
+    # the engine is there for other tests
+    monkeypatch.setattr(app._driver.turns, "close_engine", lambda: None)
     said: list[str] = []
 
     async def run() -> None:
         told: asyncio.Queue[Any] = asyncio.Queue()
-        lifespan = asyncio.create_task(app({"type": "lifespan"}, told.get, lambda event: heard(event["type"])))
+        lifespan = asyncio.create_task(
+            app({"type": "lifespan"}, told.get, lambda event: heard(event["type"]))
+        )
         await told.put({"type": "lifespan.startup"})
         asked = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 2}
         transport = httpx.ASGITransport(app)
@@ -489,4 +610,7 @@ def test_the_application_runs_in_the_servers_of_others(
         said.append(event)
 
     asyncio.run(run())
-    assert said == ["lifespan.startup.complete", "lifespan.shutdown.complete"] and not app._driver.healthy
+    assert (
+        said == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+        and not app._driver.healthy
+    )

@@ -33,7 +33,14 @@ from tools.paper.static_batching import StaticBatcher
 
 # A step takes a second, whatever it does, and so does a step that swaps.
 ONE_SECOND = AnalyticCost(
-    step=1.0, sequence=0, weights=0, token=0, context_token=0, copies_per_block=0, copy=0, copied_token=0
+    step=1.0,
+    sequence=0,
+    weights=0,
+    token=0,
+    context_token=0,
+    copies_per_block=0,
+    copy=0,
+    copied_token=0,
 )
 
 
@@ -73,7 +80,9 @@ class Naive:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 200), st.lists(st.tuples(st.booleans(), st.integers(1, 70)), max_size=40))
-def test_the_buddy_allocator_is_the_naive_one(num_slots: int, calls: list[tuple[bool, int]]) -> None:
+def test_the_buddy_allocator_is_the_naive_one(
+    num_slots: int, calls: list[tuple[bool, int]]
+) -> None:
     buddy, naive = BuddyAllocator(num_slots), Naive(num_slots)
     for allocates, number in calls:
         if allocates:
@@ -109,7 +118,9 @@ class Recorded(TimeAverage):
         self.states.append(state)
 
 
-def simulate(trace: list[Arrival], policy: Policy, average: TimeAverage | None = None, **options: object) -> Run:
+def simulate(
+    trace: list[Arrival], policy: Policy, average: TimeAverage | None = None, **options: object
+) -> Run:
     run = Simulator(trace, policy, ONE_SECOND, average=average, **options).run()  # type: ignore[arg-type]
     assert not policy.has_unfinished and not run.unfinished
     return run
@@ -131,7 +142,9 @@ def test_who_has_ended_in_a_static_batch_still_costs() -> None:
     assert run.seconds == 4 * 2
 
 
-@pytest.mark.parametrize(("variant", "asked"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)])
+@pytest.mark.parametrize(
+    ("variant", "asked"), [("Max", 2048), ("Pow2", 100 + 64), ("Oracle", 100 + 40)]
+)
 def test_what_orca_reserves(variant: str, asked: int) -> None:
     """The middle step of one request: 100 tokens of prompt, 40 of output, of which 20 have been drawn before it."""
     average = Recorded()
@@ -146,15 +159,24 @@ def test_what_orca_reserves(variant: str, asked: int) -> None:
 @pytest.mark.parametrize(("output", "rounded"), [(25, 32), (32, 32), (33, 64), (1, 1)])
 def test_pow2_rounds_the_output_up(output: int, rounded: int) -> None:
     """25 to 32 is the paper's example."""
-    assert RESERVATIONS["Pow2"](ScriptedRequests().new_group(Arrival(0.0, 100, output)).request) == 100 + rounded
-    assert RESERVATIONS["Pow2"](ScriptedRequests().new_group(Arrival(0.0, 1024, 700)).request) == 2048
+    assert (
+        RESERVATIONS["Pow2"](ScriptedRequests().new_group(Arrival(0.0, 100, output)).request)
+        == 100 + rounded
+    )
+    assert (
+        RESERVATIONS["Pow2"](ScriptedRequests().new_group(Arrival(0.0, 1024, 700)).request) == 2048
+    )
 
 
 def test_orca_runs_as_many_as_the_allocator_has_room_for() -> None:
     """Of 15,728 slots: seven chunks of 2,048; of 256, for 140 tokens in a row, 60 in 15,360 slots and one in the rest of 368."""
     for variant, most in (("Max", 7), ("Pow2", 61), ("Oracle", 61)):
         average = Recorded()
-        simulate([Arrival(0.0, 100, 40)] * 70, Orca(15_728, variant, max_num_batched_tokens=10_000), average)
+        simulate(
+            [Arrival(0.0, 100, 40)] * 70,
+            Orca(15_728, variant, max_num_batched_tokens=10_000),
+            average,
+        )
         assert max(state.running for state in average.states) == most
 
 
@@ -168,7 +190,9 @@ def test_samples_have_a_chunk_each_and_compute_the_prompt_once() -> None:
 
 
 def test_a_run_that_is_stopped_counts_who_is_unfinished() -> None:
-    simulator = Simulator([Arrival(0.0, 10, 3), Arrival(1.0, 10, 10)], Setup().new_scheduler(), ONE_SECOND)
+    simulator = Simulator(
+        [Arrival(0.0, 10, 3), Arrival(1.0, 10, 10)], Setup().new_scheduler(), ONE_SECOND
+    )
     run = simulator.run(until=6.0)
     assert len(run.served) == len(run.unfinished) == 1 and run.seconds == 6.0
     assert run.normalized_latency == pytest.approx((3 / 3 + 5 / 10) / 2)
@@ -182,7 +206,9 @@ def test_requests_share_a_pinned_prefix() -> None:
     simulate([Arrival(0.0, 44, 6, num_prefix_tokens=40)] * 4, scheduler, average)
     state = average.states[0]
     assert (state.unshared_blocks, state.saved_blocks) == (12, 6)
-    assert state.num_slots - state.free_slots == 16 * (3 + 4), "the pin's own blocks, and a third one for each"
+    assert state.num_slots - state.free_slots == 16 * (3 + 4), (
+        "the pin's own blocks, and a third one for each"
+    )
     assert state.token_slots == 40 + 4 * (44 - 32)
     scheduler.check()
 
@@ -195,7 +221,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def facts(plan: StepPlan) -> tuple[object, ...]:
     """All of a plan but the tokens, which a simulation does not have."""
     rows = [(row.sequence_id, row.start, len(row.token_ids), row.block_tables) for row in plan.rows]
-    samples = [(sample.row, sample.sequence_id, sample.sample_index, sample.position) for sample in plan.samples]
+    samples = [
+        (sample.row, sample.sequence_id, sample.sample_index, sample.position)
+        for sample in plan.samples
+    ]
     return rows, samples, plan.copies, plan.swap_out, plan.swap_in, plan.preempted
 
 
@@ -213,7 +242,9 @@ def same_trace() -> list[Arrival]:
     """More than the pool of 16 blocks holds, at whole seconds; every third request asks for three samples."""
     trace = poisson_trace("sharegpt", rate=0.12, seconds=200, seed=5, max_input=40, max_total=80)
     return [
-        replace(arrival, seconds=float(int(arrival.seconds)), num_samples=3 if index % 3 == 2 else 1)
+        replace(
+            arrival, seconds=float(int(arrival.seconds)), num_samples=3 if index % 3 == 2 else 1
+        )
         for index, arrival in enumerate(trace)
     ]
 
@@ -225,20 +256,31 @@ def test_a_simulation_plans_what_an_engine_plans(checkpoint: Path, mode: str) ->
     with make_llm(checkpoint, **{**ENGINES[mode], "enable_prefix_caching": False}) as llm:
         engine = llm._engine
         waiting, plan = list(enumerate(trace)), engine.scheduler.plan
-        engine.scheduler.plan = lambda drafts: (made := plan(drafts)) and (real.append(facts(made)) or made)
+        engine.scheduler.plan = lambda drafts: (
+            (made := plan(drafts)) and (real.append(facts(made)) or made)
+        )
         while waiting or engine.has_unfinished:
             now = len(real) if engine.has_unfinished else max(len(real), waiting[0][1].seconds)
             while waiting and waiting[0][1].seconds <= now:
                 index, arrival = waiting.pop(0)
-                params = SamplingParams(n=arrival.num_samples, max_tokens=arrival.num_output_tokens, ignore_eos=True)
-                token_ids = [1 + (index + place) % 200 for place in range(arrival.num_prompt_tokens)]
+                params = SamplingParams(
+                    n=arrival.num_samples, max_tokens=arrival.num_output_tokens, ignore_eos=True
+                )
+                token_ids = [
+                    1 + (index + place) % 200 for place in range(arrival.num_prompt_tokens)
+                ]
                 engine.add(str(index), engine.prepare(None, token_ids, params))
             engine.step()
         scheduler = engine.scheduler
         num_blocks = scheduler.block_manager.groups[0].pool.num_blocks
-        manager = BlockManager([BlockTables(BlockPool(num_blocks), 16, host_pool=BlockPool(num_blocks))])
+        manager = BlockManager(
+            [BlockTables(BlockPool(num_blocks), 16, host_pool=BlockPool(num_blocks))]
+        )
         simulated = Noted(
-            scheduler.limits, manager, max_num_seqs=scheduler.max_num_seqs, preemption=scheduler._requests._preemption
+            scheduler.limits,
+            manager,
+            max_num_seqs=scheduler.max_num_seqs,
+            preemption=scheduler._requests._preemption,
         )
         simulate(trace, simulated)
     assert simulated.plans == real
@@ -254,7 +296,9 @@ def test_simulated_beams_share_what_the_real_ones_shared(checkpoint: Path, tmp_p
         llm.generate([list(range(1, num_prompt + 1))], [params], use_tqdm=False)
         samples = [sample.split for sample in llm.memory_report().samples]
     ancestries = read_ancestries(log)
-    assert [len(steps) for steps in ancestries[3]] == [num_output - 2], "not of the first step, nor of the last"
+    assert [len(steps) for steps in ancestries[3]] == [num_output - 2], (
+        "not of the first step, nor of the last"
+    )
     assert any(steps for steps in ancestries[3][0]), json.dumps(ancestries)
     average = Recorded()
     beams = Arrival(0.0, num_prompt, num_output, num_samples=3, is_beam_search=True)

@@ -31,7 +31,14 @@ from tools.scheduler_lab.saturation import saturate
 
 # A step takes a second, whatever it does; a block takes a hundred to swap.
 ONE_SECOND = AnalyticCost(
-    step=1.0, sequence=0, weights=0, token=0, context_token=0, copies_per_block=10, copy=10, copied_token=0
+    step=1.0,
+    sequence=0,
+    weights=0,
+    token=0,
+    context_token=0,
+    copies_per_block=10,
+    copy=10,
+    copied_token=0,
 )
 SMALL = Setup(num_blocks=40, block_size=4, max_num_seqs=8, max_num_batched_tokens=32)
 
@@ -51,7 +58,13 @@ class Recorded(TimeAverage):
 def small_trace(seed: int = 0, num_samples: int = 1, rate: float = 0.2) -> list[Arrival]:
     """More than the small setup can take at once: requests of up to 60 tokens, a step a second."""
     return poisson_trace(
-        "sharegpt", rate=rate, seconds=300, seed=seed, num_samples=num_samples, max_input=30, max_total=60
+        "sharegpt",
+        rate=rate,
+        seconds=300,
+        seed=seed,
+        num_samples=num_samples,
+        max_input=30,
+        max_total=60,
     )
 
 
@@ -85,10 +98,21 @@ def test_memory_is_averaged_over_time() -> None:
     setup = replace(SMALL, num_blocks=5, max_num_seqs=2, max_num_batched_tokens=8)
     average = Recorded()
     run = simulate([Arrival(6.0, 10, 3)], setup, average)
-    assert [(begin, end) for begin, end, _ in average.states] == [(0, 6), (6, 7), (7, 8), (8, 9), (9, 10)]
-    slots = [(s.token_slots, s.reserved_slots, s.internal_slots, s.free_slots, s.running) for _, _, s in average.states]
+    assert [(begin, end) for begin, end, _ in average.states] == [
+        (0, 6),
+        (6, 7),
+        (7, 8),
+        (8, 9),
+        (9, 10),
+    ]
+    slots = [
+        (s.token_slots, s.reserved_slots, s.internal_slots, s.free_slots, s.running)
+        for _, _, s in average.states
+    ]
     assert slots[0] == (0, 0, 0, 20, 0)
-    assert slots[1][0] == 8 and slots[1][0] + slots[1][1] == 10, "two tokens of the prompt are still to come"
+    assert slots[1][0] == 8 and slots[1][0] + slots[1][1] == 10, (
+        "two tokens of the prompt are still to come"
+    )
     assert slots[2:] == [(10, 0, 2, 8, 1), (11, 0, 1, 8, 1), (12, 0, 0, 8, 1)]
     assert run.mean.token_slots == pytest.approx((8 + 10 + 11 + 12) / 10)
     assert run.mean.running == pytest.approx(0.4)
@@ -97,7 +121,9 @@ def test_memory_is_averaged_over_time() -> None:
 
 def test_only_what_lies_in_the_window_counts() -> None:
     average = Recorded(6.5, 8.25)
-    run = simulate([Arrival(6.0, 10, 3)], replace(SMALL, num_blocks=5, max_num_batched_tokens=8), average)
+    run = simulate(
+        [Arrival(6.0, 10, 3)], replace(SMALL, num_blocks=5, max_num_batched_tokens=8), average
+    )
     assert [(begin, end) for begin, end, _ in average.states] == [(6, 7), (7, 8), (8, 9)]
     assert average.seconds == 1.75
     assert run.mean.token_slots == pytest.approx((0.5 * 8 + 1.0 * 10 + 0.25 * 11) / 1.75)
@@ -109,16 +135,23 @@ def test_only_what_lies_in_the_window_counts() -> None:
 @pytest.mark.parametrize("prefix_caching", [False, True])
 def test_every_request_finishes_with_its_length(num_samples: int, prefix_caching: bool) -> None:
     trace, average = small_trace(num_samples=num_samples), Recorded()
-    setup = replace(SMALL, num_blocks=46, max_num_seqs=8 * num_samples, prefix_caching=prefix_caching)
+    setup = replace(
+        SMALL, num_blocks=46, max_num_seqs=8 * num_samples, prefix_caching=prefix_caching
+    )
     run = simulate(trace, setup, average)
     assert run.num_preemptions > 0, "this trace is to be too much for the pool"
     served = [run.served[str(ordinal)] for ordinal in range(len(trace))]
     assert [item.arrival for item in served] == trace
-    assert [item.num_output_tokens for item in served] == [(a.num_output_tokens,) * num_samples for a in trace]
+    assert [item.num_output_tokens for item in served] == [
+        (a.num_output_tokens,) * num_samples for a in trace
+    ]
     assert sum(item.num_preemptions for item in served) == run.num_preemptions
     assert {state.num_slots for _, _, state in average.states} == {46 * 4}
     for _, _, state in average.states:
-        assert min(state.token_slots, state.reserved_slots, state.internal_slots, state.free_slots) >= 0
+        assert (
+            min(state.token_slots, state.reserved_slots, state.internal_slots, state.free_slots)
+            >= 0
+        )
 
 
 def test_littles_law() -> None:
@@ -196,7 +229,9 @@ def test_less_than_four_percent_of_the_pool_is_wasted_at_saturation() -> None:
 def test_the_literal_reading_of_the_rule_leaves_a_third_of_the_pool_empty() -> None:
     """New requests wait until the preempted ones are completed: a simulator that shares no code had 67 % and 25.5 requests."""
     setup = Setup(preemption=Preemption("recompute", "completed"))
-    mean = saturate(setup.new_scheduler, "sharegpt", rate=2.0, seconds=800.0, seeds=[0]).runs[0].mean
+    mean = (
+        saturate(setup.new_scheduler, "sharegpt", rate=2.0, seconds=800.0, seeds=[0]).runs[0].mean
+    )
     assert 1 - mean.pool_waste == pytest.approx(0.67, abs=0.05)
     assert mean.running == pytest.approx(25.5, rel=0.1)
 
@@ -210,8 +245,12 @@ def test_a_pool_of_thirty_percent_of_the_demand_finishes_everything(mode: Mode) 
     served = [run.served[str(ordinal)] for ordinal in range(40)]
     assert [item.num_output_tokens for item in served] == [(a.num_output_tokens,) for a in requests]
     assert run.num_preemptions > 0
-    assert (run.num_swapped_out > 0) == (mode == "swap") and run.num_swapped_out == run.num_swapped_in
-    assert run.swap_seconds == pytest.approx(2 * run.num_swapped_out * 80 * (2.2e-6 + 16 * 10240 / 25e9))
+    assert (run.num_swapped_out > 0) == (
+        mode == "swap"
+    ) and run.num_swapped_out == run.num_swapped_in
+    assert run.swap_seconds == pytest.approx(
+        2 * run.num_swapped_out * 80 * (2.2e-6 + 16 * 10240 / 25e9)
+    )
 
 
 def test_a_larger_watermark_is_seen_as_waste(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +278,9 @@ def calls(function: Callable[[], object]) -> Counter[str]:
     return counts
 
 
-def calls_with(num_waiting: int, plan: Callable[[Scheduler], StepPlan | None]) -> list[Counter[str]]:
+def calls_with(
+    num_waiting: int, plan: Callable[[Scheduler], StepPlan | None]
+) -> list[Counter[str]]:
     """Of a step, an arrival, the end of one that waits, and a step that admits one, while requests wait."""
     decoding = Decoding(8, 20, prefix_caching=True)
     scheduler, requests = decoding.scheduler, decoding.requests
@@ -254,7 +295,8 @@ def calls_with(num_waiting: int, plan: Callable[[Scheduler], StepPlan | None]) -
     step()  # whatever happens only once
     newcomer = decoding.new_waiting()
     counted = [calls(step), calls(lambda: scheduler.add(newcomer)), calls(queue.abort_one)]
-    scheduler.abort(scheduler.waiting[0].request.request_id)  # who needs the whole pool; whoever is behind fits
+    # who needs the whole pool; whoever is behind fits
+    scheduler.abort(scheduler.waiting[0].request.request_id)
     counted.append(calls(step))
     assert scheduler.num_running == 9, "one was admitted"
     return counted
@@ -297,7 +339,10 @@ def test_the_benchmark_prints_tables_and_one_object(
     monkeypatch.setattr(bench_scheduler, "NUMS_RUNNING", (4,))
     monkeypatch.setattr(bench_scheduler, "PRESSED", 16)
     monkeypatch.setattr(bench_scheduler, "ROUNDS", 1)
-    assert bench_scheduler.main(["--seconds", "20", "--rates", "1", "4", "--seeds", "2", "--json"]) == 0
+    assert (
+        bench_scheduler.main(["--seconds", "20", "--rates", "1", "4", "--seeds", "2", "--json"])
+        == 0
+    )
     *shown, line = capsys.readouterr().out.splitlines()
     result = json.loads(line)
     assert [rate["request_rate"] for rate in result["waste"]["rates"]] == [1, 4]
@@ -305,10 +350,17 @@ def test_the_benchmark_prints_tables_and_one_object(
         shares = [rate[f"{kind}_share"] for kind in ("token", "reserved", "internal", "free")]
         assert [sum(kinds) for kinds in zip(*shares, strict=True)] == pytest.approx([1.0, 1.0])
         assert rate["pool_waste"] == pytest.approx([1 - tokens for tokens in rate["token_share"]])
-    assert [(item["num_running"], item["prefix_caching"]) for item in result["planning"]] == [(4, False), (4, True)]
+    assert [(item["num_running"], item["prefix_caching"]) for item in result["planning"]] == [
+        (4, False),
+        (4, True),
+    ]
     assert [item["completed"] for item in result["pressure"]] == [16] * 4
     assert [item["num_waiting"] for item in result["waiting"]] == [2, 5]
-    times = [item[name] for item in result["waiting"] for name in ("plan_us", "commit_us", "add_us", "abort_us")]
+    times = [
+        item[name]
+        for item in result["waiting"]
+        for name in ("plan_us", "commit_us", "add_us", "abort_us")
+    ]
     assert min(times) > 0
     assert result["environment"]["cores"] > 0
     table = "\n".join(shown)
@@ -327,9 +379,22 @@ def test_one_section_alone_and_wrong_use(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_tool_is_the_same_program() -> None:
     root = Path(__file__).parents[1]
-    command = [sys.executable, "tools/bench_scheduler.py", "--waste", "--seconds", "5", "--seeds", "1"]
+    command = [
+        sys.executable,
+        "tools/bench_scheduler.py",
+        "--waste",
+        "--seconds",
+        "5",
+        "--seeds",
+        "1",
+    ]
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=root, env={"PYTHONPATH": str(root)}, timeout=300
+        command,
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={"PYTHONPATH": str(root)},
+        timeout=300,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("Memory: 983 blocks")

@@ -33,9 +33,21 @@ WARM = Look(
 
 
 def test_a_short_soak_keeps_every_promise() -> None:
-    command = [sys.executable, "-m", "tools.soak", "--requests", "120", "--warm-up", "50", "--clients", "16"]
+    command = [
+        sys.executable,
+        "-m",
+        "tools.soak",
+        "--requests",
+        "120",
+        "--warm-up",
+        "50",
+        "--clients",
+        "16",
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.endswith("every promise was kept\n"), done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith("every promise was kept\n"), (
+        done.stdout + done.stderr
+    )
     assert "requests              120 in" in done.stdout
 
 
@@ -44,15 +56,26 @@ def test_requests_are_the_same_for_the_same_seed() -> None:
     assert wanted == list(asks(500, 1, 0.2)) != list(asks(500, 2, 0.2))
     assert len({ask.kind for ask in wanted}) > 10
     leaving = [ask for ask in wanted if ask.leaves_after is not None]
-    assert 50 < len(leaving) < 150 and not any(ask.leaves_after is not None for ask in asks(500, 1, 0.0))
+    assert 50 < len(leaving) < 150 and not any(
+        ask.leaves_after is not None for ask in asks(500, 1, 0.0)
+    )
 
 
-def _found(end: Look = WARM, *, tally: Tally | None = None, log: Counter[str] | None = None, status: int = 0) -> Any:
+def _found(
+    end: Look = WARM,
+    *,
+    tally: Tally | None = None,
+    log: Counter[str] | None = None,
+    status: int = 0,
+) -> Any:
     return broken([WARM, end], tally or Tally(), SimpleNamespace(errors=log or Counter()), status)  # type: ignore[arg-type]
 
 
 def _with(**metrics: float) -> Look:
-    return replace(WARM, metrics={**WARM.metrics, **{f"jaxpage_{name}": value for name, value in metrics.items()}})
+    return replace(
+        WARM,
+        metrics={**WARM.metrics, **{f"jaxpage_{name}": value for name, value in metrics.items()}},
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +102,9 @@ def test_wrong_answers_logs_and_statuses_are_seen() -> None:
     assert _found(tally=Tally(errors=Counter({"anchor: another text than before": 2}))) == [
         "2 x anchor: another text than before"
     ]
-    assert _found(log=Counter({"error: a step failed": 1})) == ["1 x in the server's log: error: a step failed"]
+    assert _found(log=Counter({"error: a step failed": 1})) == [
+        "1 x in the server's log: error: a step failed"
+    ]
     assert _found(status=1) == ["the server's exit status is 1"]
 
 

@@ -25,15 +25,26 @@ from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, 
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 
-advancing = importlib.import_module("jaxpage.decoding.advance")  # the package has a function of that name
-MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20}
+# the package has a function of that name
+advancing = importlib.import_module("jaxpage.decoding.advance")
+MISTRAL = {
+    **LLAMA,
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 20,
+}
 
 
 TREES = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST_DRAFTS, tree=True)
 CHAINS = SpeculativeConfig(method="ngram", num_speculative_tokens=MOST_DRAFTS)
 # Menus are small: compiling takes longer than all else.
 TWO = {"max_num_seqs": 2, "max_num_batched_tokens": 16}
-SMALL_POOL = {**TWO, "max_model_len": 80, "enable_prefix_caching": False, "speculative_config": TREES}
+SMALL_POOL = {
+    **TWO,
+    "max_model_len": 80,
+    "enable_prefix_caching": False,
+    "speculative_config": TREES,
+}
 ENGINES = {
     "without": {"max_num_seqs": 4, "max_num_batched_tokens": 16},
     "trees": {"max_num_seqs": 7, "max_num_batched_tokens": 56, "speculative_config": TREES},
@@ -67,10 +78,24 @@ SAMPLING = {
         "frequency_penalty": 0.7,
         "logprobs": 2,
     },
-    "greedy with penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "greedy with penalties": {
+        "temperature": 0.0,
+        "repetition_penalty": 1.5,
+        "frequency_penalty": 1.0,
+    },
     "bias": {"temperature": 1.0, "logit_bias": {5: 4.0, 70: -100.0, 90: 3.0}},
-    "bad words": {"temperature": 0.7, "bad_words": ["a", "ab", "10", "dog"], "logit_bias": {66: 3.0, 67: 3.0}},
-    "ends": {"temperature": 1.0, "ignore_eos": False, "logit_bias": {0: 4.0}, "min_tokens": 6, "max_tokens": 40},
+    "bad words": {
+        "temperature": 0.7,
+        "bad_words": ["a", "ab", "10", "dog"],
+        "logit_bias": {66: 3.0, 67: 3.0},
+    },
+    "ends": {
+        "temperature": 1.0,
+        "ignore_eos": False,
+        "logit_bias": {0: 4.0},
+        "min_tokens": 6,
+        "max_tokens": 40,
+    },
     "grammar": {
         "temperature": 1.5,
         "structured_outputs": {"regex": "(ab|ba|cat){2,6}( (10|00))+"},
@@ -94,7 +119,10 @@ def prompt_of(index):
 
 
 PROMPTS = [prompt_of(index) for index in range(len(SAMPLING))]
-REQUESTS = [SamplingParams(**{**LENGTH, "seed": 100 + index, **each}) for index, each in enumerate(SAMPLING.values())]
+REQUESTS = [
+    SamplingParams(**{**LENGTH, "seed": 100 + index, **each})
+    for index, each in enumerate(SAMPLING.values())
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,13 +135,18 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engines(directories):
-    with engines_by_name(ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]) as engine:
+    with engines_by_name(
+        ENGINES, lambda name: directories["mistral" if "mistral" in name else "llama"]
+    ) as engine:
         yield engine
 
 
 def everything(outputs):
     """All of the outputs but when things happened."""
-    return [(output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished) for output in outputs]
+    return [
+        (output.prompt_token_ids, output.outputs, output.prompt_logprobs, output.finished)
+        for output in outputs
+    ]
 
 
 def futures(outputs, requests):
@@ -200,7 +233,9 @@ def test_nothing_changes(engine, kind, engines, lone):
     llm, held = engines(engine), HELD.get(engine, ALL)
     before = llm.stats()["num_preemptions_total"]
     with Watched(llm, outputs, kind) as watched:
-        got = watched.generate([PROMPTS[index] for index in held], [REQUESTS[index] for index in held])
+        got = watched.generate(
+            [PROMPTS[index] for index in held], [REQUESTS[index] for index in held]
+        )
     assert got == [want[index] for index in held]
     assert watched.counts["drafts"] > 0 and (watched.counts["right"] > 0) == (kind != "wrong")
     branching = engine != "chains" and kind not in ("oracle", "wrong", "any length", "too many")
@@ -216,7 +251,10 @@ def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
     want, outputs = lone("without")
     with Watched(engines("trees"), outputs, kind) as watched:
         for index in (0, 1, 4, 9, 14):
-            assert watched.generate(PROMPTS[index : index + 1], REQUESTS[index : index + 1]) == want[index : index + 1]
+            assert (
+                watched.generate(PROMPTS[index : index + 1], REQUESTS[index : index + 1])
+                == want[index : index + 1]
+            )
     assert watched.counts["right"] > 20
     assert all(len(plan.rows) == 1 for plan in watched.plans)
     invariants(engines("trees"))
@@ -224,7 +262,8 @@ def test_nothing_changes_for_one_at_a_time(kind, engines, lone):
 
 @pytest.mark.parametrize("model", ["int8", "bfloat16", "mistral"])
 def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
-    some = [0, 2, 4, 3, 11]  # of grammars and bad words, drafts that cannot be are left out beforehand
+    # of grammars and bad words, drafts that cannot be are left out beforehand
+    some = [0, 2, 4, 3, 11]
     asked = [PROMPTS[index] for index in some], tuple(REQUESTS[index] for index in some)
     want, outputs = lone(f"{model} without", *asked)
     assert want != [lone("without")[0][index] for index in some]
@@ -232,7 +271,8 @@ def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
         with Watched(engines(model), outputs, kind) as watched:
             assert watched.generate(*asked) == want
         trees = model != "mistral" and kind != "oracle"
-        if trees or kind != "right branch last":  # of chains that is the wrong branch, but for what is right by chance
+        # of chains that is the wrong branch, but for what is right by chance
+        if trees or kind != "right branch last":
             assert watched.counts["right"] > 0
         assert (watched.counts["branching"] > 0) == trees
     invariants(engines(model))
@@ -240,7 +280,10 @@ def test_nothing_changes_in_fewer_bits_or_with_a_window(model, engines, lone):
 
 def test_two_hundred_seeds(engines, lone):
     """The same prompt, each seed with drafts that are right for a while."""
-    requests = tuple(SamplingParams(temperature=1.0, seed=seed, max_tokens=8, ignore_eos=True) for seed in range(200))
+    requests = tuple(
+        SamplingParams(temperature=1.0, seed=seed, max_tokens=8, ignore_eos=True)
+        for seed in range(200)
+    )
     prompts = [PROMPTS[2]] * len(requests)
     want, outputs = lone("without", prompts, requests)
     assert len({tuple(each[1][0].token_ids) for each in want}) > 150
@@ -256,7 +299,8 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
     stops = sorted({whole.text[place : place + 3] for place in range(len(whole.text) - 2)})
     assert len(stops) > 8
     requests = tuple(
-        dataclasses.replace(REQUESTS[1], stop=(stop,), include_stop_str_in_output=include) for stop in stops
+        dataclasses.replace(REQUESTS[1], stop=(stop,), include_stop_str_in_output=include)
+        for stop in stops
     )
     prompts = [PROMPTS[1]] * len(stops)
     want, _ = lone("without", prompts, requests)
@@ -264,7 +308,9 @@ def test_a_stop_string_cuts_inside_an_accepted_run(include, engines, lone):
     with Watched(engines("trees"), outputs, "oracle") as watched:
         assert watched.generate(prompts, requests) == want
     lengths = [len(each[1][0].token_ids) for each in want]
-    assert watched.counts["right"] > 0 and any(length % (1 + MOST_DRAFTS) not in (0, 1) for length in lengths)
+    assert watched.counts["right"] > 0 and any(
+        length % (1 + MOST_DRAFTS) not in (0, 1) for length in lengths
+    )
     invariants(engines("trees"))
 
 
@@ -276,7 +322,10 @@ def test_who_gives_way_in_the_middle_goes_on_as_if_nothing_had_happened(engine, 
     for step, kind in itertools.product((2, 4, 5, 7), ("any tree", "right branch last")):
         with Watched(llm, outputs, kind, step) as watched:
             reporters = [
-                llm._engine.add(f"{step} {kind} {index}", llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]))
+                llm._engine.add(
+                    f"{step} {kind} {index}",
+                    llm._engine.prepare(None, PROMPTS[index], REQUESTS[index]),
+                )
                 for index in chosen
             ]
             run_giving_way(llm._engine, step)
@@ -291,7 +340,9 @@ def test_what_speculation_cached_is_what_others_find(engines, lone):
     want, outputs = lone("without")
     llm = engines("trees")
     longer = [[*PROMPTS[index], *want[index][1][0].token_ids] for index in (1, 2, 3)]
-    requests = tuple(SamplingParams(**LENGTH, temperature=0.9, seed=index, logprobs=1) for index in (1, 2, 3))
+    requests = tuple(
+        SamplingParams(**LENGTH, temperature=0.9, seed=index, logprobs=1) for index in (1, 2, 3)
+    )
     fresh, behind = lone("without", longer, requests)
     llm.reset_prefix_cache()
     for kind in ("any tree", "right branch last", "wrong"):
@@ -308,7 +359,9 @@ def pages_of(engine, sequence):
     manager = engine.scheduler.block_manager
     table = list(manager.block_tables(sequence.sequence_id)[0])
     pages = [np.asarray(page)[table] for page in jax.tree.leaves(engine.runner._pages)]
-    return [page.reshape(-1, *page.shape[2:])[: sequence.num_computed_tokens].copy() for page in pages]
+    return [
+        page.reshape(-1, *page.shape[2:])[: sequence.num_computed_tokens].copy() for page in pages
+    ]
 
 
 @pytest.mark.parametrize("kind", ["wrong", "right branch last", "any tree"])
@@ -345,7 +398,10 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
     """Beams, and samples that have not forked yet. The others beside them do."""
     index = list(SAMPLING).index("two samples")
     beam = BeamSearchParams(beam_width=2, max_tokens=9)
-    prompts, requests = [PROMPTS[0], PROMPTS[index], PROMPTS[3]], (REQUESTS[0], REQUESTS[index], beam)
+    prompts, requests = (
+        [PROMPTS[0], PROMPTS[index], PROMPTS[3]],
+        (REQUESTS[0], REQUESTS[index], beam),
+    )
     plain = engines("without")
     want = everything(plain.generate(prompts[:2], list(requests[:2]), use_tqdm=False))
     want += everything(plain.generate(prompts[2], beam, use_tqdm=False))
@@ -364,7 +420,10 @@ def test_who_does_not_know_who_goes_on_does_not_draft(engines, lone):
             beams = set(groups["2"].sequence_ids)
             forked |= due & {sample.sequence_id for sample in watched.plans[-1].samples}
             for row in watched.plans[-1].rows:
-                assert not (row.parents and (row.sequence_id in beams or due & set(groups["1"].sequence_ids)))
+                assert not (
+                    row.parents
+                    and (row.sequence_id in beams or due & set(groups["1"].sequence_ids))
+                )
         assert everything([reporter.whole() for reporter in reporters]) == want
     assert watched.counts["right"] > 0 and watched.counts["mixed"] > 0 and forked
     invariants(llm)
@@ -392,7 +451,10 @@ def test_a_request_that_is_aborted_while_its_drafts_are_verified_is_gone(engines
             engine.runner.run = run
         assert everything([kept.whole()]) == [want[0]]
     (cut,) = gone.whole().outputs
-    assert cut.finish_reason == "abort" and cut.token_ids == want[2][1][0].token_ids[: len(cut.token_ids)]
+    assert (
+        cut.finish_reason == "abort"
+        and cut.token_ids == want[2][1][0].token_ids[: len(cut.token_ids)]
+    )
     invariants(llm)
 
 
@@ -422,7 +484,14 @@ def test_its_own_proposer_changes_nothing_either(engine, engines, lone):
     """Prompt lookup and trees of suffixes on texts that repeat themselves, with the engine as a user has it."""
     prompts = [[5, 6, 7, 8] * 6, [9, 3, 9, 3, 9, 3, 9]]
     requests = tuple(
-        SamplingParams(temperature=heat, seed=3, max_tokens=40, ignore_eos=True, logprobs=2, allowed_token_ids=few)
+        SamplingParams(
+            temperature=heat,
+            seed=3,
+            max_tokens=40,
+            ignore_eos=True,
+            logprobs=2,
+            allowed_token_ids=few,
+        )
         for heat, few in ((0.0, [5, 6, 7, 8]), (1.5, [3, 9]))
     )
     want, _ = lone("without", prompts, requests)
@@ -444,7 +513,9 @@ def test_its_own_proposer_changes_nothing_either(engine, engines, lone):
 
 
 def test_trees_are_refused_where_they_are_not_drafted_or_not_attended(directories):
-    with pytest.raises(UnsupportedSettings, match="tree=True is not supported: method 'ngram' drafts chains"):
+    with pytest.raises(
+        UnsupportedSettings, match="tree=True is not supported: method 'ngram' drafts chains"
+    ):
         make_llm(directories["llama"], speculative_config={"method": "ngram", "tree": True})
     with pytest.raises(UnsupportedError, match="tree=True is not supported for .*sliding windows"):
         make_llm(directories["mistral"], speculative_config=TREES)
@@ -457,7 +528,8 @@ def forgets_the_position(sample, draft, sequence, request):
 
 def forgets_the_branch(sample, draft, sequence, request):
     return [
-        sample._replace(offset=1 + index, position=sample.position + depth) for index, depth in enumerate(draft.depths)
+        sample._replace(offset=1 + index, position=sample.position + depth)
+        for index, depth in enumerate(draft.depths)
     ]
 
 
@@ -503,7 +575,9 @@ def test_a_planted_mistake_is_seen(module, name, mistake, engines, lone, monkeyp
     some = [1, 2, 4, 5]
     monkeypatch.setattr(module, name, mistake)
     with Watched(engines("trees"), outputs, "any tree") as watched:
-        got = watched.generate([PROMPTS[index] for index in some], [REQUESTS[index] for index in some])
+        got = watched.generate(
+            [PROMPTS[index] for index in some], [REQUESTS[index] for index in some]
+        )
     assert got != [want[index] for index in some]
     monkeypatch.undo()
     engines("trees").reset_prefix_cache()
@@ -528,4 +602,12 @@ def test_the_doubles_are_what_they_say():
         right = [i for i, depth in enumerate(draft.depths) if list(draft.path(i)) == future[:depth]]
         assert (name == "wrong") == (not right)
         if name == "duplicates":
-            assert len({(parent, token) for parent, token in zip(draft.parents, draft.token_ids, strict=True)}) < 7
+            assert (
+                len(
+                    {
+                        (parent, token)
+                        for parent, token in zip(draft.parents, draft.token_ids, strict=True)
+                    }
+                )
+                < 7
+            )

@@ -24,17 +24,27 @@ from jaxpage.speculation.controller import PROBE_SHARE, Acceptance, Controller, 
 from jaxpage.step.draft import chain
 from jaxpage.step.limits import StepLimits
 from tests.support import simulated_speculation
-from tests.support.simulated_speculation import NUM_DRAFTS, Guesses, Progress, Rates, ShapedDevice, SpeculativeLoop
+from tests.support.simulated_speculation import (
+    NUM_DRAFTS,
+    Guesses,
+    Progress,
+    Rates,
+    ShapedDevice,
+    SpeculativeLoop,
+)
 from tests.support.sweeps import few
 
-# A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens. And a CPU, where that is so for two.
+# A model of 14 GB on an A100: 7 ms to read the weights, as long as arithmetic takes for 156 tokens.
+# And a CPU, where that is so for two.
 A100 = ShapedDevice(fixed=1.5e-3, weights=7e-3, token=7e-3 / 156)
 CPU = ShapedDevice(fixed=1.0e-3, weights=0.8e-3, token=0.35e-3, draft=5e-6)
-# The same with drafters on the device, which run whether their drafts are wanted or not: a head of one layer, a small model.
+# The same with drafters on the device, which run whether their drafts are wanted or not: a head of
+# one layer, a small model.
 HEAD = dataclasses.replace(A100, follow=0.04, level=0.4e-3)
 MODEL = dataclasses.replace(A100, follow=0.1, level=0.8e-3)
 DEVICES = {"A100": A100, "CPU": CPU, "A100 with a head": HEAD, "A100 with a draft model": MODEL}
-BATCHES = (1, 2, 3, 5, 8, 17, 64, 128)  # below, on and above sizes of shapes, where other numbers of drafts are best
+# below, on and above sizes of shapes, where other numbers of drafts are best
+BATCHES = (1, 2, 3, 5, 8, 17, 64, 128)
 PROFILES: dict[str, tuple[float, ...]] = {
     "never right": (0.0,) * 7,
     "seldom": (0.3,) * 7,
@@ -46,42 +56,63 @@ FEW_STEPS = 100  # in which a controller learns what it is with
 
 
 def expected(
-    device: ShapedDevice, limits: StepLimits, rates: tuple[float, ...], num_rows: int, num_drafts: int
+    device: ShapedDevice,
+    limits: StepLimits,
+    rates: tuple[float, ...],
+    num_rows: int,
+    num_drafts: int,
 ) -> float:
     """Tokens per second of always so many drafts, by the sum over what may come of them."""
     tokens = 1.0 + sum(accumulate(rates[:num_drafts], mul))
     shape = limits.shape(num_rows, num_rows * num_drafts)
-    drafting = device.draft * num_rows * num_drafts + (device.ahead(shape, num_drafts) if num_drafts else 0.0)
+    drafting = device.draft * num_rows * num_drafts + (
+        device.ahead(shape, num_drafts) if num_drafts else 0.0
+    )
     return num_rows * tokens / (device.seconds(shape) + drafting)
 
 
 def loop_of(device: ShapedDevice, rates: Rates, num_rows: int, **settings: Any) -> SpeculativeLoop:
-    return SpeculativeLoop(device, Guesses(rates, seed=num_rows), num_rows, seed=num_rows, **settings)
+    return SpeculativeLoop(
+        device, Guesses(rates, seed=num_rows), num_rows, seed=num_rows, **settings
+    )
 
 
-def measure(device: ShapedDevice, rates: tuple[float, ...], num_rows: int) -> tuple[Progress, float, float]:
+def measure(
+    device: ShapedDevice, rates: tuple[float, ...], num_rows: int
+) -> tuple[Progress, float, float]:
     """What came of it, and that as a share of the best fixed number of drafts, and of none."""
     loop = loop_of(device, lambda place, step: rates, num_rows)
     loop.run(FEW_STEPS)
     progress = loop.run(1500 if num_rows < 4 else 500 if num_rows < 16 else 6000 // num_rows)
-    fixed = [expected(device, loop.limits, rates, num_rows, num_drafts) for num_drafts in (0, *NUM_DRAFTS)]
+    fixed = [
+        expected(device, loop.limits, rates, num_rows, num_drafts)
+        for num_drafts in (0, *NUM_DRAFTS)
+    ]
     return progress, progress.tokens_per_second / max(fixed), progress.tokens_per_second / fixed[0]
 
 
 SOME = [("CPU", (1, 5, 17)), ("A100 with a head", (2, 64))]
 
 
-@pytest.mark.parametrize(("device", "batches"), few([(device, BATCHES) for device in DEVICES] + SOME, SOME))
+@pytest.mark.parametrize(
+    ("device", "batches"), few([(device, BATCHES) for device in DEVICES] + SOME, SOME)
+)
 def test_no_batch_loses(device: str, batches: tuple[int, ...]) -> None:
     """Of all cells the mean is within 2 % of the best fixed number."""
     shares = []
     for profile, num_rows in itertools.product(PROFILES, batches):
         progress, of_best, of_none = measure(DEVICES[device], PROFILES[profile], num_rows)
-        print(f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none")
+        print(
+            f"{device} {profile} batch {num_rows}: {of_best:.3f} of the best, {of_none:.3f} of none"
+        )
         # Of large batches there are few steps: a device drafter takes time in them until it is off.
-        assert of_none >= (0.95 if DEVICES[device].follow else 0.97), f"{profile} {num_rows}: {progress.num_by_shape}"
+        assert of_none >= (0.95 if DEVICES[device].follow else 0.97), (
+            f"{profile} {num_rows}: {progress.num_by_shape}"
+        )
         assert of_best >= 0.92, f"{profile} {num_rows}: {progress.num_by_shape}"
-        assert progress.num_switches <= len(progress.shapes) / 14 + 2, f"{profile} {num_rows} goes to and fro"
+        assert progress.num_switches <= len(progress.shapes) / 14 + 2, (
+            f"{profile} {num_rows} goes to and fro"
+        )
         shares.append(of_best)
     assert np.mean(shares) >= 0.98
 
@@ -96,7 +127,11 @@ def of_none(rates: tuple[float, ...], num_rows: int, seed: int) -> float:
 
 @pytest.mark.parametrize("num_rows", [1, 4, 16])
 def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: int) -> None:
-    shares = [of_none(PROFILES[profile], num_rows, seed) for profile in ("seldom", "often") for seed in range(4)]
+    shares = [
+        of_none(PROFILES[profile], num_rows, seed)
+        for profile in ("seldom", "often")
+        for seed in range(4)
+    ]
     print(f"batch {num_rows}: {shares}")
     assert min(shares) >= 0.95
 
@@ -104,7 +139,9 @@ def test_costs_that_were_measured_wrong_do_not_make_it_lose_for_long(num_rows: i
 def test_the_simulated_device_counts_right() -> None:
     """A fixed number of drafts gives what the sum says: so the sum may stand for it elsewhere."""
     for num_rows, num_drafts in ((1, 3), (5, 1), (16, 7)):
-        loop = loop_of(A100, lambda place, step: PROFILES["falling"], num_rows, num_drafts=num_drafts)
+        loop = loop_of(
+            A100, lambda place, step: PROFILES["falling"], num_rows, num_drafts=num_drafts
+        )
         got = loop.run(3000 // num_rows).tokens_per_second
         want = expected(A100, loop.limits, PROFILES["falling"], num_rows, num_drafts)
         assert got == pytest.approx(want, rel=0.04)
@@ -133,17 +170,23 @@ def recovery(device: ShapedDevice, num_rows: int, before: float, after: float) -
     loop = loop_of(device, lambda place, step: ((before if step < start else after),) * 7, num_rows)
     loop.run(start)
     numbers = (0, *NUM_DRAFTS)
-    best = max(expected(device, loop.limits, (after,) * 7, num_rows, num_drafts) for num_drafts in numbers)
+    best = max(
+        expected(device, loop.limits, (after,) * 7, num_rows, num_drafts) for num_drafts in numbers
+    )
     for blocks in range(100):
         if loop.run(20).tokens_per_second > 0.85 * best:
             return 20 * blocks
     return 20 * 100
 
 
-@pytest.mark.parametrize(("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)])
+@pytest.mark.parametrize(
+    ("device", "num_rows"), [("A100", 2), ("A100", 32), ("CPU", 1), ("CPU", 3)]
+)
 def test_it_follows_a_change(device: str, num_rows: int) -> None:
     away, back = (recovery(DEVICES[device], num_rows, *rates) for rates in ((0.9, 0.0), (0.0, 0.9)))
-    print(f"{device}, {num_rows} rows: {away} steps until drafts are gone, {back} until they are back")
+    print(
+        f"{device}, {num_rows} rows: {away} steps until drafts are gone, {back} until they are back"
+    )
     assert away <= 120 and back <= 600
 
 
@@ -154,7 +197,9 @@ def test_a_device_drafter_that_loses_is_off_and_is_on_again_when_it_pays() -> No
     none, depths = expected(HEAD, loop.limits, (), 2, 0), loop.depths
     depths.clear()
     assert loop.run(3000).tokens_per_second >= 0.985 * none
-    assert sum(depth is not None for depth in depths) < 0.3 * len(depths), "steps of the target alone"
+    assert sum(depth is not None for depth in depths) < 0.3 * len(depths), (
+        "steps of the target alone"
+    )
     loop.run(2500)
     assert loop.run(300).tokens_per_second > 2 * none
 
@@ -203,7 +248,10 @@ def trusts_the_start(patch: pytest.MonkeyPatch) -> None:
     [
         (no_probes, lambda: recovery(CPU, 3, 0.0, 0.9) > 600),
         (no_costs, lambda: measure(CPU, PROFILES["seldom"], 16)[2] < 0.9),
-        (trusts_the_start, lambda: min(of_none(PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9),
+        (
+            trusts_the_start,
+            lambda: min(of_none(PROFILES["seldom"], 16, seed) for seed in range(8)) < 0.9,
+        ),
     ],
 )
 def test_a_mistake_is_seen(
@@ -235,11 +283,21 @@ def test_short_requests_are_probed(monkeypatch: pytest.MonkeyPatch, num_outputs:
 
 # --- the choice, by itself
 
-LIMITS = StepLimits(4, 64, 4, mixed=False, decoded=(2, 4), verified=((4, 8),) * 3, streams=((4, 8), (4, 16), (4, 32)))
+LIMITS = StepLimits(
+    4,
+    64,
+    4,
+    mixed=False,
+    decoded=(2, 4),
+    verified=((4, 8),) * 3,
+    streams=((4, 8), (4, 16), (4, 32)),
+)
 SHAPES = [(4, 4), (4, 8), (4, 16), (4, 32)]
 
 
-def controller_of(seconds: Mapping[tuple[int, int], float], each_depth: float = 0.0, **settings: Any) -> Controller:
+def controller_of(
+    seconds: Mapping[tuple[int, int], float], each_depth: float = 0.0, **settings: Any
+) -> Controller:
     """each_depth: seconds of a device drafter; 0: there is none."""
     controller = Controller(LIMITS, depths=range(1, 8) if each_depth else (), **settings)
     for shape, alone in seconds.items():
@@ -250,7 +308,9 @@ def controller_of(seconds: Mapping[tuple[int, int], float], each_depth: float = 
 
 def settled(controller: Controller, rates: Mapping[int, list[float]]) -> Controller:
     """It knows how often drafts of each sequence are right, and its first probe is over."""
-    known = SimpleNamespace(average=lambda _: [], rates=lambda key, _: [1.0, *rates[key]], add=lambda *_: None)
+    known = SimpleNamespace(
+        average=lambda _: [], rates=lambda key, _: [1.0, *rates[key]], add=lambda *_: None
+    )
     controller.acceptance = cast(Acceptance, known)
     controller._last_probe = 0
     return controller
@@ -263,7 +323,9 @@ def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: floa
 
     def goodput(counts: tuple[int, ...], depth: int) -> float:
         shape = next(shape for shape in SHAPES if shape[1] >= 4 + sum(counts))
-        tokens = 4 + sum(sum(accumulate(known[:count], mul)) for known, count in zip(rates, counts, strict=True))
+        tokens = 4 + sum(
+            sum(accumulate(known[:count], mul)) for known, count in zip(rates, counts, strict=True)
+        )
         return tokens / (table[shape] + each_depth * depth)
 
     every = list(itertools.product(range(8), repeat=len(rates)))
@@ -273,22 +335,30 @@ def is_the_best(seconds: list[float], rates: list[list[float]], each_depth: floa
     asked = controller.ask(4, ids, set(ids) if each_depth else None)
     if not asked:
         return best <= controlling.HYSTERESIS * goodput((0,) * len(rates), 0) * (1 + 1e-9)
-    found = goodput(tuple(asked.get(each, 0) for each in ids), controller.depth if each_depth else 0)
+    found = goodput(
+        tuple(asked.get(each, 0) for each in ids), controller.depth if each_depth else 0
+    )
     cut = controller.cut(4, {each: chain((5,) * asked[each]) for each in asked})
     return found == pytest.approx(best, rel=1e-6) and (each_depth > 0 or cut == asked)
 
 
 Seconds = st.lists(st.floats(0.01, 1.0), min_size=4, max_size=4)
-RatesOfAll = st.lists(st.lists(st.floats(0.3, 0.99), min_size=7, max_size=7), min_size=1, max_size=3)
+RatesOfAll = st.lists(
+    st.lists(st.floats(0.3, 0.99), min_size=7, max_size=7), min_size=1, max_size=3
+)
 
 
 @given(seconds=Seconds, rates=RatesOfAll, each_depth=st.sampled_from([0.0, 0.01, 0.1]))
-def test_the_choice_is_the_best_of_all(seconds: list[float], rates: list[list[float]], each_depth: float) -> None:
+def test_the_choice_is_the_best_of_all(
+    seconds: list[float], rates: list[list[float]], each_depth: float
+) -> None:
     assert is_the_best(seconds, rates, each_depth)
 
 
 @pytest.mark.parametrize("mistake", ["_goodput", "_nodes"])
-def test_a_choice_that_is_not_the_best_is_seen(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_is_not_the_best_is_seen(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The most tokens, or the drafts of one sequence after those of another, whatever their chances."""
 
     def unranked(*arguments: Any) -> list[Any]:
@@ -296,15 +366,24 @@ def test_a_choice_that_is_not_the_best_is_seen(mistake: str, monkeypatch: pytest
 
     nodes_of, seconds, rates = controlling._nodes, [1.0, 0.3, 2.0, 9.0], [[0.4] * 7, [0.9] * 7]
     assert is_the_best(seconds, rates, 0.0)
-    monkeypatch.setattr(controlling, mistake, unranked if mistake == "_nodes" else lambda option: option.tokens)
+    monkeypatch.setattr(
+        controlling, mistake, unranked if mistake == "_nodes" else lambda option: option.tokens
+    )
     assert not is_the_best(seconds, rates, 0.0)
 
 
 def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_goes_on() -> None:
     def after(*ratios: float) -> bool:
-        controller = settled(controller_of(dict.fromkeys(SHAPES, 1.0)), dict.fromkeys(range(4), [1.0] * 7))
+        controller = settled(
+            controller_of(dict.fromkeys(SHAPES, 1.0)), dict.fromkeys(range(4), [1.0] * 7)
+        )
         for ratio in ratios:
-            for shape, seconds in {(4, 4): 1.0, (4, 8): 2.0 / ratio, (4, 16): 99.0, (4, 32): 99.0}.items():
+            for shape, seconds in {
+                (4, 4): 1.0,
+                (4, 8): 2.0 / ratio,
+                (4, 16): 99.0,
+                (4, 32): 99.0,
+            }.items():
                 controller.costs.at_start(shape, seconds)
             controller._next_decision, controller._last_probe = 0, controller._step
             controller.skips()
@@ -315,7 +394,9 @@ def test_what_hardly_promises_more_is_not_begun_and_what_hardly_promises_less_go
     assert after(1.1, 1.02) and not after(1.1, 0.95) and not after(1.1, 0.95, 1.02)
 
 
-def drive(controller: Controller, num_steps: int, accepted: int, seconds: Mapping[tuple[int, int], float]) -> list[int]:
+def drive(
+    controller: Controller, num_steps: int, accepted: int, seconds: Mapping[tuple[int, int], float]
+) -> list[int]:
     """Steps of four rows, of whose drafts so many are accepted. Returns how many drafts each step had."""
     history = []
     for _ in range(num_steps):
@@ -325,8 +406,13 @@ def drive(controller: Controller, num_steps: int, accepted: int, seconds: Mappin
             counts = controller.cut(4, {key: chain((5,) * count) for key, count in asked.items()})
         for key, count in counts.items():
             controller.verified(key, range(-1, count - 1), range(min(accepted, count)))
-        num_drafts, right = sum(counts.values()), sum(min(accepted, count) for count in counts.values())
-        controller.measured(4, num_drafts, 4 + right, seconds[LIMITS.shape(4, num_drafts)], 0.0, None)
+        num_drafts, right = (
+            sum(counts.values()),
+            sum(min(accepted, count) for count in counts.values()),
+        )
+        controller.measured(
+            4, num_drafts, 4 + right, seconds[LIMITS.shape(4, num_drafts)], 0.0, None
+        )
         history.append(num_drafts)
     return history
 
@@ -349,7 +435,10 @@ def test_it_is_off_while_drafts_lose_and_on_again_when_they_pay() -> None:
 def test_it_is_seldom_asked_while_it_is_off() -> None:
     controller = controller_of(TABLE)
     drive(controller, 100, 0, TABLE)
-    assert sum(not controller.skips() and not controller.ask(4, range(4)) for _ in range(1600)) <= 1600 / 12
+    assert (
+        sum(not controller.skips() and not controller.ask(4, range(4)) for _ in range(1600))
+        <= 1600 / 12
+    )
 
 
 def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
@@ -364,6 +453,12 @@ def test_steps_without_drafts_are_probed_while_it_is_on() -> None:
 
 def test_a_method_with_a_warm_up_is_probed_so_many_steps_in_a_row() -> None:
     controller = controller_of({(4, 4): 1.0, (4, 32): 1.2}, unit=7, warm_up=5)
-    history = drive(controller, 6000, 0, {(4, 4): 1.0, (4, 8): 1.2, (4, 16): 1.2, (4, 32): 1.2})[200:]
-    runs = [len(list(run)) for drafts, run in itertools.groupby(count > 0 for count in history) if drafts]
+    history = drive(controller, 6000, 0, {(4, 4): 1.0, (4, 8): 1.2, (4, 16): 1.2, (4, 32): 1.2})[
+        200:
+    ]
+    runs = [
+        len(list(run))
+        for drafts, run in itertools.groupby(count > 0 for count in history)
+        if drafts
+    ]
     assert runs and set(runs) == {5} and set(history) == {0, 28}

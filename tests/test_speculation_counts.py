@@ -30,8 +30,9 @@ NAMES = (
     "spec_decode_num_accepted_tokens_total",
     "spec_decode_wasted_slots_total",
 )
-# By output tokens that are known: right and wrong drafts. The first token is drawn behind the prompt; 2 of 3 drafts are right, which
-# makes 4 tokens known; a step without drafts; all of 4 are right, which makes 10; of 4 right ones there is room for one before the last.
+# By output tokens that are known: right and wrong drafts. The first token is drawn behind the
+# prompt; 2 of 3 drafts are right, which makes 4 tokens known; a step without drafts; all of 4 are
+# right, which makes 10; of 4 right ones there is room for one before the last.
 SCRIPT = {1: (2, 1), 5: (4, 0), 10: (4, 0)}
 
 
@@ -67,9 +68,13 @@ def counted(llm: LLM, text: list[int], params: Any) -> tuple[dict[str, Any], Any
     output = llm.generate([PROMPT], params, use_tqdm=False)[0]
     after = llm.stats()
     labelled = "spec_decode_num_accepted_tokens_per_pos_total"
-    added = {name: after[name] - before[name] for name in (*NAMES, "decode_rows_total", "decode_tokens_total")}
+    added = {
+        name: after[name] - before[name]
+        for name in (*NAMES, "decode_rows_total", "decode_tokens_total")
+    }
     added[labelled] = {
-        position: number - before[labelled].get(position, 0) for position, number in after[labelled].items()
+        position: number - before[labelled].get(position, 0)
+        for position, number in after[labelled].items()
     }
     lengths = "spec_decode_num_drafts_by_length_total"
     added[lengths] = {
@@ -96,13 +101,18 @@ def test_a_request_by_hand(llm: LLM, text: list[int]) -> None:
     metrics = output.metrics
     assert (metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens) == (3, 8, 7)
     stats = llm.stats()
-    assert stats["spec_decode_draft_seconds_total"] > 0 and stats["spec_decode_verify_seconds_total"] > 0
+    assert (
+        stats["spec_decode_draft_seconds_total"] > 0
+        and stats["spec_decode_verify_seconds_total"] > 0
+    )
 
 
 def test_what_a_stop_cuts_off_is_not_accepted(llm: LLM, text: list[int]) -> None:
     """The third of four right drafts ends the text: the fourth was right, and is no token of it."""
     stop = text[len(PROMPT) + 7]
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    params = SamplingParams(
+        temperature=1.0, seed=3, max_tokens=12, ignore_eos=True, stop_token_ids=[stop]
+    )
     added, output = counted(llm, text, params)
     assert output.outputs[0].token_ids == text[len(PROMPT) : len(PROMPT) + 8]
     assert [added[name] for name in NAMES] == [2, 3 + 4, 2 + 3, 2]
@@ -118,8 +128,16 @@ def test_samples_count_together_and_requests_apart(llm: LLM, text: list[int]) ->
     before = llm.stats()
     two, one = llm.generate([PROMPT, [5, 6, 7]], params, use_tqdm=False)
     assert two.outputs[0].token_ids == text[len(PROMPT) :]
-    assert (two.metrics.num_drafts, two.metrics.num_draft_tokens, two.metrics.num_accepted_tokens) == (2, 8, 8)
-    assert (one.metrics.num_drafts, one.metrics.num_draft_tokens, one.metrics.num_accepted_tokens) == (0, 0, 0)
+    assert (
+        two.metrics.num_drafts,
+        two.metrics.num_draft_tokens,
+        two.metrics.num_accepted_tokens,
+    ) == (2, 8, 8)
+    assert (
+        one.metrics.num_drafts,
+        one.metrics.num_draft_tokens,
+        one.metrics.num_accepted_tokens,
+    ) == (0, 0, 0)
     after = llm.stats()
     assert [after[name] - before[name] for name in NAMES] == [2, 8, 8, 0]
     # Every first token is drawn behind a prompt: two of them in one step, which decodes nobody.
@@ -162,7 +180,9 @@ def group_of(*sequence_ids: int, num_prompt_tokens: int) -> dict[int, SequenceGr
         eos_token_ids=frozenset(),
         max_total_tokens=99,
     )
-    tokens = [Tokens(sequence_id, 0, num_prompt_tokens, list(prompt)) for sequence_id in sequence_ids]
+    tokens = [
+        Tokens(sequence_id, 0, num_prompt_tokens, list(prompt)) for sequence_id in sequence_ids
+    ]
     return dict.fromkeys(sequence_ids, SequenceGroup(request, tokens))
 
 
@@ -175,7 +195,12 @@ def test_of_a_tree_a_position_is_a_depth() -> None:
     """Two first drafts, and one behind the second of them: positions 0 and 1, three tokens."""
     tree = Row(4, 9, (7, 1, 2, 3), ((1,),), parents=(0, 0, 2))
     plan = plan_of(tree, draws=[(0, offset) for offset in range(4)])
-    edits = [Append(4, 2, drafted=True), Append(4, 3, drafted=True), Append(4, 8), Finish(4, "stop")]
+    edits = [
+        Append(4, 2, drafted=True),
+        Append(4, 3, drafted=True),
+        Append(4, 8),
+        Finish(4, "stop"),
+    ]
     assert verified_drafts(plan, edits) == [Verified(4, 3, 2)]
     counts = SpeculationCounts()
     counts.add(plan, edits, group_of(4, num_prompt_tokens=5))
@@ -190,14 +215,24 @@ def test_only_rows_that_decode_are_target_steps() -> None:
     plan = plan_of(*rows, draws=[(0, 0), (2, 0)])  # sequence 2 has more to compute
     counts = SpeculationCounts()
     counts.add(plan, [Append(1, 6), Append(3, 9)], groups)
-    assert (counts.num_decode_rows, counts.num_decode_tokens, counts.snapshot()["tokens_per_target_step"]) == (1, 1, 1)
+    assert (
+        counts.num_decode_rows,
+        counts.num_decode_tokens,
+        counts.snapshot()["tokens_per_target_step"],
+    ) == (1, 1, 1)
 
 
 def test_who_was_aborted_in_the_middle_of_a_step_is_passed_over() -> None:
     gone = Row(4, 9, (7, 1, 2), ((1,),), parents=(0, 1))
-    plan = plan_of(gone, Row(5, 9, (7, 3), ((2,),), parents=(0,)), draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)])
+    plan = plan_of(
+        gone,
+        Row(5, 9, (7, 3), ((2,),), parents=(0,)),
+        draws=[(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)],
+    )
     counts = SpeculationCounts()
-    counted = counts.add(plan, [Append(5, 3, drafted=True), Append(5, 8)], group_of(5, num_prompt_tokens=5))
+    counted = counts.add(
+        plan, [Append(5, 3, drafted=True), Append(5, 8)], group_of(5, num_prompt_tokens=5)
+    )
     assert counted == [Verified(5, 1, 1)] and counts.num_accepted_per_position == {0: 1}
     assert (counts.num_drafts, counts.num_decode_rows, counts.num_decode_tokens) == (1, 1, 2)
     assert counts.add(plan, [], {}) == [] and counts.num_drafts == 1

@@ -19,7 +19,9 @@ from jaxpage.step.report import StepReport
 from jaxpage.step.request import SequenceGroup
 from tests.support.fake_device import make_group
 
-LIMITS = StepLimits(2, 64, 2, mixed=False, decoded=(2,), verified=((2, 8),) * 2, streams=((2, 4), (2, 8)))
+LIMITS = StepLimits(
+    2, 64, 2, mixed=False, decoded=(2,), verified=((2, 8),) * 2, streams=((2, 4), (2, 8))
+)
 
 
 class Always(Proposer):
@@ -42,7 +44,9 @@ def decoding() -> SequenceGroup:
 def plan_of(*drafts: int) -> StepPlan:
     row = Row(3, 2, (3, *drafts), ((1,),), parents=tuple(range(len(drafts))))
     places = range(1 + len(drafts))
-    return StepPlan(1, (row,), tuple(Sample(0, at, 3, SamplingParams(), 0, 0, 3 + at) for at in places))
+    return StepPlan(
+        1, (row,), tuple(Sample(0, at, 3, SamplingParams(), 0, 0, 3 + at) for at in places)
+    )
 
 
 def controller_of() -> Controller:
@@ -62,7 +66,9 @@ class Refusing:
         return np.zeros(1, np.uint32) if len(drafts) <= self.num_admitted else None
 
 
-def observe(speculator: ProposingSpeculator, drafts: Drafts, plan: StepPlan, edits: list[Edit]) -> None:
+def observe(
+    speculator: ProposingSpeculator, drafts: Drafts, plan: StepPlan, edits: list[Edit]
+) -> None:
     nothing = np.zeros((len(plan.samples), 0))
     result: Any = StepResult(*[nothing] * 5)
     speculator.observe(StepReport(drafts, plan, result, edits, []))
@@ -72,7 +78,9 @@ def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
     """Nobody verifies them, so that they would be taken for right as often as at first, and asked for in every step."""
     proposer = Always()
     strategies: Any = {3: Refusing(0)}
-    speculator = ProposingSpeculator(proposer, LIMITS, controller_of(), vocab_size=9, strategies=strategies)
+    speculator = ProposingSpeculator(
+        proposer, LIMITS, controller_of(), vocab_size=9, strategies=strategies
+    )
     for _ in range(400):
         drafts = speculator.propose([decoding()])
         assert not drafts.of
@@ -87,7 +95,8 @@ def test_drafts_that_a_grammar_refuses_are_given_up() -> None:
         (2, 2, (5, 6, 8), [((-1, 0, 1), {0, 1})]),  # the third was refused: wrong, where it was
         (2, 2, (5, 8), [((-1, 0, 1), {0})]),
         (0, 0, (8,), [((-1, 0, 1), set())]),
-        (2, 1, (5, 8), [((-1,), {0})]),  # no room for the second: nothing is known of it, nor of what stood behind it
+        # no room for the second: nothing is known of it, nor of what stood behind it
+        (2, 1, (5, 8), [((-1,), {0})]),
         (2, 0, (8,), []),
     ],
 )
@@ -102,12 +111,18 @@ def test_what_is_learned(
     controller = controller_of()
     monkeypatch.setattr(controller, "ask", lambda *_: {3: 3})
     monkeypatch.setattr(controller, "cut", lambda *_: {3: 3})
-    monkeypatch.setattr(controller, "verified", lambda _, parents, path: told.append((tuple(parents), set(path))))
+    monkeypatch.setattr(
+        controller, "verified", lambda _, parents, path: told.append((tuple(parents), set(path)))
+    )
     strategies: Any = {3: Refusing(admitted)}
-    speculator = ProposingSpeculator(Always(), LIMITS, controller, vocab_size=9, strategies=strategies)
+    speculator = ProposingSpeculator(
+        Always(), LIMITS, controller, vocab_size=9, strategies=strategies
+    )
     drafts = speculator.propose([decoding()])
     assert [len(draft.token_ids) for draft in drafts.of.values()] == [admitted] * (admitted > 0)
-    edits: list[Edit] = [Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)]
+    edits: list[Edit] = [
+        Append(3, token_id, drafted=index < len(drawn) - 1) for index, token_id in enumerate(drawn)
+    ]
     observe(speculator, drafts, plan_of(*(5, 6, 7)[:in_step]), edits)
     assert told == learned
 
@@ -124,7 +139,9 @@ def test_where_there_is_nothing_to_decide_nobody_is_asked(monkeypatch: pytest.Mo
         assert not speculator.propose([decoding()]).of
     assert len(asked) == 1
     sync.is_off, skips = True, iter([False])
-    assert not speculator.propose([decoding()]).of and len(asked) == 1, "the drafter on the device is off"
+    assert not speculator.propose([decoding()]).of and len(asked) == 1, (
+        "the drafter on the device is off"
+    )
 
 
 def test_a_proposer_that_failed_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -73,9 +73,17 @@ def crowd_of(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
     """More than the pool holds, with parameters that look at what stands before a draw."""
     params = [
         SamplingParams(temperature=0.9, top_p=0.9, max_tokens=30, ignore_eos=True, logprobs=2),
-        SamplingParams(temperature=1.0, seed=8, max_tokens=30, min_tokens=4, repetition_penalty=1.2),
+        SamplingParams(
+            temperature=1.0, seed=8, max_tokens=30, min_tokens=4, repetition_penalty=1.2
+        ),
         dataclasses.replace(GREEDY, max_tokens=40, prompt_logprobs=1),
-        SamplingParams(temperature=0.7, seed=2, max_tokens=25, ignore_eos=True, stop_token_ids=list(range(9, 20))),
+        SamplingParams(
+            temperature=0.7,
+            seed=2,
+            max_tokens=25,
+            ignore_eos=True,
+            stop_token_ids=list(range(9, 20)),
+        ),
         SamplingParams(temperature=1.2, max_tokens=35, ignore_eos=True, presence_penalty=0.5),
     ]
     return prompts_of(40, 61, 9, 33, 70), params
@@ -112,13 +120,19 @@ def results_of(path: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Plans and their results."""
     records = records_of(path)
     pairs = itertools.pairwise(records)
-    return [(plan, result) for plan, result in pairs if (plan["event"], result["event"]) == ("plan", "result")]
+    return [
+        (plan, result)
+        for plan, result in pairs
+        if (plan["event"], result["event"]) == ("plan", "result")
+    ]
 
 
 def assert_identical(report: Report, path: Path) -> None:
     results = results_of(path)
     num_tokens = sum(
-        sum(1 + len(right) for right in result["paths"]) if "paths" in result else len(result["tokens"])
+        sum(1 + len(right) for right in result["paths"])
+        if "paths" in result
+        else len(result["tokens"])
         for _, result in results
     )
     assert report == Report(len(results), num_tokens, None, None)
@@ -149,7 +163,8 @@ def test_a_log_tells_what_was_drafted_and_what_was_right(llm: LLM, crowd: Path) 
                 tokens.setdefault(plan["rows"][row][0], []).append(token_id)
             continue
         assert "draws" not in plan, "each token is drawn from"
-        drafts = {sequence: token_ids for sequence, token_ids in plan["drafts"]}  # chains: without parents
+        # chains: without parents
+        drafts = {sequence: token_ids for sequence, token_ids in plan["drafts"]}
         cut = {edit[1]: edit[4] for edit in result.get("edits", []) if len(edit) == 5}
         first = 0
         for (sequence, start, length), right in zip(plan["rows"], result["paths"], strict=True):
@@ -167,7 +182,9 @@ def test_a_log_tells_what_was_drafted_and_what_was_right(llm: LLM, crowd: Path) 
     with logged(llm, crowd.with_suffix(".again")):
         without_drafts(llm)
         outputs = llm.generate(*crowd_of(llm), use_tqdm=False)
-    assert texts_of(outputs) == {sequence: [*texts[sequence], *tokens[sequence]] for sequence in texts}
+    assert texts_of(outputs) == {
+        sequence: [*texts[sequence], *tokens[sequence]] for sequence in texts
+    }
 
 
 def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) -> None:
@@ -187,12 +204,21 @@ def test_a_stop_string_inside_a_run_of_right_drafts(llm: LLM, tmp_path: Path) ->
     for index, output in enumerate(outputs):
         got = output.outputs[0].token_ids
         assert got == plain[index].outputs[0].token_ids[: len(got)]
-    ends = [edit for record in records_of(path) for edit in record.get("edits", []) if edit[0] == "finish"]
+    ends = [
+        edit
+        for record in records_of(path)
+        for edit in record.get("edits", [])
+        if edit[0] == "finish"
+    ]
     assert any(len(edit) == 5 for edit in ends), "no end came before the last of a step's tokens"
     assert_identical(replayed(llm, path), path)
 
     records = records_of(path)
-    place = next(i for i, record in enumerate(records) if any(len(edit) == 5 for edit in record.get("edits", [])))
+    place = next(
+        i
+        for i, record in enumerate(records)
+        if any(len(edit) == 5 for edit in record.get("edits", []))
+    )
     (edit,) = [edit for edit in records[place]["edits"] if len(edit) == 5]
     edit[4] = 9  # behind more than there were
     tampered = replayed(llm, write(tmp_path / "b.jsonl", records))
@@ -220,13 +246,18 @@ def test_an_error_on_the_way_to_text_takes_the_run_with_it(
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs].count("error") == 1
     (end,) = [
-        edit for r in records_of(path) for edit in r.get("edits", []) if edit[:1] == ["finish"] and len(edit) == 5
+        edit
+        for r in records_of(path)
+        for edit in r.get("edits", [])
+        if edit[:1] == ["finish"] and len(edit) == 5
     ]
     assert end[2:] == ["error", "KeyError: 'planted'", 0]
     assert_identical(replayed(llm, path), path)
 
 
-def test_a_draw_of_nothing_behind_a_right_draft(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draw_of_nothing_behind_a_right_draft(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends the request behind the tokens before it; no text decides that, and the replay comes to it by itself."""
     path = tmp_path / "a.jsonl"
     prompts = prompts_of(20, 40)
@@ -243,27 +274,43 @@ def test_a_draw_of_nothing_behind_a_right_draft(llm: LLM, tmp_path: Path, monkey
         positions, ids = fields["positions_T"], fields["token_ids_T"]
         at = [
             (p, t) == (20 + 5, victim[5])
-            for p, t in zip(positions[fields["drawn_token_R"]], ids[fields["drawn_token_R"]], strict=True)
+            for p, t in zip(
+                positions[fields["drawn_token_R"]], ids[fields["drawn_token_R"]], strict=True
+            )
         ]
         barred = np.array(at[: len(result.token_ids)], bool)
-        return dataclasses.replace(result, token_ids=np.where(barred, NOTHING_ALLOWED, result.token_ids))
+        return dataclasses.replace(
+            result, token_ids=np.where(barred, NOTHING_ALLOWED, result.token_ids)
+        )
 
     monkeypatch.setattr(llm._engine.runner, "run", barren)
     with logged(llm, path) as engine:
         draft_with(engine, Scripted(texts_of(plain), lambda sequence, known: (2, 0)))
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
-    assert outputs[0].outputs[0].finish_reason == "error" and outputs[0].outputs[0].token_ids == victim[:6]
+    assert (
+        outputs[0].outputs[0].finish_reason == "error"
+        and outputs[0].outputs[0].token_ids == victim[:6]
+    )
     assert outputs[1].outputs[0].token_ids == plain[1].outputs[0].token_ids
-    ends = [edit for record in records_of(path) for edit in record.get("edits", []) if edit[2] == "error"]
+    ends = [
+        edit
+        for record in records_of(path)
+        for edit in record.get("edits", [])
+        if edit[2] == "error"
+    ]
     assert len(ends) == 1 and ends[0][4:] == [2]
     assert_identical(replayed(llm, path), path)
 
 
-def test_the_command_needs_no_proposer(directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_needs_no_proposer(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A log of prompt lookup is replayed, also where its settings say that lookup went otherwise; a controller is never asked."""
     path = tmp_path / "a.jsonl"
     with make_llm(directory, speculative_config=DRAFTING, event_log=str(path), **POOL) as llm:
-        llm.generate(prompts_of(30, 12, 50), dataclasses.replace(GREEDY, max_tokens=60), use_tqdm=False)
+        llm.generate(
+            prompts_of(30, 12, 50), dataclasses.replace(GREEDY, max_tokens=60), use_tqdm=False
+        )
     records = records_of(path)
 
     def never(*_: Any) -> Any:
@@ -273,11 +320,15 @@ def test_the_command_needs_no_proposer(directory: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(ProposingSpeculator, "observe", never)
     records[0]["config"]["speculative_config"] |= {"prompt_lookup_max": 9}
     records[0]["config_hash"] = config_hash(records[0]["config"])
-    assert_identical(replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False), path)
+    assert_identical(
+        replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False), path
+    )
 
     records[0]["config"]["speculative_config"] |= {"num_speculative_tokens": 3}
     records[0]["config_hash"] = config_hash(records[0]["config"])
-    with pytest.raises(EventLogError, match=r"(?s)limits is .*'verified': \[\[1, 4\], \[2, 4\], \[4, 4\]\]"):
+    with pytest.raises(
+        EventLogError, match=r"(?s)limits is .*'verified': \[\[1, 4\], \[2, 4\], \[4, 4\]\]"
+    ):
         replay_module.replay(write(tmp_path / "c.jsonl", records), progress=False)
 
 
@@ -293,14 +344,20 @@ def test_everything_of_drafts_is_recorded() -> None:
         Row(6, 2, (5, 6, 7), ((1,),), parents=(0, 1)),
     )
     params = SamplingParams()
-    draws = [(row, offset) for row, each in enumerate(rows) for offset in range(len(each.token_ids))]
-    samples = tuple(Sample(row, offset, rows[row].sequence_id, params, 0, 0, 0) for row, offset in draws)
+    draws = [
+        (row, offset) for row, each in enumerate(rows) for offset in range(len(each.token_ids))
+    ]
+    samples = tuple(
+        Sample(row, offset, rows[row].sequence_id, params, 0, 0, 0) for row, offset in draws
+    )
     plan = StepPlan(12, rows, samples)
     recorder.planned(plan)
     token_ids = np.array([2, 11, 3, 4, 10, 6, 7, 8], np.int32)
     floats, tops = np.zeros(8, np.float32), np.zeros((8, 0))
     paths = np.array([[0, 2, 3, -1], [4, -1, -1, -1], [5, 6, 7, -1]], np.int32)
-    result = StepResult(token_ids, floats, token_ids, tops.astype(np.int32), tops.astype(np.float32), paths=paths)
+    result = StepResult(
+        token_ids, floats, token_ids, tops.astype(np.int32), tops.astype(np.float32), paths=paths
+    )
     appended = [Append(4, 2, drafted=True), Append(4, 3, drafted=True), Append(4, 4), Append(5, 10)]
     ended = [Append(6, 6, drafted=True), Finish(6, "stop", "x")]
     edits = [*appended, Finish(4, "length"), Finish(5, "length"), *ended]
@@ -317,7 +374,11 @@ def test_everything_of_drafts_is_recorded() -> None:
             "event": "result",
             "step": 12,
             "tokens": [2, 11, 3, 4, 10, 6, 7, 8],
-            "edits": [["finish", 4, "length", None], ["finish", 5, "length", None], ["finish", 6, "stop", "x", 1]],
+            "edits": [
+                ["finish", 4, "length", None],
+                ["finish", 5, "length", None],
+                ["finish", 6, "stop", "x", 1],
+            ],
             "paths": [[2, 3], [], [1, 2]],
         },
     ]
@@ -356,13 +417,26 @@ def test_a_change_is_found(llm: LLM, crowd: Path, tmp_path: Path, what: str) -> 
 
 
 NO_DRAFTS: tuple[Any, ...] = (
-    *(7, [7], [[7]], [["a", [1]]], [[[], [1]]], [[0, 5]], [[0, ["a"]]], [[0, [1.0]]], [[0, [257]]], [[0, [-1]]]),
+    *(
+        7,
+        [7],
+        [[7]],
+        [["a", [1]]],
+        [[[], [1]]],
+        [[0, 5]],
+        [[0, ["a"]]],
+        [[0, [1.0]]],
+        [[0, [257]]],
+        [[0, [-1]]],
+    ),
     *([[0, [1, 2], [0, 0]]], [[0, [1, 2], [-1]]], [[0, [1, 2], [-1, -2]]], [[0, [1], [-1], 4]]),
 )
 
 
 @pytest.mark.parametrize("drafts", NO_DRAFTS, ids=str)
-def test_drafts_that_are_none_are_refused(llm: LLM, crowd: Path, tmp_path: Path, drafts: Any) -> None:
+def test_drafts_that_are_none_are_refused(
+    llm: LLM, crowd: Path, tmp_path: Path, drafts: Any
+) -> None:
     records = records_of(crowd)
     place = find(records, "plan", "drafts", 2)
     records[place]["drafts"] = drafts
@@ -384,7 +458,11 @@ class Verifying(Chances):
         if not batch.bucket.verifies:
             return result
         fields: dict[str, Any] = views(batch.packed, batch.bucket, self.tables)
-        ids, parents, starts = fields["token_ids_T"].tolist(), fields["parents_T"].tolist(), fields["query_start"]
+        ids, parents, starts = (
+            fields["token_ids_T"].tolist(),
+            fields["parents_T"].tolist(),
+            fields["query_start"],
+        )
         drawn = result.token_ids.copy()
         for place in range(len(drawn)):
             children = [child for child, parent in enumerate(parents) if parent == place]
@@ -395,7 +473,11 @@ class Verifying(Chances):
             place, depth = first, 0
             while True:
                 paths[row, depth] = place
-                right = [c for c, parent in enumerate(parents) if parent == place and ids[c] == drawn[place]]
+                right = [
+                    c
+                    for c, parent in enumerate(parents)
+                    if parent == place and ids[c] == drawn[place]
+                ]
                 if not right:
                     break
                 place, depth = right[0], depth + 1
@@ -430,7 +512,8 @@ def test_every_history_can_be_replayed_and_every_number_counts(
             for place, (record, behind) in enumerate(itertools.pairwise(records))
             for name in ("drafts", "paths")
             for way in leaves(record.get(name, []), (name,))
-            if behind["event"] == "result" or name == "paths"  # a step that was not run shows no token
+            # a step that was not run shows no token
+            if behind["event"] == "result" or name == "paths"
         ]
         if not places:
             return

@@ -26,7 +26,9 @@ def test_full_steps_fit_into_the_shortest_context(table_width: int) -> None:
     """A shape may have room for more tokens of a row than a sequence can have."""
     menu = make_menu(4, 64, num_drafts=(3, 31), max_verified_tokens=256)
     for groups in ([range(1, 9)], [range(1, 9), range(9, 12)]):
-        builder = BatchBuilder(menu, table_width=table_width, block_size=8, blocks=groups, vocab_size=20)
+        builder = BatchBuilder(
+            menu, table_width=table_width, block_size=8, blocks=groups, vocab_size=20
+        )
         for bucket in menu.buckets:
             plan = full_step(builder, bucket)
             batch = builder.build(plan)
@@ -60,10 +62,14 @@ def test_what_was_measured_wrong_at_the_start_is_put_right(wrong: float) -> None
 
 def test_a_drafter_takes_time_by_its_depth() -> None:
     costs = known()
-    assert [costs.of(PLAIN, depth) for depth in (None, 0, 1, 2, 9)] == pytest.approx([1.0, 1.1, 1.3, 1.5, 1.5])
+    assert [costs.of(PLAIN, depth) for depth in (None, 0, 1, 2, 9)] == pytest.approx(
+        [1.0, 1.1, 1.3, 1.5, 1.5]
+    )
     for _ in range(50):
         costs.add(PLAIN, 2, 3.0)
-    assert costs.of(PLAIN, 2) == pytest.approx(3.0, rel=0.05) and costs.of(PLAIN) == pytest.approx(2.0, rel=0.05)
+    assert costs.of(PLAIN, 2) == pytest.approx(3.0, rel=0.05) and costs.of(PLAIN) == pytest.approx(
+        2.0, rel=0.05
+    )
 
 
 def test_a_clock_that_stands_still() -> None:

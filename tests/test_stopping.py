@@ -25,7 +25,8 @@ from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw
 from jaxpage.step.token_masks import Mask
 
-# Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of € and 😀 one by one.
+# Token ids and the bytes that they stand for: whole words, stop strings in parts, and the bytes of
+# € and 😀 one by one.
 TOKENS = [
     b"a",
     b"b",
@@ -101,7 +102,12 @@ def oracle(request: Request, token_ids: list[int]) -> tuple[int, str, str | None
         found = first_stop(text, params.stop, exempt) if may_stop else None
         if found is not None:
             end, stop = found
-            return num_taken, text[: end if params.include_stop_str_in_output else end - len(stop)], "stop", stop
+            return (
+                num_taken,
+                text[: end if params.include_stop_str_in_output else end - len(stop)],
+                "stop",
+                stop,
+            )
         if reason is not None:
             return num_taken, text, reason, stop_reason
         if not may_stop:
@@ -109,7 +115,9 @@ def oracle(request: Request, token_ids: list[int]) -> tuple[int, str, str | None
     return len(token_ids), text, None, None
 
 
-def streamed(request: Request, token_ids: list[int]) -> tuple[int, str, str | None, int | str | None]:
+def streamed(
+    request: Request, token_ids: list[int]
+) -> tuple[int, str, str | None, int | str | None]:
     stopping, text = Stopping(request, ByteDetokenizer()), ""
     for num_taken, token_id in enumerate(token_ids, 1):
         verdict = stopping.push(token_id)
@@ -134,7 +142,8 @@ def agree_with_the_oracle(
     if expected[2] is not None:
         assert got == expected
         return
-    # Still going on: what came out begins the text, and only what a stop string could begin with is held back.
+    # Still going on: what came out begins the text, and only what a stop string could begin with is
+    # held back.
     assert got[2] is None and expected[1].startswith(got[1])
     held = expected[1][len(got[1]) :]
     assert not held or any(stop.startswith(held) and stop != held for stop in stops)
@@ -142,7 +151,9 @@ def agree_with_the_oracle(
 
 
 cases = given(
-    token_ids=st.lists(st.sampled_from(range(STOP_ID + 1)) | st.sampled_from([0, 1, 2, 3]), max_size=14),
+    token_ids=st.lists(
+        st.sampled_from(range(STOP_ID + 1)) | st.sampled_from([0, 1, 2, 3]), max_size=14
+    ),
     stops=st.lists(st.sampled_from(STOPS) | st.text("ab€", min_size=1, max_size=4), max_size=4),
     include=st.booleans(),
     min_tokens=st.sampled_from([0, 0, 1, 2, 5]),
@@ -153,7 +164,8 @@ cases = given(
 @settings(max_examples=1500)
 @cases
 @example([0, 0, 1], ["aab", "ab"], False, 0, 20)  # both end here: the longer one counts
-@example([4, 5], ["aabc", "a"], False, 0, 20)  # "a" is complete first, although "aabc" begins no later
+# "a" is complete first, although "aabc" begins no later
+@example([4, 5], ["aabc", "a"], False, 0, 20)
 @example([9, 8], ["x"], False, 0, 20)
 @example([1, 6, EOS], ["b�"], False, 0, 20)  # the end completes the stop string
 @example([0, 0], ["aa"], False, 1, 20)  # begins below min_tokens, complete behind it
@@ -217,7 +229,9 @@ class TakesTheFirstInTheList(StopStrings):
 class LooksOnlyAtThePiece(StopStrings):
     def _find(self, text):
         ends = ((text.find(stop, len(self._recent)), stop) for stop in self._stops)
-        return min(((start + len(stop), start, stop) for start, stop in ends if start >= 0), default=None)
+        return min(
+            ((start + len(stop), start, stop) for start, stop in ends if start >= 0), default=None
+        )
 
 
 class ForgetsWhatIsHeld(StopStrings):
@@ -228,7 +242,9 @@ class ForgetsWhatIsHeld(StopStrings):
 class FindsOldStopsAgain(StopStrings):
     def _find(self, text):
         places = ((text.find(stop), stop) for stop in self._stops)
-        return min(((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None)
+        return min(
+            ((start + len(stop), start, stop) for start, stop in places if start >= 0), default=None
+        )
 
 
 @pytest.mark.parametrize(
@@ -243,14 +259,20 @@ class FindsOldStopsAgain(StopStrings):
         FindsOldStopsAgain,
     ],
 )
-def test_the_oracle_sees_planted_mistakes(mistaken: type[StopStrings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_sees_planted_mistakes(
+    mistaken: type[StopStrings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stopping_module, "StopStrings", mistaken)
-    search = settings(max_examples=3000, phases=[p for p in settings().phases if p.name == "generate"])
+    search = settings(
+        max_examples=3000, phases=[p for p in settings().phases if p.name == "generate"]
+    )
     with pytest.raises(AssertionError):
         search(cases(agree_with_the_oracle))()
 
 
-def verdicts(request: Request, token_ids: list[int]) -> list[tuple[str, str | None, int | str | None, str]]:
+def verdicts(
+    request: Request, token_ids: list[int]
+) -> list[tuple[str, str | None, int | str | None, str]]:
     stopping = Stopping(request, ByteDetokenizer())
     return [(v.text, v.reason, v.stop_reason, v.last_text) for v in map(stopping.push, token_ids)]
 
@@ -258,7 +280,8 @@ def verdicts(request: Request, token_ids: list[int]) -> list[tuple[str, str | No
 def test_eos_and_stop_ids_bring_no_text_but_release_what_was_held() -> None:
     request = make_request(stop=["abc"], stop_token_ids=[STOP_ID, 5])
     assert verdicts(request, [2, EOS]) == [("", None, None, ""), ("", "stop", None, "ab")]
-    assert verdicts(request, [2, 5]) == [("", None, None, ""), ("", "stop", 5, "ab")]  # token 5 is "c": it is not shown
+    # token 5 is "c": it is not shown
+    assert verdicts(request, [2, 5]) == [("", None, None, ""), ("", "stop", 5, "ab")]
 
 
 def test_an_id_that_is_both_eos_and_stop_id_counts_as_eos() -> None:
@@ -282,7 +305,9 @@ def test_eos_at_the_last_token_is_a_stop_and_an_incomplete_character_comes_out()
 
 def test_min_tokens_outlasts_every_kind_of_stop() -> None:
     request = make_request(min_tokens=3, stop=["a"], stop_token_ids=[STOP_ID])
-    assert [v[1:3] for v in verdicts(request, [0, EOS, STOP_ID, 0])] == [(None, None)] * 3 + [("stop", "a")]
+    assert [v[1:3] for v in verdicts(request, [0, EOS, STOP_ID, 0])] == [(None, None)] * 3 + [
+        ("stop", "a")
+    ]
 
 
 def test_min_tokens_does_not_outlast_the_length() -> None:
@@ -294,7 +319,9 @@ def test_a_stop_string_in_the_last_text_counts_above_min_tokens(
     min_tokens: int, reason: tuple[str, str | None]
 ) -> None:
     """A character that was never completed completes the stop string when the length ends the sequence."""
-    text, *rest, last_text = verdicts(make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13])[-1]
+    text, *rest, last_text = verdicts(
+        make_request(stop=["b�"], min_tokens=min_tokens, max_tokens=1), [13]
+    )[-1]
     assert tuple(rest) == reason and text + last_text == ("" if min_tokens == 0 else "b�")
 
 
@@ -314,9 +341,13 @@ def test_strategy_answers_with_edits_per_sequence() -> None:
     assert strategy.advance([Draw(11, EOS)]) == [Append(11, EOS, ""), Finish(11, "stop", None)]
 
 
-@pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leave no token")])
+@pytest.mark.parametrize(
+    ("token_id", "reason"), [(NOT_FINITE, "not finite"), (NOTHING_ALLOWED, "leave no token")]
+)
 def test_a_draw_without_a_token_ends_its_sequence_alone(token_id: int, reason: str) -> None:
-    first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance([Draw(10, token_id), Draw(11, 1)])
+    first, second = SamplingStrategy(make_request(), ByteDetokenizer).advance(
+        [Draw(10, token_id), Draw(11, 1)]
+    )
     assert isinstance(first, Finish) and (first.sequence_id, first.reason) == (10, "error")
     assert reason in str(first.stop_reason) and second == Append(11, 1, "b")
 
@@ -331,7 +362,9 @@ class Done:
 
 
 @pytest.mark.parametrize(("token_id", "reason"), [(NOT_FINITE, "error"), (NOTHING_ALLOWED, "stop")])
-def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(token_id: int, reason: str) -> None:
+def test_a_grammar_that_may_end_does_so_only_where_nothing_is_allowed(
+    token_id: int, reason: str
+) -> None:
     """Logits that are no numbers are an error of the model wherever the grammar stands."""
     strategy = SamplingStrategy(make_request(stop=["ab"]), ByteDetokenizer)
     strategy._constraint_of[10] = Done()  # type: ignore[assignment]
@@ -357,7 +390,9 @@ def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_ask
     plan = StepPlan(
         step_id=1,
         rows=tuple(Row(i, 0, (0,), ((1,),)) for i in range(4)),
-        samples=tuple(Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k) for i, k in enumerate(asked)),
+        samples=tuple(
+            Sample(i, 0, i, SamplingParams(), 0, 0, 4, num_logprobs=k) for i, k in enumerate(asked)
+        ),
     )
     result = StepResult(
         token_ids=np.array([0, 1, 5, 0], np.int32),
@@ -366,7 +401,10 @@ def test_advance_gives_each_draw_to_its_strategy_with_the_logprobs_that_were_ask
         top_token_ids=np.array([[9, 8, 7]] * 4, np.int32),
         top_logprobs=np.array([[-0.5, -1.5, -2.5]] * 4, np.float32),
     )
-    strategies = {i: SamplingStrategy(replace(make_request(), request_id=str(i)), ByteDetokenizer) for i in range(3)}
+    strategies = {
+        i: SamplingStrategy(replace(make_request(), request_id=str(i)), ByteDetokenizer)
+        for i in range(3)
+    }
     assert advance(plan, result, strategies) == [  # sequence 3 has no strategy: it was aborted
         Append(0, 0, "a", None),
         Append(1, 1, "b", TokenLogprobs(1, -2.0, 2)),

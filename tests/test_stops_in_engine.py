@@ -73,10 +73,17 @@ def scripted(engine, scripts):
 
     def drawn(batch):
         samples = plans[-1].samples
-        tokens = [scripts[sample.seed][sample.sample_index][sample.position - num_prompt] for sample in samples]
+        tokens = [
+            scripts[sample.seed][sample.sample_index][sample.position - num_prompt]
+            for sample in samples
+        ]
         nothing = np.zeros((len(samples), 0))
         return StepResult(
-            np.array(tokens, np.int32), nothing, nothing, nothing.astype(np.int32), nothing.astype(np.float32)
+            np.array(tokens, np.int32),
+            nothing,
+            nothing,
+            nothing.astype(np.int32),
+            nothing.astype(np.float32),
         )
 
     engine.builder.build, engine.runner.run = built, drawn
@@ -90,7 +97,9 @@ def decoded(tokenizer, token_ids, *, whole):
     """The text of an output. Unless it is whole, a character that may not be complete and what came with it is not there yet."""
     prompt = tokenizer(PROMPT)["input_ids"]
     for num_taken in range(len(token_ids), -1, -1):
-        text = tokenizer.decode([*prompt, *token_ids[:num_taken]], skip_special_tokens=True)[len(PROMPT) :]
+        text = tokenizer.decode([*prompt, *token_ids[:num_taken]], skip_special_tokens=True)[
+            len(PROMPT) :
+        ]
         if whole or not text.endswith("\ufffd"):
             return text
     return ""
@@ -135,7 +144,9 @@ def shown(text, params):
     if params.include_stop_str_in_output:
         return text
     begins = (stop[:length] for stop in params.stop for length in range(1, len(stop)))
-    return text[: len(text) - max((len(begin) for begin in begins if text.endswith(begin)), default=0)]
+    return text[
+        : len(text) - max((len(begin) for begin in begins if text.endswith(begin)), default=0)
+    ]
 
 
 def run(llm, scripts, params, gives_way_at):
@@ -158,7 +169,9 @@ def run(llm, scripts, params, gives_way_at):
                 for one in reporters[request_id].delta().outputs:
                     chunks.setdefault((request_id, one.index), []).append(one)
     outputs = {
-        (request_id, one.index): one for request_id, reporter in reporters.items() for one in reporter.whole().outputs
+        (request_id, one.index): one
+        for request_id, reporter in reporters.items()
+        for one in reporter.whole().outputs
     }
     return outputs, chunks
 
@@ -177,22 +190,31 @@ def agree_with_the_oracle(llm, scripts, stops, include, min_tokens, max_tokens, 
         (want, so_far) = oracle(llm.tokenizer, params, scripts[int(request_id)][index])
         assert (output.token_ids, output.text, output.finish_reason, output.stop_reason) == want
         pieces = [one for one in chunks[request_id, index] if one.token_ids]
-        assert "".join(one.text for one in chunks[request_id, index]) == output.text, "no chunk shows what is cut later"
+        assert "".join(one.text for one in chunks[request_id, index]) == output.text, (
+            "no chunk shows what is cut later"
+        )
         assert [one.token_ids for one in pieces] == [[token_id] for token_id in output.token_ids]
         assert [one.finish_reason for one in pieces] == [None] * len(so_far) + [want[2]]
         begun = list(itertools.accumulate(one.text for one in pieces))
         for text, seen in zip(so_far, begun, strict=False):
             if params.min_tokens == 0:
-                assert seen == shown(text, params), "neither more nor less is held back than has to be"
+                assert seen == shown(text, params), (
+                    "neither more nor less is held back than has to be"
+                )
             assert output.text.startswith(seen)
 
 
-outputs = st.lists(st.sampled_from(TOKENS) | st.sampled_from(TOKENS[:5]) | st.sampled_from(EURO), max_size=10)
+outputs = st.lists(
+    st.sampled_from(TOKENS) | st.sampled_from(TOKENS[:5]) | st.sampled_from(EURO), max_size=10
+)
 whole_characters = st.lists(
-    st.sampled_from([EURO, SMILE, (65,), (66,), (566,), (259,), (*EURO, 66), (65, *EURO), (EOS,)]), max_size=6
+    st.sampled_from([EURO, SMILE, (65,), (66,), (566,), (259,), (*EURO, 66), (65, *EURO), (EOS,)]),
+    max_size=6,
 ).map(lambda parts: [token_id for part in parts for token_id in part])
 cases = given(
-    scripts=st.lists(st.lists(outputs | whole_characters, min_size=1, max_size=2), min_size=1, max_size=2),
+    scripts=st.lists(
+        st.lists(outputs | whole_characters, min_size=1, max_size=2), min_size=1, max_size=2
+    ),
     stops=st.lists(st.sampled_from(STOPS), max_size=4, unique=True),
     include=st.booleans(),
     min_tokens=st.sampled_from([0, 0, 0, 1, 2, 5]),
@@ -215,7 +237,9 @@ cases = given(
 @example([[[566, 566]]], ["ab"], False, 1, 12, None)
 @example([[[65, 566]]], ["aab"], False, 1, 12, None)  # begins below min_tokens, complete behind it
 @example([[[STOP_ID]], [[65, STOP_ID]]], ["a"], True, 0, 12, 1)
-def test_text_tokens_and_reasons_are_exact(llm, scripts, stops, include, min_tokens, max_tokens, gives_way_at):
+def test_text_tokens_and_reasons_are_exact(
+    llm, scripts, stops, include, min_tokens, max_tokens, gives_way_at
+):
     agree_with_the_oracle(llm, scripts, stops, include, min_tokens, max_tokens, gives_way_at)
 
 
@@ -248,10 +272,15 @@ def test_the_oracle_sees_planted_mistakes(llm, module, name, mistaken, monkeypat
     if mistaken is None:  # the samples of a request share one state
         shared = {}
         stopping = stopping_module.Stopping
-        mistaken = lambda request, text: shared.setdefault(request.request_id, stopping(request, text))  # noqa: E731
+
+        def mistaken(request, text):
+            return shared.setdefault(request.request_id, stopping(request, text))
+
     target = f"{module}.{name}" if isinstance(module, str) else f"{module.__name__}.{name}"
     monkeypatch.setattr(target, mistaken)
-    search = settings(max_examples=300, phases=[p for p in settings().phases if p.name == "generate"])
+    search = settings(
+        max_examples=300, phases=[p for p in settings().phases if p.name == "generate"]
+    )
 
     def seen(**case):
         try:

@@ -45,11 +45,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_checkpoint(tmp_path_factory.mktemp("model"), LLAMA)
 
 
-def start(model: Path, cache: Path, num_engines: int = 2, **variables: str) -> tuple[list[Any], str]:
+def start(
+    model: Path, cache: Path, num_engines: int = 2, **variables: str
+) -> tuple[list[Any], str]:
     environment = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache), **variables}
     del environment["JAX_COMPILATION_CACHE_DIR"]  # of the tests
     command = [sys.executable, "-c", PROGRAM, str(model), str(num_engines)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout.splitlines()[-1]).values()), done.stderr
 
@@ -80,12 +84,27 @@ def test_a_second_start_compiles_nothing_and_says_the_same(model: Path, tmp_path
     assert other["found"] == 0, "other flags may make other code"
 
 
-def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Also of a step with more rows than the drafter grows trees for: it gives no candidates."""
-    tree = {"method": "draft_model", "model": "demo/draft", "num_speculative_tokens": 15, "tree": True}
-    sizes = {"block_size": 8, "max_model_len": 24, "max_num_seqs": 8, "max_num_batched_tokens": 32, "num_blocks": 10}
+    tree = {
+        "method": "draft_model",
+        "model": "demo/draft",
+        "num_speculative_tokens": 15,
+        "tree": True,
+    }
+    sizes = {
+        "block_size": 8,
+        "max_model_len": 24,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "num_blocks": 10,
+    }
     given = set()
-    with make_llm("demo", dtype="bfloat16", speculative_config=tree, **sizes, preemption_mode="swap") as llm:
+    with make_llm(
+        "demo", dtype="bfloat16", speculative_config=tree, **sizes, preemption_mode="swap"
+    ) as llm:
         runner, menu = llm._engine.runner, llm._engine.builder.menu
         shapes, mesh = (runner._parameters, runner._pages), runner.executables._mesh
         monkeypatch.setattr(executables, "_compile_step", lambda *_: None)
@@ -94,25 +113,37 @@ def test_what_a_file_is_expected_to_hold_is_what_a_step_gives(monkeypatch: pytes
             job = functools.partial(executables._compile_step, *arguments)
             step, rest = executables.step_call(*arguments)
             output = jax.eval_shape(step, *shapes, *rest)
-            assert jax.tree.structure(executables._trees(job)[1]) == jax.tree.structure(output), bucket
+            assert jax.tree.structure(executables._trees(job)[1]) == jax.tree.structure(output), (
+                bucket
+            )
             given.add(output[0].draft_candidates is None)
     assert given == {True, False}
 
 
-def test_what_cannot_be_stored_is_said_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_stored_is_said_in_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     compile_one = functools.partial(lambda: jax.jit(lambda x: [x] * 300).lower(1.0).compile())
     stored = StoredExecutables(tmp_path / "executables", jax.devices())
     kept = stored.get(compile_one, (1.0,), {"other": 1.0})
     assert len(kept(1.0)) == 300 and not [*tmp_path.glob("*/*")]
     (record,) = caplog.records
-    assert "cannot store executables in" in record.getMessage() and len(record.getMessage()) < 300 + len(str(tmp_path))
+    assert "cannot store executables in" in record.getMessage() and len(
+        record.getMessage()
+    ) < 300 + len(str(tmp_path))
 
 
-def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(tmp_path: Path, monkeypatch) -> None:
+def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(
+    tmp_path: Path, monkeypatch
+) -> None:
     slow = {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 2e-3]}
     assert not CPUProducts("YNNPACK", slow).prefer_bfloat16, "slower with many rows"
     fast = CPUProducts("", {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 5e-4]})
-    assert fast.prefer_bfloat16 and "plain XLA" in fast.described() and "2 rows 126 / 252" in fast.described()
+    assert (
+        fast.prefer_bfloat16
+        and "plain XLA" in fast.described()
+        and "2 rows 126 / 252" in fast.described()
+    )
     monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
     path = tmp_path / "cpu-products.json"
     for text in (

@@ -31,7 +31,14 @@ from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.errors import JaxpageError, UnsupportedError
 from jaxpage.replay.replay import replay
-from tests.support.engines import LLAMA, SMALL_POOL, invariants, lone_sample, make_llm, run_giving_way
+from tests.support.engines import (
+    LLAMA,
+    SMALL_POOL,
+    invariants,
+    lone_sample,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import END, write_tokenizer
 
@@ -46,7 +53,12 @@ SCHEMA = {
     "required": ["name", "size", "inner"],
     "additionalProperties": False,
     "$defs": {
-        "pair": {"type": "array", "prefixItems": [{"type": "boolean"}, {"type": "null"}], "items": False, "minItems": 2}
+        "pair": {
+            "type": "array",
+            "prefixItems": [{"type": "boolean"}, {"type": "null"}],
+            "items": False,
+            "minItems": 2,
+        }
     },
 }
 CHOICES = ["yes", "no", 'say "no"', "ab|c.*", "née 😀", "a\\b\n", "abcab"]
@@ -83,7 +95,10 @@ def valid_json(schema):
 
 KINDS = {
     "json": ({"json": SCHEMA}, valid_json(SCHEMA)),
-    "text of a schema": ({"json": json.dumps({"enum": [1, "ab", [True]]})}, valid_json({"enum": [1, "ab", [True]]})),
+    "text of a schema": (
+        {"json": json.dumps({"enum": [1, "ab", [True]]})},
+        valid_json({"enum": [1, "ab", [True]]}),
+    ),
     "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.__contains__),
     "lark": ({"grammar": BALANCED}, balanced),
@@ -112,7 +127,9 @@ def nothing_left_behind(llm):
 
 def params(kind="json", **changes):
     asked = KINDS[kind][0] if isinstance(kind, str) else kind
-    return SamplingParams(**{"temperature": 1.5, "seed": 5, "max_tokens": 100, "structured_outputs": asked, **changes})
+    return SamplingParams(
+        **{"temperature": 1.5, "seed": 5, "max_tokens": 100, "structured_outputs": asked, **changes}
+    )
 
 
 def run(llm, prompts, each):
@@ -123,11 +140,15 @@ def bad_outputs(llm, kind, num_seeds, **changes):
     """Of so many seeds, the texts that are neither valid nor, when cut, what a valid one begins with."""
     is_valid = KINDS[kind][1]
     longer = {"max_tokens": 200, **changes}
-    outputs = run(llm, ["a"] * num_seeds, [params(kind, seed=seed, **longer) for seed in range(num_seeds)])
+    outputs = run(
+        llm, ["a"] * num_seeds, [params(kind, seed=seed, **longer) for seed in range(num_seeds)]
+    )
     bad = [one for (one,) in outputs if one.finish_reason != "length" and not is_valid(one.text)]
     bad += [one for (one,) in outputs if one.finish_reason not in ("stop", "length")]
     cut = run(
-        llm, ["a"] * num_seeds, [params(kind, seed=seed, **{**changes, "max_tokens": 5}) for seed in range(num_seeds)]
+        llm,
+        ["a"] * num_seeds,
+        [params(kind, seed=seed, **{**changes, "max_tokens": 5}) for seed in range(num_seeds)],
     )
     bad += [
         one
@@ -142,13 +163,17 @@ def test_what_a_random_model_says_is_what_was_asked_for(kind, llm):
     bad, outputs = bad_outputs(llm, kind, 12)
     assert not bad
     finished = [one for (one,) in outputs if one.finish_reason == "stop"]
-    assert len(finished) >= 4 and all(one.token_ids[-1] == END and one.stop_reason is None for one in finished)
+    assert len(finished) >= 4 and all(
+        one.token_ids[-1] == END and one.stop_reason is None for one in finished
+    )
     assert len({one.text for one in finished}) >= 3
 
 
 def test_without_a_grammar_it_says_something_else(llm):
     """Otherwise the tests above would show nothing."""
-    outputs = run(llm, ["a"] * 12, [params(seed=seed, structured_outputs=None) for seed in range(12)])
+    outputs = run(
+        llm, ["a"] * 12, [params(seed=seed, structured_outputs=None) for seed in range(12)]
+    )
     for _, is_valid in (KINDS[kind] for kind in ("json", "regex", "choice", "lark", "gbnf")):
         assert not any(is_valid(one.text) for (one,) in outputs)
 
@@ -178,7 +203,9 @@ def shifted(mask):
 def plant(monkeypatch, mistake):
     if mistake == "off by one token":
         mask = SamplingStrategy.mask
-        monkeypatch.setattr(SamplingStrategy, "mask", lambda self, sequence_id: shifted(mask(self, sequence_id)))
+        monkeypatch.setattr(
+            SamplingStrategy, "mask", lambda self, sequence_id: shifted(mask(self, sequence_id))
+        )
     if mistake == "of the step before":
         look, first = Constraint._look, Constraint.__init__
 
@@ -210,7 +237,9 @@ def one_place(strategy):
     return strategy._constraint_of.get(0)
 
 
-@pytest.mark.parametrize("mistake", ["off by one token", "of the step before", "one state for all", "ends anywhere"])
+@pytest.mark.parametrize(
+    "mistake", ["off by one token", "of the step before", "one state for all", "ends anywhere"]
+)
 def test_a_planted_mistake_is_found(mistake, llm, monkeypatch):
     plant(monkeypatch, mistake)
     llm._engine.grammars._cache.clear()
@@ -300,7 +329,10 @@ def test_gives_way_at_every_step(mode, directory, requests, lone):
         for step in range(1, 7):
             llm.reset_prefix_cache()
             engine.add(
-                "older", engine.prepare(None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True))
+                "older",
+                engine.prepare(
+                    None, prompts[1], dataclasses.replace(each[1], max_tokens=40, ignore_eos=True)
+                ),
             )
             reporter = engine.add("watched", engine.prepare(None, prompts[0], each[0]))
             run_giving_way(engine, step)
@@ -331,7 +363,11 @@ def test_stop_strings_cut_it_short(llm):
 
 def language():
     """All texts of REGEX with fewer digits: what a mask is worked out from without llguidance."""
-    heads = ["".join(parts) for count in (1, 2, 3) for parts in itertools.product(("ab", "ba"), repeat=count)]
+    heads = [
+        "".join(parts)
+        for count in (1, 2, 3)
+        for parts in itertools.product(("ab", "ba"), repeat=count)
+    ]
     return {
         head + number + animal
         for head in heads
@@ -343,7 +379,9 @@ def language():
 @pytest.fixture(scope="module")
 def grammar_of(directory):
     compiler = compiling.GrammarCompiler(load_tokenizer(directory), LLAMA["vocab_size"])
-    yield lambda **asked: compiler.compiled(SamplingParams(structured_outputs=asked).structured_outputs)
+    yield lambda **asked: compiler.compiled(
+        SamplingParams(structured_outputs=asked).structured_outputs
+    )
     compiler.close()
 
 
@@ -365,7 +403,10 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
     todo, seen = [()], {""}
     while todo:
         token_ids = todo.pop()
-        text, place = "".join(pieces[token_id] for token_id in token_ids), Constraint(grammar, request())
+        text, place = (
+            "".join(pieces[token_id] for token_id in token_ids),
+            Constraint(grammar, request()),
+        )
         assert [place.advance(token_id) for token_id in token_ids] == [None] * len(token_ids)
         want = {
             token_id
@@ -393,9 +434,15 @@ def test_masks_are_those_of_brute_force(grammar_of, directory):
         ({"choice": ["a<|end|>b"]}, "a<|end|>b"),
         ({"regex": r"a<\|end\|>b/"}, "a<|end|>b/"),
         ({"json": {"const": "<|end|>"}}, '"<|end|>"'),
-        ({"json": {"enum": ["<|end|>"], "x-guidance": {"whitespace_flexible": False}}}, '"<|end|>"'),
+        (
+            {"json": {"enum": ["<|end|>"], "x-guidance": {"whitespace_flexible": False}}},
+            '"<|end|>"',
+        ),
         ({"grammar": 'start: "a<|end|>b"'}, "a<|end|>b"),
-        ({"grammar": '%llguidance {"no_forcing": false}\nstart: "a<|end|>b" // the end'}, "a<|end|>b"),
+        (
+            {"grammar": '%llguidance {"no_forcing": false}\nstart: "a<|end|>b" // the end'},
+            "a<|end|>b",
+        ),
         ({"grammar": 'root ::= "a<|end|>b"'}, "a<|end|>b"),
     ],
 )
@@ -428,7 +475,9 @@ def test_a_grammar_that_others_filled_is_as_good_as_new(size, limit, fails, dire
 
     shared, alone = fresh(), []
     again = Grammar.alone
-    monkeypatch.setattr(Grammar, "alone", lambda self, ids: alone.append(len(ids)) or again(self, ids))
+    monkeypatch.setattr(
+        Grammar, "alone", lambda self, ids: alone.append(len(ids)) or again(self, ids)
+    )
     outcomes = [outcome(shared, seed) for seed in range(8)]
     assert alone and outcomes == [outcome(fresh(), seed) for seed in range(8)]
     assert all(isinstance(one, tuple) for one in outcomes) == fails
@@ -446,7 +495,9 @@ def test_without_an_end_to_draw_it_ends_where_the_grammar_does(llm):
     for changes in ({"ignore_eos": True}, {"allowed_token_ids": range(1, 257)}):
         one = only(llm, "choice", **changes)
         assert (
-            (one.finish_reason, one.stop_reason) == ("stop", None) and one.text in CHOICES and END not in one.token_ids
+            (one.finish_reason, one.stop_reason) == ("stop", None)
+            and one.text in CHOICES
+            and END not in one.token_ids
         )
     open_ended = only(llm, {"regex": "[a-z]+"}, ignore_eos=True, max_tokens=30)
     assert open_ended.finish_reason == "length" and re.fullmatch("[a-z]{30,}", open_ended.text)
@@ -463,7 +514,8 @@ def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
         {"bad_words": ["!"], "ignore_eos": True},
         {"bad_words": ["!"], "allowed_token_ids": sorted(yes | bang)},
         {"bad_words": ["!"], "ignore_eos": True, "min_tokens": 3},
-        {"bad_words": ["!"], "ignore_eos": True, "stop": ["s?"]},  # text that is held back comes out
+        # text that is held back comes out
+        {"bad_words": ["!"], "ignore_eos": True, "stop": ["s?"]},
     ):
         one = only(llm, either, **changes)
         assert (one.text, one.finish_reason, one.stop_reason) == ("yes", "stop", None)
@@ -474,9 +526,15 @@ def test_it_ends_where_it_may_if_every_way_on_is_forbidden(llm):
 def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
     yes = llm.tokenizer("yes")["input_ids"]
     inside = only(llm, {"choice": ["yes!"]}, allowed_token_ids=yes)
-    assert inside.finish_reason == "error" and "no token of allowed_token_ids continues" in inside.stop_reason
+    assert (
+        inside.finish_reason == "error"
+        and "no token of allowed_token_ids continues" in inside.stop_reason
+    )
     short = only(llm, {"choice": ["yes", "yes!!!"]}, allowed_token_ids=yes, min_tokens=4)
-    assert short.finish_reason == "error" and "complete after 3 tokens, below min_tokens=4" in short.stop_reason
+    assert (
+        short.finish_reason == "error"
+        and "complete after 3 tokens, below min_tokens=4" in short.stop_reason
+    )
     for banned in (
         only(llm, {"choice": ["yes!"]}, bad_words=["!"]),
         only(llm, {"choice": ["yes", "yes!!!"]}, bad_words=["!"], ignore_eos=True, min_tokens=4),
@@ -486,14 +544,22 @@ def test_it_fails_where_it_may_not_end_and_every_way_on_is_forbidden(llm):
 
 def test_stop_ids_are_ends_where_the_grammar_may_end(llm):
     (letter,) = llm.tokenizer("z")["input_ids"]
-    one = only(llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0)
-    assert re.fullmatch("[ab]{2,9}", one.text) and one.finish_reason == "stop" and one.stop_reason == letter
+    one = only(
+        llm, {"regex": "[ab]{2,9}"}, ignore_eos=True, stop_token_ids=[letter], temperature=0.0
+    )
+    assert (
+        re.fullmatch("[ab]{2,9}", one.text)
+        and one.finish_reason == "stop"
+        and one.stop_reason == letter
+    )
 
 
 def test_an_end_that_is_a_letter_is_none_inside(directory, tmp_path):
     """A model whose end-of-sequence id is text to its tokenizer."""
     (letter,) = load_tokenizer(directory)("b")["input_ids"]
-    model = write_tokenizer(random_checkpoint(tmp_path / "other", {**LLAMA, "eos_token_id": letter}))
+    model = write_tokenizer(
+        random_checkpoint(tmp_path / "other", {**LLAMA, "eos_token_id": letter})
+    )
     with make_llm(model) as llm:
         ends = {letter, llm.tokenizer.eos_token_id}
         for seed in range(6):
@@ -519,13 +585,18 @@ def test_a_dead_end_ends_that_request_only(llm):
         dead, beside = run(llm, ["a", [3, 4]], [params(asked, n=2), neighbour])
         assert [beside] == alone
         for one in dead:
-            assert one.finish_reason == "error" and "no token of the model continues the grammar" in one.stop_reason
+            assert (
+                one.finish_reason == "error"
+                and "no token of the model continues the grammar" in one.stop_reason
+            )
             assert re.fullmatch("[ab]{2,3}", one.text)
 
 
 def test_the_first_mask_of_a_grammar_is_computed_once(grammar_of, monkeypatch):
     grammar, computed, admitted = grammar_of(regex="[ab]{2}"), [], Grammar.admitted
-    monkeypatch.setattr(Grammar, "admitted", lambda self, matcher: computed.append(1) or admitted(self, matcher))
+    monkeypatch.setattr(
+        Grammar, "admitted", lambda self, matcher: computed.append(1) or admitted(self, matcher)
+    )
     first, second = (Constraint(grammar, request()) for _ in range(2))
     assert not computed and not np.shares_memory(first.mask, second.mask)
 
@@ -536,7 +607,9 @@ def test_what_goes_wrong_in_a_grammar_ends_that_request_only(llm, monkeypatch):
     alone = run(llm, [[3, 4]], neighbour)
     (one,), beside = run(llm, ["a", [3, 4]], [params({"regex": "b{2}[ab]*a[ab]{90}c"}), neighbour])
     assert [beside] == alone
-    assert one.finish_reason == "error" and one.stop_reason.startswith("structured_outputs: lexer error")
+    assert one.finish_reason == "error" and one.stop_reason.startswith(
+        "structured_outputs: lexer error"
+    )
 
 
 @pytest.mark.parametrize("limit", [0.1, 1e9])
@@ -556,13 +629,19 @@ def test_slow_masks_of_many_sequences_take_a_part_of_a_step(limit, llm, monkeypa
     monkeypatch.setattr(Grammar, "admitted", slowly)
     monkeypatch.setattr(llm._engine._mask_budget, "_request_seconds", limit)
     calls = []
-    monkeypatch.setattr(Constraint, "advance", lambda *args, f=Constraint.advance: calls.append(1) or f(*args))
-    many, beside = run(llm, ["a", [3, 4]], [params({"regex": "[ab]{3}"}, n=3, max_tokens=1), neighbour])
+    monkeypatch.setattr(
+        Constraint, "advance", lambda *args, f=Constraint.advance: calls.append(1) or f(*args)
+    )
+    many, beside = run(
+        llm, ["a", [3, 4]], [params({"regex": "[ab]{3}"}, n=3, max_tokens=1), neighbour]
+    )
     assert [beside] == alone
     errors = [one.stop_reason for one in many if one.finish_reason == "error"]
     if limit == 0.1:
         assert len(calls) == 2 and len(errors) == 1
-        assert {error.split(":")[0] for error in errors} == {"structured_outputs"} and "lower n" in errors[0]
+        assert {error.split(":")[0] for error in errors} == {
+            "structured_outputs"
+        } and "lower n" in errors[0]
     else:
         assert len(calls) == 3 and not errors
 
@@ -586,7 +665,9 @@ def test_a_limit_of_the_parser_is_no_reason_to_begin_again(grammar_of, monkeypat
             return lambda *_: answers[name]
 
     constraint._matcher = Failed()
-    token_id = int(np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))[0])
+    token_id = int(
+        np.flatnonzero(np.unpackbits(constraint.mask.view(np.uint8), bitorder="little"))[0]
+    )
     assert constraint.advance(token_id) == ("error", "structured_outputs: told")
 
 
@@ -605,11 +686,17 @@ def test_an_exception_on_the_way_to_a_mask_ends_that_request_only(llm, monkeypat
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"regex": ""}, "structured_outputs\\['regex'\\] must be a string that is not empty, got ''"),
+        (
+            {"regex": ""},
+            "structured_outputs\\['regex'\\] must be a string that is not empty, got ''",
+        ),
         ({"regex": 3}, "got 3"),
         ({"choice": []}, "must be a list that is not empty, got \\[\\]"),
         ({"choice": "yes"}, "must be a list, got 'yes'"),
-        ({"choice": ["a", ""]}, "structured_outputs\\['choice'\\]\\[1\\] must be a string that is not empty"),
+        (
+            {"choice": ["a", ""]},
+            "structured_outputs\\['choice'\\]\\[1\\] must be a string that is not empty",
+        ),
         ({"choice": ["\ud800"]}, "lone surrogate"),
         ({"json": "{"}, "must be valid JSON, got '{'"),
         ({"json": '{"const": NaN}'}, "must be valid JSON"),
@@ -655,7 +742,12 @@ def test_refused_at_construction(value, message):
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
         # The first mask is as of any object: the parser's limit is reached behind its first brace.
         (
-            {"json": {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2000)}}},
+            {
+                "json": {
+                    "type": "object",
+                    "properties": {f"p{i}": {"type": "string"} for i in range(2000)},
+                }
+            },
             "max is 2000",
         ),
     ],
@@ -663,7 +755,9 @@ def test_refused_at_construction(value, message):
 def test_refused_at_admission(value, message, llm):
     """With the parameter, the beginning of its value and llguidance's own words; before anything runs."""
     asked = re.escape(f"structured_outputs={{'{next(iter(value))}': ")
-    with pytest.raises(ValueError, match=f"^{asked}.* is refused: .*{message.removeprefix('is refused: ')}") as refused:
+    with pytest.raises(
+        ValueError, match=f"^{asked}.* is refused: .*{message.removeprefix('is refused: ')}"
+    ) as refused:
         llm.generate(["a", "b"], [params(None), params(value)], use_tqdm=False)
     assert len(str(refused.value)) < 700 and refused.value.__notes__ == ["This is prompt 1 of 2."]
 
@@ -682,26 +776,37 @@ def described(directory):
 
 def compiler_of(description):
     backend = Tokenizer.from_str(json.dumps(description))
-    return compiling.GrammarCompiler(SimpleNamespace(backend_tokenizer=backend), LLAMA["vocab_size"])
+    return compiling.GrammarCompiler(
+        SimpleNamespace(backend_tokenizer=backend), LLAMA["vocab_size"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["Metaspace", "WordPiece", "none"])
 def test_a_tokenizer_that_llguidance_cannot_take(kind, directory):
     description = described(directory)
     description["decoder"] = {
-        "Metaspace": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always", "split": True},
+        "Metaspace": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": "always",
+            "split": True,
+        },
         "WordPiece": {"type": "WordPiece", "prefix": "##", "cleanup": True},
         "none": None,
     }[kind]
     with contextlib.closing(compiler_of(description)) as compiler:
         for _ in range(2):
-            with pytest.raises(UnsupportedError, match="^structured_outputs={'regex': 'ab'} cannot be .*decoder"):
+            with pytest.raises(
+                UnsupportedError, match="^structured_outputs={'regex': 'ab'} cannot be .*decoder"
+            ):
                 compiler.compiled(("regex", '"ab"'))
             assert compiler._worker is None
         with pytest.raises(UnsupportedError, match="'cd'"):
             compiler.compiled(("regex", '"cd"'))
     command = [sys.executable, "-m", "jaxpage.decoding.grammar_worker"]
-    worker = subprocess.run(command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True)
+    worker = subprocess.run(
+        command, input=json.dumps(description) + "\n", capture_output=True, text=True, check=True
+    )
     assert (worker.stdout, worker.stderr) == ("", "")
 
 
@@ -742,7 +847,8 @@ def test_nesting_ends_nothing_but_the_request(llm):
 # Compiling
 
 
-SLOW = {"json": {"type": "integer", "multipleOf": 1234567}}  # half a minute and 700 MB, whatever llguidance's limits
+# half a minute and 700 MB, whatever llguidance's limits
+SLOW = {"json": {"type": "integer", "multipleOf": 1234567}}
 
 
 @pytest.mark.parametrize("mistaken", [False, True])
@@ -792,14 +898,22 @@ def test_who_waits_too_long_is_told(llm, monkeypatch):
             only(llm, {"regex": "xyz"})
 
 
-ENDLESS = {"json": {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (7, 11, 13, 17, 19, 23)]}}
+ENDLESS = {
+    "json": {
+        "allOf": [{"type": "integer", "multipleOf": factor} for factor in (7, 11, 13, 17, 19, 23)]
+    }
+}
 
 
 def living(group):
     """Processes of a group, by their ids, that have not ended."""
-    listed = subprocess.run(["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ps", "-eo", "pgid=,pid=,stat="], capture_output=True, text=True, check=True
+    ).stdout
     each = [line.split() for line in listed.splitlines()]
-    return {int(pid) for pgid, pid, state in each if int(pgid) == group and not state.startswith("Z")}
+    return {
+        int(pid) for pgid, pid, state in each if int(pgid) == group and not state.startswith("Z")
+    }
 
 
 def soon(condition, seconds=20):
@@ -825,7 +939,9 @@ def busy(directory, monkeypatch):
 
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
-    assert soon(lambda: compiler._worker is not None and len(living(compiler._worker._process.pid)) == 2)
+    assert soon(
+        lambda: compiler._worker is not None and len(living(compiler._worker._process.pid)) == 2
+    )
     group = compiler._worker._process.pid
     yield SimpleNamespace(compiler=compiler, asking=asking, group=group, outcome=outcome)
     monkeypatch.undo()
@@ -840,7 +956,10 @@ def test_the_end_of_a_compiler_ends_all_processes(mistaken, busy, monkeypatch):
         monkeypatch.setattr(os, "killpg", lambda pid, number: None)
     closing = threading.Thread(target=busy.compiler.close, daemon=True)
     closing.start()
-    assert soon(lambda: not closing.is_alive() and not living(busy.group), 1 if mistaken else 20) != mistaken
+    assert (
+        soon(lambda: not closing.is_alive() and not living(busy.group), 1 if mistaken else 20)
+        != mistaken
+    )
     assert mistaken or soon(lambda: busy.outcome)
 
 
@@ -941,7 +1060,11 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
     compiler = llm._engine.grammars
     tried = []
     real = compiling._Worker.tried
-    monkeypatch.setattr(compiling._Worker, "tried", lambda self, *asked: tried.append(asked[1]) or real(self, *asked))
+    monkeypatch.setattr(
+        compiling._Worker,
+        "tried",
+        lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
+    )
     for letter in "pqrpstp":
         only(llm, {"regex": f"{letter}{{2}}"}, max_tokens=4)
     assert tried == [f'"{letter}{{2}}"' for letter in "pqrst"] and len(compiler._cache) == 3
@@ -951,7 +1074,11 @@ def test_grammars_are_kept_within_bounds(llm, monkeypatch):
 
 def test_refusals_are_kept_for_a_while(llm, monkeypatch):
     compiler, real, tried = llm._engine.grammars, compiling._Worker.tried, []
-    monkeypatch.setattr(compiling._Worker, "tried", lambda self, *asked: tried.append(asked[1]) or real(self, *asked))
+    monkeypatch.setattr(
+        compiling._Worker,
+        "tried",
+        lambda self, *asked: tried.append(asked[1]) or real(self, *asked),
+    )
     monkeypatch.setattr(compiling, "CACHED_GRAMMARS", 2)
     messages = set()
 
@@ -962,7 +1089,9 @@ def test_refusals_are_kept_for_a_while(llm, monkeypatch):
 
     for pattern in ("(", "(", "(a", "(", "(b", "(b", "("):
         ask(pattern)
-    assert [json.loads(pattern) for pattern in tried] == ["(", "(a", "(b", "("] and len(messages) == 3
+    assert [json.loads(pattern) for pattern in tried] == ["(", "(a", "(b", "("] and len(
+        messages
+    ) == 3
     assert len(compiler._refusals) == 2
     monkeypatch.setattr(compiling, "REFUSED_SECONDS", 0.0)
     ask("(")
@@ -982,8 +1111,11 @@ def test_a_log_is_replayed_with_its_masks(directory, tmp_path, requests, lone):
         only(llm, {"choice": ["yes", "yes!"]}, ignore_eos=True, bad_words=["!"])
     report = replay(path, progress=False)
     assert report.difference is None and report.ending is None and report.num_tokens > 100
-    results = [one for one in map(json.loads, path.read_text().splitlines()) if one["event"] == "result"]
-    assert sum(one["tokens"].count(-2) for one in results) == 1  # of the last one; at a dead end nothing is drawn
+    results = [
+        one for one in map(json.loads, path.read_text().splitlines()) if one["event"] == "result"
+    ]
+    # of the last one; at a dead end nothing is drawn
+    assert sum(one["tokens"].count(-2) for one in results) == 1
 
 
 def test_grammars_of_every_printable_character(grammar_of, directory):
@@ -999,11 +1131,10 @@ def test_grammars_of_every_printable_character(grammar_of, directory):
 
 
 def test_on_the_command_line(directory, capsys):
-    small = (
-        "--max-num-seqs 4 --max-num-batched-tokens 64 --num-blocks 129 --max-model-len 256 --preemption-mode recompute"
-    )
+    small = "--max-num-seqs 4 --max-num-batched-tokens 64 --num-blocks 129 --max-model-len 256 --preemption-mode recompute"
     command = ["generate", "a", "--model", str(directory), *small.split(), "--structured-outputs"]
     assert cli.main([*command, '{"choice": ["dog"]}']) == 0 and capsys.readouterr().out == "dog\n"
     assert (
-        cli.main([*command, '{"regex": ""}']) == 2 and "structured_outputs['regex'] must be" in capsys.readouterr().err
+        cli.main([*command, '{"regex": ""}']) == 2
+        and "structured_outputs['regex'] must be" in capsys.readouterr().err
     )

@@ -11,10 +11,20 @@ import pytest
 from jaxpage import BeamSearchParams, SamplingParams
 from jaxpage.support import support_matrix
 from tests.support.engines import invariants
-from tests.support.matrix import FEATURES, ON_DEVICES, Engines, beam_cases, cell, markdown, sampling_cases
+from tests.support.matrix import (
+    FEATURES,
+    ON_DEVICES,
+    Engines,
+    beam_cases,
+    cell,
+    markdown,
+    sampling_cases,
+)
 
 ROOT = Path(__file__).parent.parent
-FIELDS = [field.name for kind in (SamplingParams, BeamSearchParams) for field in dataclasses.fields(kind)]
+FIELDS = [
+    field.name for kind in (SamplingParams, BeamSearchParams) for field in dataclasses.fields(kind)
+]
 PARAMETERS = list(dict.fromkeys(FIELDS))
 
 
@@ -34,8 +44,11 @@ def found(engines, request):
     yield matrix
     if request.config.getoption("--write-support-matrix"):
         for name, cells in matrix.items():
-            cells[ON_DEVICES] = support_matrix()[name][ON_DEVICES]  # written by tests/on_four_devices.py
-        assert all(len(cells) == len(FEATURES) for cells in matrix.values()), "some cells failed: nothing is written"
+            # written by tests/on_four_devices.py
+            cells[ON_DEVICES] = support_matrix()[name][ON_DEVICES]
+        assert all(len(cells) == len(FEATURES) for cells in matrix.values()), (
+            "some cells failed: nothing is written"
+        )
         (ROOT / "jaxpage" / "support_matrix.json").write_text(json.dumps(matrix, indent=1) + "\n")
         (ROOT / "docs" / "reference" / "support-matrix.md").write_text(markdown(matrix))
 
@@ -55,4 +68,6 @@ def test_a_cell_is_what_the_package_says(name, feature, engines, found, request)
 
 
 def test_the_document_is_made_of_it():
-    assert (ROOT / "docs" / "reference" / "support-matrix.md").read_text() == markdown(support_matrix())
+    assert (ROOT / "docs" / "reference" / "support-matrix.md").read_text() == markdown(
+        support_matrix()
+    )

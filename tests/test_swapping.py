@@ -49,8 +49,15 @@ KINDS = {
 def random_pages(kind, seed=0):
     """Pages of random bits: among them numbers of every kind, and such as are none."""
     rng = np.random.default_rng(seed)
-    leaves = [jnp.array(_random_bits(rng, np.dtype(dtype), (NUM_BLOCKS, *shape))) for dtype, shape in KINDS[kind]]
-    return tuple(ScaledPages(*leaves[i : i + 3]) for i in (0, 3)) if kind == "scaled" else tuple(leaves)
+    leaves = [
+        jnp.array(_random_bits(rng, np.dtype(dtype), (NUM_BLOCKS, *shape)))
+        for dtype, shape in KINDS[kind]
+    ]
+    return (
+        tuple(ScaledPages(*leaves[i : i + 3]) for i in (0, 3))
+        if kind == "scaled"
+        else tuple(leaves)
+    )
 
 
 def _random_bits(rng, dtype, shape):
@@ -85,7 +92,10 @@ class Moves:
 
     def step(self, bucket, draft_depth=None):
         nothing = np.zeros((bucket.num_rows, 5), np.int32)
-        return lambda parameters, pages, packed, processor_inputs: (StepOutput(nothing, nothing, nothing), pages)
+        return lambda parameters, pages, packed, processor_inputs: (
+            StepOutput(nothing, nothing, nothing),
+            pages,
+        )
 
 
 def make_runner(kind="float32", runner=Runner, seed=0):
@@ -109,7 +119,9 @@ BUILDER = BatchBuilder(
 
 
 def plan_of(**moves):
-    return StepPlan(0, (Row(0, 0, (1,), ((1,),)),), (), **{name: tuple(pairs) for name, pairs in moves.items()})
+    return StepPlan(
+        0, (Row(0, 0, (1,), ((1,),)),), (), **{name: tuple(pairs) for name, pairs in moves.items()}
+    )
 
 
 def run(runner, plan):
@@ -118,7 +130,9 @@ def run(runner, plan):
 
 def state(runner):
     """What both sides hold, without the null blocks."""
-    return bytes_of(runner._pages)[1:], runner._host_pages[0].load(np.arange(1, NUM_HOST_BLOCKS + 1, dtype=np.int32))
+    return bytes_of(runner._pages)[1:], runner._host_pages[0].load(
+        np.arange(1, NUM_HOST_BLOCKS + 1, dtype=np.int32)
+    )
 
 
 ORDER = ("swap_out", "swap_in", "copies")
@@ -162,7 +176,9 @@ def test_blocks_come_back_bit_by_bit_and_no_other_changes(kind, count):
     host[np.array(host_blocks) - 1] = device[np.array(sources) - 1]
     np.testing.assert_array_equal(host_after, host)
 
-    runner._pages = jax.tree.map(lambda leaf: leaf.at[np.array(sources)].set(jnp.array(-1, leaf.dtype)), runner._pages)
+    runner._pages = jax.tree.map(
+        lambda leaf: leaf.at[np.array(sources)].set(jnp.array(-1, leaf.dtype)), runner._pages
+    )
     garbage = bytes_of(runner._pages)[1:]
     run(runner, plan_of(swap_in=zip(host_blocks, destinations, strict=True)))
     want = garbage.copy()
@@ -184,12 +200,16 @@ def plans(draw):
     blocks, host_blocks = st.integers(1, NUM_BLOCKS - 1), st.integers(1, NUM_HOST_BLOCKS)
 
     def pairs(source, destination):
-        return draw(st.lists(st.tuples(source, destination), max_size=9, unique_by=lambda pair: pair[1]))
+        return draw(
+            st.lists(st.tuples(source, destination), max_size=9, unique_by=lambda pair: pair[1])
+        )
 
     copies = pairs(blocks, blocks)
     written = {destination for _, destination in copies}
     copies = [pair for pair in copies if pair[0] not in written]
-    return plan_of(swap_out=pairs(blocks, host_blocks), swap_in=pairs(host_blocks, blocks), copies=copies)
+    return plan_of(
+        swap_out=pairs(blocks, host_blocks), swap_in=pairs(host_blocks, blocks), copies=copies
+    )
 
 
 @settings(max_examples=60)
@@ -200,7 +220,8 @@ def test_any_plans_do_what_the_model_says(steps, kind):
 
 # ---- order
 
-# Block 1 is freed by swapping out and is a copy's destination; block 2 is freed, filled from the host, and is that copy's source.
+# Block 1 is freed by swapping out and is a copy's destination; block 2 is freed, filled from the
+# host, and is that copy's source.
 ORDERED = plan_of(swap_out=[(1, 1), (2, 2)], swap_in=[(3, 2)], copies=[(2, 1)])
 
 
@@ -220,7 +241,9 @@ class OtherOrder(Runner):
 
     def run(self, batch):
         for name in self.order:
-            super().run(dataclasses.replace(batch, **{other: () for other in ORDER if other != name}))
+            super().run(
+                dataclasses.replace(batch, **{other: () for other in ORDER if other != name})
+            )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(ORDER)), ids="-".join)
@@ -276,12 +299,20 @@ def test_ids_outside_of_a_pool_are_refused(moves):
 
 def test_the_last_ids_of_both_pools_are_honoured():
     last = (NUM_BLOCKS - 1, NUM_HOST_BLOCKS)
-    assert_agrees(make_runner(), plan_of(swap_out=[last]), plan_of(swap_in=[last[::-1]], copies=[(last[0], 1)]))
+    assert_agrees(
+        make_runner(),
+        plan_of(swap_out=[last]),
+        plan_of(swap_in=[last[::-1]], copies=[(last[0], 1)]),
+    )
 
 
 def test_without_host_blocks_every_swap_is_refused():
     builder = BatchBuilder(
-        BucketMenu(*[BUILDER.menu.decode] * 2), table_width=4, block_size=4, blocks=[range(1, 9)], vocab_size=9
+        BucketMenu(*[BUILDER.menu.decode] * 2),
+        table_width=4,
+        block_size=4,
+        blocks=[range(1, 9)],
+        vocab_size=9,
     )
     with pytest.raises(ValueError, match="leave the pools"):
         builder.build(plan_of(swap_out=[(1, 1)]))
@@ -351,16 +382,20 @@ def test_a_sequence_that_was_away_goes_on_to_the_last_bit(directory):
         step(stranger, 0, (1, 2, 3), swap_out=((1, 5), (2, 32), (3, 1)))
         places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)]
         got = step([token], 40, (9, 32, 4), swap_in=((5, 9), (32, 32), (1, 4)))
-        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)] == places  # nothing was copied
+        # nothing was copied
+        assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._pages)] == places
         other = step([token], 40, (1, 2, 3))
         assert llm.stats()["compile_total"] == before
     for one, another in zip(dataclasses.astuple(got), dataclasses.astuple(want), strict=True):
         np.testing.assert_array_equal(one, another)
-    assert not np.array_equal(other.logprobs, want.logprobs)  # the stranger's blocks are not the prompt's
+    # the stranger's blocks are not the prompt's
+    assert not np.array_equal(other.logprobs, want.logprobs)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"preemption_mode": "recompute"}, {"preemption_mode": "auto", "swap_space_blocks": 0}], ids=str
+    "settings",
+    [{"preemption_mode": "recompute"}, {"preemption_mode": "auto", "swap_space_blocks": 0}],
+    ids=str,
 )
 def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
     with make_llm(directory, num_blocks=33, **settings) as llm:
@@ -370,7 +405,9 @@ def test_who_does_not_swap_compiles_nothing_for_it(directory, settings):
 
 def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
     def built(**settings):
-        small = EngineConfig(model=str(directory), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64)
+        small = EngineConfig(
+            model=str(directory), num_blocks=33, max_num_seqs=4, max_num_batched_tokens=64
+        )
         built = build_engine(small.model_copy(update=settings))
         built.engine.runner.close()
         return built.memory.num_host_blocks
@@ -381,7 +418,8 @@ def test_as_many_host_blocks_as_asked_for_or_a_refusal(directory, monkeypatch):
     monkeypatch.setattr(capacity, "available_host_bytes", lambda: 0)
     assert built() == 0
     with pytest.raises(
-        CapacityError, match="preemption_mode is 'swap', but the host's free memory holds no block of 8.00 KiB"
+        CapacityError,
+        match="preemption_mode is 'swap', but the host's free memory holds no block of 8.00 KiB",
     ):
         built(preemption_mode="swap")
 

@@ -17,7 +17,11 @@ from jaxpage.serving.wire.templates import RENDER_BYTES
 from tests.support.wire import CHATML, context, with_template
 
 USER = {"role": "user", "content": "Où, \u2028 \U0001f600 </s> {{ x }}"}
-CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1.5, "b": [None, "ü"]}}}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"a": 1.5, "b": [None, "ü"]}},
+}
 CALLED = [
     {"role": "system", "content": "Be brief."},
     USER,
@@ -26,7 +30,11 @@ CALLED = [
 ]
 TOOL = {
     "type": "function",
-    "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {"b": {}, "a": {}}}},
+    "function": {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object", "properties": {"b": {}, "a": {}}},
+    },
 }
 TEMPLATES = {
     "chatml": CHATML,
@@ -41,7 +49,9 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("messages", [[USER], CALLED, [*CALLED, {"role": "assistant", "content": "So"}]], ids=len)
+@pytest.mark.parametrize(
+    "messages", [[USER], CALLED, [*CALLED, {"role": "assistant", "content": "So"}]], ids=len
+)
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
 def test_a_prompt_is_what_transformers_makes(template: str, messages: list[dict[str, Any]]) -> None:
     tokenizer = with_template(template)
@@ -53,10 +63,21 @@ def test_a_prompt_is_what_transformers_makes(template: str, messages: list[dict[
     for message in sent:
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-    shown = [{**message, **({"content": ""} if message["content"] is None else {})} for message in messages]
-    body = {"model": "demo", "messages": sent, "tools": tools, "chat_template_kwargs": variables, **flags}
+    shown = [
+        {**message, **({"content": ""} if message["content"] is None else {})}
+        for message in messages
+    ]
+    body = {
+        "model": "demo",
+        "messages": sent,
+        "tools": tools,
+        "chat_template_kwargs": variables,
+        **flags,
+    }
     try:
-        wanted = tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, **flags, **variables)
+        wanted = tokenizer.apply_chat_template(
+            shown, tools=tools, tokenize=False, **flags, **variables
+        )
     except Exception as error:
         with pytest.raises(ApiError) as refused:
             open_chat(body, context(tokenizer=tokenizer, tool_parser="hermes"))
@@ -64,7 +85,9 @@ def test_a_prompt_is_what_transformers_makes(template: str, messages: list[dict[
         assert str(error) in refused.value.message
     else:
         assert (
-            open_chat(body, context(tokenizer=tokenizer, max_model_len=4096, tool_parser="hermes")).prompts[0].prompt
+            open_chat(body, context(tokenizer=tokenizer, max_model_len=4096, tool_parser="hermes"))
+            .prompts[0]
+            .prompt
             == wanted
         )
 
@@ -86,7 +109,9 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     renderers = Renderers()
     started: list[WorkerProcess] = []
     real = WorkerProcess.__init__
-    monkeypatch.setattr(WorkerProcess, "__init__", lambda self, *given: started.append(self) or real(self, *given))
+    monkeypatch.setattr(
+        WorkerProcess, "__init__", lambda self, *given: started.append(self) or real(self, *given)
+    )
 
     def text(template: str) -> str:
         return renderers.rendered(asked(template), 2.0, RENDER_BYTES)
@@ -98,7 +123,9 @@ def test_a_process_that_is_gone_is_replaced(monkeypatch: pytest.MonkeyPatch) -> 
     assert text("{{ 1 + 1 }}") == "2"
     first = processes()
     for template in ("{{ 'a' * 9999999999 }}", "{{ 'é' * (8 * 1024 * 1024 + 1) }}"):
-        with pytest.raises(ValueError, match="takes more than 256 MiB of memory|has 8388609 characters, more than"):
+        with pytest.raises(
+            ValueError, match="takes more than 256 MiB of memory|has 8388609 characters, more than"
+        ):
             text(template)
     assert text("{{ 1 + 1 }}") == "2" and len(started) == 1 and processes()[1] != first[1]
     started[0].kill()

@@ -13,7 +13,9 @@ from jaxpage import LLM
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.models import sharding
 
-FILES = [Path(__file__).parent / name for name in ("on_four_devices.py", "on_four_devices_logits.py")]
+FILES = [
+    Path(__file__).parent / name for name in ("on_four_devices.py", "on_four_devices_logits.py")
+]
 
 
 def test_on_four_devices(pytestconfig):
@@ -33,12 +35,16 @@ def test_on_four_devices(pytestconfig):
 
 
 def test_too_few_devices_say_how_a_cpu_has_more():
-    with pytest.raises(ConfigError, match="tensor_parallel_size is 3, but JAX has 1 cpu .*device_count=3"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size is 3, but JAX has 1 cpu .*device_count=3"
+    ):
         LLM("demo", tensor_parallel_size=3, use_tqdm=False)
 
 
 def test_layers_that_are_not_divided_are_refused(monkeypatch):
     """As those of a family in a package of its own may be."""
     monkeypatch.setattr(sharding, "_divided_by", lambda module, into: None)
-    with pytest.raises(UnsupportedError, match=r"^tensor_parallel_size: .* this version does not divide"):
+    with pytest.raises(
+        UnsupportedError, match=r"^tensor_parallel_size: .* this version does not divide"
+    ):
         LLM("demo", tensor_parallel_reduction="invariant", max_model_len=64, use_tqdm=False)

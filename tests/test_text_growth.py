@@ -38,7 +38,10 @@ FIFTY = normalizers.Replace("a", "a" * 50)
         ({"normalizer": normalizers.Sequence([FIFTY] * 5)}, "3.125e+08 times"),
         ({"normalizer": normalizers.Replace("a", "b" * 65)}, "65 times"),
         ({"normalizer": normalizers.Replace(Regex("x*"), "b" * 64)}, "65 times"),
-        ({"normalizer": normalizers.Sequence([normalizers.Sequence([FIFTY]), FIFTY])}, "2500 times"),
+        (
+            {"normalizer": normalizers.Sequence([normalizers.Sequence([FIFTY]), FIFTY])},
+            "2500 times",
+        ),
         ({"decoder": decoders.Sequence([decoders.Replace("a", "a" * 50)] * 2)}, "2500 times"),
         ({"normalizer": normalizers.Precompiled(charsmap(100))}, "100 times"),
         (
@@ -56,11 +59,31 @@ def test_a_tokenizer_that_multiplies_a_text_is_refused(parts: Any, growth: str) 
     "parts",
     [
         {},
-        {"normalizer": normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])},
-        {"normalizer": normalizers.Sequence([normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()])},
-        {"normalizer": normalizers.Sequence([normalizers.Replace("``", '"'), normalizers.Precompiled(charsmap(18))])},
-        {"decoder": decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])},
-        {"post_processor": processors.TemplateProcessing(single="[B] $A [B]", special_tokens=[("[B]", 1)])},
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+            )
+        },
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.NFKD(), normalizers.StripAccents(), normalizers.Lowercase()]
+            )
+        },
+        {
+            "normalizer": normalizers.Sequence(
+                [normalizers.Replace("``", '"'), normalizers.Precompiled(charsmap(18))]
+            )
+        },
+        {
+            "decoder": decoders.Sequence(
+                [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+            )
+        },
+        {
+            "post_processor": processors.TemplateProcessing(
+                single="[B] $A [B]", special_tokens=[("[B]", 1)]
+            )
+        },
     ],
 )
 def test_what_published_tokenizers_do_is_taken(parts: Any) -> None:

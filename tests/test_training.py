@@ -41,13 +41,24 @@ def loaded(directory: Path, oracle: Any) -> tuple[TrainableModel, Any]:
     return TrainableModel.load(config, tensors)
 
 
-ALL_DENSE = {"first_k_dense_replace": 3}  # latent attention without experts, which cannot be trained
+# latent attention without experts, which cannot be trained
+ALL_DENSE = {"first_k_dense_replace": 3}
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-grouped", "gemma2-caps", "gemma3-types", "opt-350m-form", "deepseek-v3-halves", "qwen3-5-mixed"]
+    "name",
+    [
+        "llama-grouped",
+        "gemma2-caps",
+        "gemma3-types",
+        "opt-350m-form",
+        "deepseek-v3-halves",
+        "qwen3-5-mixed",
+    ],
 )
-def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_log_probabilities_and_derivatives_are_those_of_transformers(
+    name: str, tmp_path: Path
+) -> None:
     oracle = save_model(name, tmp_path, **(ALL_DENSE if "deepseek" in name else {}))
     model, weights = loaded(tmp_path, oracle)
     wanted = of_torch(oracle)
@@ -63,35 +74,44 @@ def test_log_probabilities_and_derivatives_are_those_of_transformers(name: str, 
     named = model.named(gradients)
     parameters = {key: each for key, each in oracle.named_parameters() if each.grad is not None}
     assert named.keys() >= parameters.keys()
-    # Torch computes recurrences in chunks: beside its own in float64, its errors are three times ours.
+    # Torch computes recurrences in chunks: beside its own in float64, its errors are three times
+    # ours.
     tolerance = 1e-4 if "qwen3-5" in name else 1e-5
     for key, parameter in parameters.items():
         gradient = parameter.grad.numpy()
-        np.testing.assert_allclose(named[key], gradient, atol=tolerance * max(1.0, np.abs(gradient).max()), err_msg=key)
+        np.testing.assert_allclose(
+            named[key], gradient, atol=tolerance * max(1.0, np.abs(gradient).max()), err_msg=key
+        )
 
 
-def test_a_window_that_is_one_too_wide_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_that_is_one_too_wide_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     oracle = save_model("mistral-window", tmp_path)
     model, weights = loaded(tmp_path, oracle)
     wanted = of_torch(oracle).detach().numpy()
     np.testing.assert_allclose(model.log_probabilities(weights, ROWS.tolist()), wanted, atol=2e-5)
     for rows in (ROWS[0], ROWS[None], ROWS[:0], ROWS[:, :0], ROWS * 1.0, ROWS > 3, 5):
         with pytest.raises(
-            TypeError, match=r"token_ids must be integers in rows \[R, C\], at least one of each; got shape"
+            TypeError,
+            match=r"token_ids must be integers in rows \[R, C\], at least one of each; got shape",
         ):
             model.log_probabilities(weights, rows)
     size = oracle.config.vocab_size
     for wrong_id in (size, -1):
         rows = jnp.array([[5, wrong_id]])
         with pytest.raises(
-            ValueError, match=f"token_ids has {wrong_id}, but the model's token ids are 0 to {size - 1}"
+            ValueError,
+            match=f"token_ids has {wrong_id}, but the model's token ids are 0 to {size - 1}",
         ):
             model.log_probabilities(weights, rows)
         assert jax.jit(model.log_probabilities)(weights, rows).shape == (1, 1), "traced: not known"
     dense = training.dense_attend
 
     def wrong(num_rows: int) -> Any:
-        def attend(index: int, q: Any, k: Any, v: Any, pages: Any, options: AttentionOptions, /) -> Any:
+        def attend(
+            index: int, q: Any, k: Any, v: Any, pages: Any, options: AttentionOptions, /
+        ) -> Any:
             assert options.sliding_window is not None
             wider = dataclasses.replace(options, sliding_window=options.sliding_window + 1)
             return dense(num_rows)(index, q, k, v, pages, wider)
@@ -120,12 +140,16 @@ def test_the_example_of_the_reference(tmp_path: Path) -> None:
     loss.backward()
     np.testing.assert_allclose(found["value"], loss.item(), atol=2e-5)
     for name, parameter in oracle.named_parameters():
-        np.testing.assert_allclose(found["named"][name], parameter.grad.numpy(), atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            found["named"][name], parameter.grad.numpy(), atol=1e-4, err_msg=name
+        )
 
 
 def test_a_rollout_and_its_trainer_agree() -> None:
     """examples/rl_rollout.py on the demo model: scores have the rollout's bits, also after an update of the weights."""
-    table = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rl_rollout.py"))["main"](["--steps", "2"])
+    table = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "rl_rollout.py"))["main"](
+        ["--steps", "2"]
+    )
     assert len(table) == 2
     for reward, num_equal, num_tokens, difference in table:
         assert num_equal == num_tokens == 768 and difference < 1e-4 and 0.05 < reward < 0.5

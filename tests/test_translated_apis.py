@@ -23,7 +23,10 @@ from tests.support.running import Promises, Running, demo_with_template, running
 from tests.support.wire import CHATML, context, with_template
 
 KEY = "a-key-of-this-test"
-SYSTEM, USER = {"role": "system", "content": "Tell it."}, {"role": "user", "content": "The old house"}
+SYSTEM, USER = (
+    {"role": "system", "content": "Tell it."},
+    {"role": "user", "content": "The old house"},
+)
 MESSAGES: Any = [SYSTEM, USER]
 SCHEMA = {
     "type": "object",
@@ -58,7 +61,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def http(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60) as client:
+    with httpx.Client(
+        base_url=server.address, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
+    ) as client:
         yield client
 
 
@@ -69,21 +74,27 @@ def promises(http: httpx.Client) -> Promises:
 
 @pytest.fixture
 def open_ai(server: Running, promises: Promises) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60) as found:
+    with openai.OpenAI(
+        base_url=f"{server.address}/v1", api_key=KEY, max_retries=0, timeout=60
+    ) as found:
         yield found
     promises.check()
 
 
 @pytest.fixture
 def claude(server: Running, promises: Promises) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.address, api_key=KEY, max_retries=0, timeout=60) as found:
+    with anthropic.Anthropic(
+        base_url=server.address, api_key=KEY, max_retries=0, timeout=60
+    ) as found:
         yield found
     promises.check()
 
 
 @pytest.fixture
 def llama(server: Running, promises: Promises) -> Iterator[ollama.Client]:
-    with ollama.Client(server.address, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as found:
+    with ollama.Client(
+        server.address, headers={"authorization": f"Bearer {KEY}"}, timeout=60
+    ) as found:
         yield found
     promises.check()
 
@@ -105,7 +116,8 @@ def text_of(answer: Any) -> str:
     return str(answer["choices"][0]["message"]["content"])
 
 
-# What comes to the engine: the prompt and the parameters of a chat. The template shows reasoning, too.
+# What comes to the engine: the prompt and the parameters of a chat. The template shows reasoning,
+# too.
 
 THINKING = with_template(
     "{% for message in messages %}<{{ message.role }}>{% if message.reasoning_content %}({{ message.reasoning_content }})"
@@ -136,7 +148,14 @@ TOLD = {"role": "assistant", "content": "It was"}
                         "id": "msg_1",
                         "status": "completed",
                         "role": "assistant",
-                        "content": [{"type": "output_text", "text": "It was", "annotations": [], "logprobs": []}],
+                        "content": [
+                            {
+                                "type": "output_text",
+                                "text": "It was",
+                                "annotations": [],
+                                "logprobs": [],
+                            }
+                        ],
                     },
                     {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
                 ],
@@ -149,7 +168,9 @@ TOLD = {"role": "assistant", "content": "It was"}
         (
             open_message,
             {
-                "system": [{"type": "text", "text": "Tell it.", "cache_control": {"type": "ephemeral"}}],
+                "system": [
+                    {"type": "text", "text": "Tell it.", "cache_control": {"type": "ephemeral"}}
+                ],
                 "messages": [
                     USER,
                     {
@@ -179,23 +200,52 @@ TOLD = {"role": "assistant", "content": "It was"}
                 "think": False,
                 "keep_alive": "5m",
                 "options": {
-                    **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
-                    **{"num_predict": 7, "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+                    **{
+                        "temperature": 0.5,
+                        "top_k": 3,
+                        "top_p": 0.5,
+                        "min_p": 0.1,
+                        "seed": 7,
+                        "stop": ["a"],
+                    },
+                    **{
+                        "num_predict": 7,
+                        "repeat_penalty": 1.5,
+                        "presence_penalty": 0.5,
+                        "frequency_penalty": 0.25,
+                    },
                     **{"num_ctx": 512, "mirostat": 0, "repeat_last_n": -1, "num_gpu": None},
                 },
             },
             {
                 "messages": [*SAID, MORE],
-                **{"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 7, "stop": ["a"]},
-                **{"max_tokens": 7, "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25},
+                **{
+                    "temperature": 0.5,
+                    "top_k": 3,
+                    "top_p": 0.5,
+                    "min_p": 0.1,
+                    "seed": 7,
+                    "stop": ["a"],
+                },
+                **{
+                    "max_tokens": 7,
+                    "repetition_penalty": 1.5,
+                    "presence_penalty": 0.5,
+                    "frequency_penalty": 0.25,
+                },
             },
         ),
     ],
     ids=["responses", "messages", "ollama"],
 )
-def test_a_translated_request_is_that_of_the_chat(opens: Any, body: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_a_translated_request_is_that_of_the_chat(
+    opens: Any, body: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     known = context(tokenizer=THINKING, strict_requests=True)
-    found, chat = (open_({"model": "demo", **fields}, known) for open_, fields in ((opens, body), (open_chat, wanted)))
+    found, chat = (
+        open_({"model": "demo", **fields}, known)
+        for open_, fields in ((opens, body), (open_chat, wanted))
+    )
     assert found.prompts == chat.prompts and "(Hm)" in chat.prompts[0].prompt
     assert (found.stream, found.ignored_fields) == (False, ())
 
@@ -221,24 +271,38 @@ def test_a_response_is_the_chat(open_ai: openai.OpenAI, chat: Any) -> None:
         *("created", "in_progress", "output_item.added", "content_part.added"),
         *("output_text.done", "content_part.done", "output_item.done", "incomplete"),
     ]
-    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == answer.output_text
+    assert (
+        "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        == answer.output_text
+    )
     last = events[-1].response
-    assert last.output_text == answer.output_text and last.usage.output_tokens == answer.usage.output_tokens
+    assert (
+        last.output_text == answer.output_text
+        and last.usage.output_tokens == answer.usage.output_tokens
+    )
 
 
 def test_a_response_is_sent_back(open_ai: openai.OpenAI, chat: Any) -> None:
     """As it came, in a conversation of which nothing was kept."""
     first = open_ai.responses.create(**RESPONSE)
-    said = [*MESSAGES, {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Go on"}]
+    said = [
+        *MESSAGES,
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "Go on"},
+    ]
     asked: Any = [USER, *[item.model_dump() for item in first.output], said[-1]]
     answer, wanted = open_ai.responses.create(**{**RESPONSE, "input": asked}), chat(messages=said)
     assert answer.output_text == text_of(wanted)
-    assert answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+    assert (
+        answer.usage is not None and answer.usage.input_tokens == wanted["usage"]["prompt_tokens"]
+    )
 
 
 def test_a_response_keeps_to_a_schema(open_ai: openai.OpenAI) -> None:
     """And ends by itself: the client's helper gives the whole of it."""
-    wanted: Any = {"format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}}
+    wanted: Any = {
+        "format": {"type": "json_schema", "name": "house", "schema": SCHEMA, "strict": True}
+    }
     asked: Any = {**RESPONSE, "max_output_tokens": 64, "text": wanted}
     with open_ai.responses.stream(**asked) as stream:
         answer = stream.get_final_response()
@@ -253,7 +317,11 @@ def test_what_responses_do_not_have_is_refused(open_ai: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0]"),
         ({"input": "x" * 100_000}, "input"),
         (
-            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}}},
+            {
+                "text": {
+                    "format": {"type": "json_schema", "name": "x", "schema": {"type": "banana"}}
+                }
+            },
             "text.format.schema",
         ),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -286,7 +354,13 @@ def test_a_message_is_the_chat(claude: anthropic.Anthropic, chat: Any) -> None:
     assert whole.stop_reason == "max_tokens" and whole.usage.output_tokens == usage.output_tokens
     names = [event.type for event in claude.messages.create(**MESSAGE, stream=True)]
     assert [name for name in names if name != "content_block_delta"] == [
-        *("message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop")
+        *(
+            "message_start",
+            "content_block_start",
+            "content_block_stop",
+            "message_delta",
+            "message_stop",
+        )
     ]
 
 
@@ -294,7 +368,11 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
     """A stop sequence is told; a last message of the assistant is gone on with."""
     whole = text_of(chat())
     stop = whole[5:9]
-    asked: Any = {**MESSAGE, "stop_sequences": ["never said", stop], "system": [{"type": "text", "text": "Tell it."}]}
+    asked: Any = {
+        **MESSAGE,
+        "stop_sequences": ["never said", stop],
+        "system": [{"type": "text", "text": "Tell it."}],
+    }
     cut: Any = claude.messages.create(**asked)
     assert (cut.stop_reason, cut.stop_sequence) == ("stop_sequence", stop)
     assert cut.content[0].text == whole[: whole.index(stop)]
@@ -303,7 +381,10 @@ def test_a_message_stops_and_goes_on(claude: anthropic.Anthropic, chat: Any) -> 
     assert (streamed.stop_reason, streamed.stop_sequence) == ("stop_sequence", stop)
     begun = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
     more: Any = claude.messages.create(**{**MESSAGE, "messages": [USER, begun]})
-    wanted = chat(messages=[*MESSAGES, {"role": "assistant", "content": "It was"}], continue_final_message=True)
+    wanted = chat(
+        messages=[*MESSAGES, {"role": "assistant", "content": "It was"}],
+        continue_final_message=True,
+    )
     assert more.content[0].text == text_of(wanted)
 
 
@@ -312,10 +393,16 @@ def test_the_tokens_of_a_message_are_counted(claude: anthropic.Anthropic, chat: 
     asked: Any = {name: MESSAGE[name] for name in ("model", "system", "messages")}
     assert claude.messages.count_tokens(**asked).input_tokens == chat()["usage"]["prompt_tokens"]
     begun: Any = {"role": "assistant", "content": [{"type": "text", "text": "It was"}]}
-    wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"]["prompt_tokens"]
-    assert claude.messages.count_tokens(**{**asked, "messages": [USER, begun]}).input_tokens == wanted
+    wanted = chat(messages=[*MESSAGES, begun], continue_final_message=True)["usage"][
+        "prompt_tokens"
+    ]
+    assert (
+        claude.messages.count_tokens(**{**asked, "messages": [USER, begun]}).input_tokens == wanted
+    )
     with pytest.raises(anthropic.BadRequestError, match="tools is not supported"):
-        claude.messages.count_tokens(**asked, tools=[{"name": "f", "input_schema": {"type": "object"}}])
+        claude.messages.count_tokens(
+            **asked, tools=[{"name": "f", "input_schema": {"type": "object"}}]
+        )
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.count_tokens(**{**asked, "model": "claude"})
 
@@ -329,7 +416,10 @@ def test_what_messages_do_not_have_is_refused(claude: anthropic.Anthropic, serve
             "output_format is not supported",
         ),
         ({"max_tokens": 0}, "max_tokens must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content must be"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content must be",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, "max_model_len"),
     ]
     for fields, message in wrong:
@@ -377,7 +467,9 @@ def test_ollama_chats(llama: ollama.Client, chat: Any) -> None:
 
 
 def test_ollama_thinks(llama: ollama.Client, chat: Any) -> None:
-    wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"]["reasoning_content"]
+    wanted = chat(chat_template_kwargs={"enable_thinking": True})["choices"][0]["message"][
+        "reasoning_content"
+    ]
     assert wanted
     for think, thinking in ((True, wanted), (False, None)):
         assert llama.chat(messages=MESSAGES, think=think, **OLLAMA).message.thinking == thinking
@@ -392,8 +484,13 @@ def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -
     completion = {"model": "demo", "prompt": "The old house", "temperature": 0, "max_tokens": 12}
     wanted = http.post("/v1/completions", json=completion).json()["choices"][0]["text"]
     assert llama.generate(**asked, raw=True).response == wanted
-    assert "".join(part.response or "" for part in llama.generate(**asked, raw=True, stream=True)) == wanted
-    formatted = llama.generate(**{**asked, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA)
+    assert (
+        "".join(part.response or "" for part in llama.generate(**asked, raw=True, stream=True))
+        == wanted
+    )
+    formatted = llama.generate(
+        **{**asked, "options": {"temperature": 0, "num_predict": 64}}, format=SCHEMA
+    )
     jsonschema.validate(json.loads(formatted.response or ""), SCHEMA)
     assert [model.model for model in llama.list().models] == ["demo"]
 
@@ -401,14 +498,18 @@ def test_ollama_generates(llama: ollama.Client, http: httpx.Client, chat: Any) -
 def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
     """What they ask at their start, with the name that they give a model without a tag."""
     length = http.get("/v1/models").json()["data"][0]["max_model_len"]
-    assert [(model.model, model.context_length) for model in llama.ps().models] == [("demo", length)]
+    assert [(model.model, model.context_length) for model in llama.ps().models] == [
+        ("demo", length)
+    ]
     assert http.get("/api/version").json() == {"version": jaxpage.__version__}
     for name in ("demo", "demo:latest"):
         shown = llama.show(name)
         assert shown.details is not None and shown.details.family == "llama"
         assert shown.modelinfo == {"general.architecture": "llama", "llama.context_length": length}
         assert shown.capabilities == ["completion", "thinking"]
-        assert llama.chat(messages=MESSAGES, **{**OLLAMA, "model": name}).message.content == text_of(chat())
+        assert llama.chat(
+            messages=MESSAGES, **{**OLLAMA, "model": name}
+        ).message.content == text_of(chat())
         assert llama.generate(prompt="The old", **{**OLLAMA, "model": name}).eval_count == 12
     for name in ("demo:7b", "latest", ":latest", "llama3"):
         with pytest.raises(ollama.ResponseError) as caught:
@@ -416,7 +517,9 @@ def test_ollama_clients_find_the_model(llama: ollama.Client, http: httpx.Client,
         assert caught.value.status_code in (400, 404)
 
 
-def test_ollama_loads_the_model_where_there_is_no_prompt(llama: ollama.Client, http: httpx.Client) -> None:
+def test_ollama_loads_the_model_where_there_is_no_prompt(
+    llama: ollama.Client, http: httpx.Client
+) -> None:
     for prompt in ({}, {"prompt": ""}):
         answer = llama.generate(model="demo:latest", **prompt)
         assert (answer.response, answer.done, answer.done_reason) == ("", True, "load")
@@ -451,17 +554,36 @@ def test_ollama_embeds(llama: ollama.Client, open_ai: openai.OpenAI) -> None:
         assert caught.value.status_code == status and message in caught.value.error
 
 
-def test_what_ollama_says_of_its_machine_changes_nothing(llama: ollama.Client, http: httpx.Client, chat: Any) -> None:
+def test_what_ollama_says_of_its_machine_changes_nothing(
+    llama: ollama.Client, http: httpx.Client, chat: Any
+) -> None:
     """And {} is a schema: any JSON."""
-    options = {**OLLAMA["options"], "num_gpu": 99, "num_thread": 4, "use_mmap": True, "main_gpu": 0, "num_batch": 512}
-    assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(chat())
+    options = {
+        **OLLAMA["options"],
+        "num_gpu": 99,
+        "num_thread": 4,
+        "use_mmap": True,
+        "main_gpu": 0,
+        "num_batch": 512,
+    }
+    assert llama.chat(messages=MESSAGES, model="demo", options=options).message.content == text_of(
+        chat()
+    )
     options = {**OLLAMA["options"], "temperature": 1.0, "num_predict": 200}
     json.loads(
-        llama.chat(messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}).message.content or ""
+        llama.chat(
+            messages=MESSAGES, model="demo", options={**options, "seed": 3}, format={}
+        ).message.content
+        or ""
     )
     body = {"model": "demo", "messages": MESSAGES, "stream": False}
     for name in ("truncate", "shift"):
-        assert http.post("/api/chat", json={**body, name: False, "options": {"num_predict": 1}}).status_code == 200
+        assert (
+            http.post(
+                "/api/chat", json={**body, name: False, "options": {"num_predict": 1}}
+            ).status_code
+            == 200
+        )
         answer = http.post("/api/chat", json={**body, name: True})
         assert (answer.status_code, answer.json()) == (400, {"error": f"{name} is not supported"})
 
@@ -472,7 +594,11 @@ def test_what_ollama_has_beyond_us_is_refused(llama: ollama.Client) -> None:
         ({"options": {"num_ctx": 4096}}, 400, "options.num_ctx"),
         ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty"),
         ({"options": {"num_thread": "4"}}, 400, "options.num_thread"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools is not supported"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            400,
+            "tools is not supported",
+        ),
         ({"messages": [{"role": "user", "content": "x" * 100_000}]}, 400, "max_model_len"),
         ({"model": "llama3"}, 404, "llama3"),
     ]
@@ -497,7 +623,9 @@ def test_an_error_within_a_stream_reaches_the_client(
 ) -> None:
     """A step that fails on the device ends the stream as the client expects it; the server serves on."""
     streams: dict[str, Any] = {
-        "responses": lambda: open_ai.responses.create(**{**RESPONSE, "max_output_tokens": 400}, stream=True),
+        "responses": lambda: open_ai.responses.create(
+            **{**RESPONSE, "max_output_tokens": 400}, stream=True
+        ),
         "messages": lambda: claude.messages.create(**{**MESSAGE, "max_tokens": 400}, stream=True),
         "ollama": lambda: llama.chat(model="demo", messages=MESSAGES, stream=True),
     }

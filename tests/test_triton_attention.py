@@ -32,12 +32,20 @@ def random_tree(seed: int, num_tokens: int, width: int) -> np.ndarray:
 
 def kind(spec) -> tuple:
     """What the kernel can tell one cut shape from another by; groups and widths in decode alone."""
-    steps = "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
-    heads = (spec.num_heads // spec.num_kv_heads, spec.head_width) if steps == "decode" else len(set(spec.queries))
+    steps = (
+        "decode" if spec.max_query_len == 1 else "verify" if spec.max_query_len <= 64 else "chunk"
+    )
+    heads = (
+        (spec.num_heads // spec.num_kv_heads, spec.head_width)
+        if steps == "decode"
+        else len(set(spec.queries))
+    )
     return heads, spec.sliding_window is not None, spec.tree, spec.sinks, spec.page_dtype, steps
 
 
-@pytest.mark.parametrize("spec", {kind(spec): spec for spec in SPECS}.values(), ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", {kind(spec): spec for spec in SPECS}.values(), ids=lambda spec: spec.name
+)
 def test_real_shapes_cut_small(spec):
     small = spec.cut(queries=20)
     case = make_case(
@@ -53,8 +61,12 @@ def test_real_shapes_cut_small(spec):
     if small.tree:
         options["tree_mask_TQ"] = random_tree(2, len(case.q_TNH), small.max_query_len)
     if small.sinks:
-        options["sinks"] = np.random.default_rng(2).standard_normal(small.num_heads).astype(np.float32)
-    got = run(*case.arrays, **case.scales, **options, max_query_len=small.max_query_len, backend="triton")
+        options["sinks"] = (
+            np.random.default_rng(2).standard_normal(small.num_heads).astype(np.float32)
+        )
+    got = run(
+        *case.arrays, **case.scales, **options, max_query_len=small.max_query_len, backend="triton"
+    )
     tolerance = 1e-5 if case.scales else 3e-6  # of values of ten
     np.testing.assert_allclose(got, oracle(case, **options), atol=tolerance, rtol=tolerance)
 
@@ -85,10 +97,15 @@ def test_widths_groups_blocks_and_types(width, heads, block_size, dtype, page_dt
         dtype=dtype,
         page_dtype=page_dtype,
     )
-    options = {"scale": width**-0.5 if width > 16 else -0.3, "logit_softcap": 5.0 if group == 8 else None}
+    options = {
+        "scale": width**-0.5 if width > 16 else -0.3,
+        "logit_softcap": 5.0 if group == 8 else None,
+    }
     got = run(*case.arrays, **case.scales, **options, tiles=tiles, backend="triton")
     assert got.dtype == jnp.dtype(dtype)
-    np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), oracle(case, **options), atol=tolerance, rtol=tolerance
+    )
 
 
 TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
@@ -104,9 +121,13 @@ TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-5}
 )
 def test_every_pair_of_types(dtype, page_dtype):
     case = make_case(3, [37], [1], heads=(2, 1), padding=1, dtype=dtype, page_dtype=page_dtype)
-    got = run(*case.arrays, **case.scales, scale=0.25, tiles=UNSPLIT, max_query_len=1, backend="triton")
+    got = run(
+        *case.arrays, **case.scales, scale=0.25, tiles=UNSPLIT, max_query_len=1, backend="triton"
+    )
     tolerance = TOLERANCES[dtype]
-    np.testing.assert_allclose(np.asarray(got, np.float64), oracle(case, scale=0.25), atol=tolerance, rtol=tolerance)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), oracle(case, scale=0.25), atol=tolerance, rtol=tolerance
+    )
 
 
 def filled(case: Case, num_rows: int) -> Case:
@@ -123,7 +144,9 @@ def filled(case: Case, num_rows: int) -> Case:
 @settings(max_examples=20)
 @given(
     rows=st.lists(st.tuples(st.integers(0, 90), st.integers(0, 20)), min_size=1, max_size=4),
-    way=st.sampled_from([("causal", SMALL), ("causal", UNSPLIT), ("window", UNSPLIT), ("tree", SMALL)]),
+    way=st.sampled_from(
+        [("causal", SMALL), ("causal", UNSPLIT), ("window", UNSPLIT), ("tree", SMALL)]
+    ),
     seed=st.integers(0, 2**16),
 )
 def test_any_rows(rows, way, seed):
@@ -149,7 +172,11 @@ def test_any_rows(rows, way, seed):
 
 @pytest.mark.parametrize(
     ("heads", "width", "value_width", "dtype", "page_dtype"),
-    [(20, 576, 512, "bfloat16", "bfloat16"), (32, 48, 32, "float16", "int8"), (8, 40, 24, "float32", "float32")],
+    [
+        (20, 576, 512, "bfloat16", "bfloat16"),
+        (32, 48, 32, "float16", "int8"),
+        (8, 40, 24, "float32", "float32"),
+    ],
 )
 def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, page_dtype):
     """Several programs for the heads of one row, and splits."""
@@ -161,7 +188,9 @@ def test_values_within_the_keys_of_any_width(heads, width, value_width, dtype, p
     arrays = (case.q_TNH, case.k_pages, None, *case.arrays[3:])
     got = run(*arrays, **scales, scale=0.1, value_width=value_width, tiles=SMALL, backend="triton")
     assert got.shape == want.shape
-    np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    np.testing.assert_allclose(
+        np.asarray(got, np.float64), want, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
@@ -177,7 +206,13 @@ def test_a_row_has_the_same_bits_in_any_company(num_tokens):
         ([1, 90], [400, 7, 7], {"table_width": 60, "num_blocks": 90}),
     ):
         contexts, place = [*before, length, *after], len(before)
-        case = make_case(8, contexts, [num_tokens if c == length else 1 for c in contexts], heads=(6, 2), **options)
+        case = make_case(
+            8,
+            contexts,
+            [num_tokens if c == length else 1 for c in contexts],
+            heads=(6, 2),
+            **options,
+        )
         at = case.block_table_BM[place, np.arange(length) // 8], np.arange(length) % 8
         case.k_pages[at], case.v_pages[at] = keys, values
         own = slice(case.query_start[place], case.query_start[place + 1])
@@ -224,7 +259,9 @@ def kernel_with(**wrong):
 
     def mistaken(*refs, config):
         operands = dict(zip(names, refs, strict=False))
-        operands |= {name: None if other is None else operands[other] for name, other in wrong.items()}
+        operands |= {
+            name: None if other is None else operands[other] for name, other in wrong.items()
+        }
         return triton_kernel.kernel(*operands.values(), *refs[len(names) :], config=config)
 
     return mistaken
@@ -242,21 +279,35 @@ MISTAKES = {  # name: what is wrong, where, and the mistake made of what is righ
     "values read as keys": (triton, "kernel", lambda right: kernel_with(k="v")),
     "no scale of keys": (triton, "kernel", lambda right: kernel_with(k_scale=None)),
     "no scale of values": (triton, "kernel", lambda right: kernel_with(v_scale=None)),
-    "table rows swapped": (triton_kernel, "_place", lambda right: lambda t, row, *rest: right(t, 1 - row, *rest)),
-    "wrong key/value head": (triton_kernel, "_read", lambda right: lambda p, at, h, *rest: right(p, at, 1 - h, *rest)),
+    "table rows swapped": (
+        triton_kernel,
+        "_place",
+        lambda right: lambda t, row, *rest: right(t, 1 - row, *rest),
+    ),
+    "wrong key/value head": (
+        triton_kernel,
+        "_read",
+        lambda right: lambda p, at, h, *rest: right(p, at, 1 - h, *rest),
+    ),
     "length off by one": (triton, "_schedule", shorter),
     "mask transposed": (triton, "mask_words", lambda right: lambda tree: right(tree.T)),
     "nothing masked": (
         triton_kernel,
         "_stretches",
-        lambda right: lambda *rest, **tree: [(low, high, False) for low, high, _ in right(*rest, **tree)],
+        lambda right: (
+            lambda *rest, **tree: [(low, high, False) for low, high, _ in right(*rest, **tree)]
+        ),
     ),
     "first turn skipped": (
         triton_kernel,
         "_stretches",
         lambda right: lambda tile, first, *rest, **tree: right(tile, first + 1, *rest, **tree),
     ),
-    "a split dropped": (triton, "reduce_splits", lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k)),
+    "a split dropped": (
+        triton,
+        "reduce_splits",
+        lambda right: lambda o, w, s, *r, **k: right(o, w, s - 1, *r, **k),
+    ),
     "window off by one": (triton_kernel, "_seen", lambda right: switched(right, sliding_window=10)),
     "no sinks": (triton, "kernel", lambda right: kernel_with(sinks=None)),
     "sinks in every split": (
@@ -289,7 +340,13 @@ def error_of(feature: str) -> float:
     case, options = calls()[feature]
     triton._attend.clear_cache()
     got = paged_attention(
-        *case.arrays, scale=0.3, backend="triton", interpret=True, tiles=SMALL, **options, **case.scales
+        *case.arrays,
+        scale=0.3,
+        backend="triton",
+        interpret=True,
+        tiles=SMALL,
+        **options,
+        **case.scales,
     )
     return np.abs(np.asarray(got) - oracle(case, scale=0.3, **options)).max()
 
@@ -303,7 +360,13 @@ def test_without_a_mistake_all_is_right(feature):
 def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
     module, name, wrong = MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong(getattr(module, name)))
-    words = {"scale of": "scales", "mask ": "tree", "window": "window", "softcap": "softcap", "sinks": "sinks"}
+    words = {
+        "scale of": "scales",
+        "mask ": "tree",
+        "window": "window",
+        "softcap": "softcap",
+        "sinks": "sinks",
+    }
     feature = next((value for word, value in words.items() if word in mistake), "plain")
     try:
         error = error_of(feature)
@@ -315,7 +378,14 @@ def test_a_mistake_in_the_kernel_is_seen(mistake, monkeypatch):
 def arrays_of(q: tuple, pages: tuple, dtype="bfloat16", page_dtype="bfloat16", rows=4) -> tuple:
     shape = jax.ShapeDtypeStruct
     table, context, start = (shape(each, jnp.int32) for each in ((rows, 64), (rows,), (rows + 1,)))
-    return shape(q, dtype), shape(pages, page_dtype), shape(pages, page_dtype), table, context, start
+    return (
+        shape(q, dtype),
+        shape(pages, page_dtype),
+        shape(pages, page_dtype),
+        table,
+        context,
+        start,
+    )
 
 
 def scales_of(pages: tuple) -> dict[str, jax.ShapeDtypeStruct]:
@@ -358,7 +428,10 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
     arrays, keywords, options, num_kernels = LOWERED[name]
 
     def layers(arrays, keywords):
-        return [paged_attention(*arrays, scale=0.1, backend="triton", **keywords, **options) for _ in range(3)]
+        return [
+            paged_attention(*arrays, scale=0.1, backend="triton", **keywords, **options)
+            for _ in range(3)
+        ]
 
     with described_gpu():
         text = jax.jit(layers).trace(arrays, keywords).lower(lowering_platforms=("cuda",)).as_text()
@@ -371,13 +444,19 @@ def test_it_lowers_for_cuda_once_for_all_layers(name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_there_are_tiles_for_every_shape(steps, group, dtype):
     for width in (32, 80, 128, 256):
-        shape = Shape(kind=steps, group=group, head_width=width, block_size=16, dtype=dtype, page_dtype="int8")
+        shape = Shape(
+            kind=steps, group=group, head_width=width, block_size=16, dtype=dtype, page_dtype="int8"
+        )
         assert triton.heuristic(shape).query_rows >= group
 
 
 def test_refusals_have_reasons():
-    def refused(match, q=(4, 32, 128), pages=PAGES, dtype="bfloat16", page_dtype="bfloat16", **options):
-        call = jax.jit(lambda *arrays, **scales: paged_attention(*arrays, **scales, scale=1.0, **options))
+    def refused(
+        match, q=(4, 32, 128), pages=PAGES, dtype="bfloat16", page_dtype="bfloat16", **options
+    ):
+        call = jax.jit(
+            lambda *arrays, **scales: paged_attention(*arrays, **scales, scale=1.0, **options)
+        )
         keywords = scales_of(pages) if page_dtype in ("int8", "uint8") else {}
         with pytest.raises(NotImplementedError, match=f"triton: {match}"):
             call.trace(*arrays_of(q, pages, dtype, page_dtype), **keywords)
@@ -387,7 +466,24 @@ def test_refusals_have_reasons():
     refused("k_pages with blocks of 24 slots", pages=(300, 24, 8, 128), **options)
     refused("k_pages of float8_e5m2", page_dtype="float8_e5m2", **options)
     refused("q_TNH of float8_e4m3fn", dtype="float8_e4m3fn", **options)
-    refused("q_TNH with 96 heads for one of k_pages", q=(4, 96, 128), pages=(300, 16, 1, 128), **options)
-    refused("k_pages of 2147483648 one-byte elements", pages=(2**17, 16, 8, 128), page_dtype="uint8", **options)
-    refused("a tree mask with a sliding window", tree_mask_TQ=np.ones((4, 1), bool), sliding_window=3, **options)
-    refused("tiles.query_rows of 16: the 32 query heads", pages=(300, 16, 1, 128), tiles=SMALL, **options)
+    refused(
+        "q_TNH with 96 heads for one of k_pages", q=(4, 96, 128), pages=(300, 16, 1, 128), **options
+    )
+    refused(
+        "k_pages of 2147483648 one-byte elements",
+        pages=(2**17, 16, 8, 128),
+        page_dtype="uint8",
+        **options,
+    )
+    refused(
+        "a tree mask with a sliding window",
+        tree_mask_TQ=np.ones((4, 1), bool),
+        sliding_window=3,
+        **options,
+    )
+    refused(
+        "tiles.query_rows of 16: the 32 query heads",
+        pages=(300, 16, 1, 128),
+        tiles=SMALL,
+        **options,
+    )

@@ -17,9 +17,17 @@ from pallas_kernels.quantized_weight import FP4
 from pallas_kernels.triton import product
 
 NUM_ROWS = 40
-# Groups without rows, with one, with exactly a tile of 16 or of 32; and rows of no group at the end.
-COUNTS = ([0, 16, 1, 0, 17, 0], [40, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 40], [32, 0, 0, 1, 0, 7], [0, 0, 0, 0, 0, 0])
-TOLERANCE = {"float32": 3e-7, "bfloat16": 2.0**-8, "float16": 2.0**-10}  # of the sum of the products' sizes
+# Groups without rows, with one, with exactly a tile of 16 or of 32; and rows of no group at the
+# end.
+COUNTS = (
+    [0, 16, 1, 0, 17, 0],
+    [40, 0, 0, 0, 0, 0],
+    [0, 0, 0, 0, 0, 40],
+    [32, 0, 0, 1, 0, 7],
+    [0, 0, 0, 0, 0, 0],
+)
+# of the sum of the products' sizes
+TOLERANCE = {"float32": 3e-7, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 
 
 def options(**more):
@@ -33,7 +41,9 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
     """
     rng = np.random.default_rng(seed)
     num_groups, num_out, num_in = shape
-    bits = rng.integers(0, 256, (num_groups, num_out, num_in // (2 if code in product.PACKED else 1))).astype(np.uint8)
+    bits = rng.integers(
+        0, 256, (num_groups, num_out, num_in // (2 if code in product.PACKED else 1))
+    ).astype(np.uint8)
     if code == "fp8":
         bits[(bits & 127) == 127] = 3
         codes = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -42,7 +52,11 @@ def make_weight(code, shape, group_size, extra=None, seed=0):
         codes = bits.astype(np.float64)
     else:
         codes = np.stack([bits & 15, bits >> 4], axis=-1).reshape(shape)
-        codes = np.array(FP4)[codes] if code == "fp4" else codes - (0.0 if extra in ("zero", "minimum") else 8.0)
+        codes = (
+            np.array(FP4)[codes]
+            if code == "fp4"
+            else codes - (0.0 if extra in ("zero", "minimum") else 8.0)
+        )
     row = np.arange(num_out) // (5 if extra == "blocks" else 1)
     of_groups = (num_groups, row[-1] + 1, -(-num_in // group_size))
     scale = rng.uniform(0.5, 2, of_groups).astype(np.float32)
@@ -98,7 +112,9 @@ def test_weights_of_few_bits(name):
     assert error_of(got, x_PI, exact, COUNTS[0]) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize(("dtype", "num_out", "num_in"), [("float32", 72, 352), ("bfloat16", 130, 96)])
+@pytest.mark.parametrize(
+    ("dtype", "num_out", "num_in"), [("float32", 72, 352), ("bfloat16", 130, 96)]
+)
 def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
     """The inputs are shared by splits, some of which get none, in the first case."""
     monkeypatch.setattr(product, "LEAST_TURNS", 1)
@@ -116,10 +132,16 @@ def test_rows_of_any_groups(dtype, num_out, num_in, monkeypatch):
 
 def test_integers_are_added_up_exactly():
     rng = np.random.default_rng(4)
-    x_PI, weight = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((NUM_ROWS, 352), (6, 72, 352)))
-    got = grouped_product(jnp.asarray(x_PI), jnp.asarray(weight), jnp.array(COUNTS[0]), result="int32", **options())
+    x_PI, weight = (
+        rng.integers(-128, 128, shape).astype(np.int8) for shape in ((NUM_ROWS, 352), (6, 72, 352))
+    )
+    got = grouped_product(
+        jnp.asarray(x_PI), jnp.asarray(weight), jnp.array(COUNTS[0]), result="int32", **options()
+    )
     group = np.repeat(np.arange(6), COUNTS[0])
-    want = np.einsum("PI,POI->PO", x_PI[: len(group)].astype(np.int64), weight[group].astype(np.int64))
+    want = np.einsum(
+        "PI,POI->PO", x_PI[: len(group)].astype(np.int64), weight[group].astype(np.int64)
+    )
     np.testing.assert_array_equal(got[: len(group)], want)
 
 
@@ -135,7 +157,9 @@ def test_gpus_that_do_not_convert_float8_decode_it(monkeypatch):
     weight, exact = make_weight("fp8", (1, 24, 64), 32)
     x_PI = rows_of("float32", 64, 3)
     monkeypatch.setattr(product, "capability", lambda _: (8, 0))
-    text = str(jax.make_jaxpr(lambda x: grouped_product(x, weight, jnp.array([3]), **options()))(x_PI))
+    text = str(
+        jax.make_jaxpr(lambda x: grouped_product(x, weight, jnp.array([3]), **options()))(x_PI)
+    )
     assert "f8_e4m3fn" not in text
     got = grouped_product(x_PI, weight, jnp.array([3]), **options())
     assert error_of(got, x_PI, exact, [3]) < TOLERANCE["float32"]
@@ -156,7 +180,9 @@ def test_a_product_with_one_weight(code, num_rows, group_size, extra, kernel):
     stacked, exact = make_weight(code, (1, 40, 64), group_size, extra)
     weight = jax.tree.map(lambda each: each[0] if hasattr(each, "shape") else each, stacked)
     if code == "fp8":
-        weight = weight._replace(values=jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn))
+        weight = weight._replace(
+            values=jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn)
+        )
     for dtype in ("float32", "bfloat16"):
         x_TI = rows_of(dtype, 64, num_rows)
 
@@ -171,7 +197,11 @@ def test_a_row_has_the_same_bits_in_any_company():
     """Other rows and other counts of them, in another place, where the shapes are the same."""
     weight, _ = make_weight("int4", (6, 96, 352), 32)
     x_PI, seen = np.asarray(rows_of("float32", 352)), set()
-    for place, counts in ((5, [5, 30, 0, 0, 0, 5]), (0, [0, 1, 0, 39, 0, 0]), (39, [0, 40, 0, 0, 0, 0])):
+    for place, counts in (
+        (5, [5, 30, 0, 0, 0, 5]),
+        (0, [0, 1, 0, 39, 0, 0]),
+        (39, [0, 40, 0, 0, 0, 0]),
+    ):
         moved = np.random.default_rng(place).standard_normal(x_PI.shape).astype(np.float32)
         moved[place] = x_PI[7]
         got = grouped_product(jnp.asarray(moved), weight, jnp.array(counts), **options())
@@ -181,9 +211,13 @@ def test_a_row_has_the_same_bits_in_any_company():
 
 def test_groups_of_inputs_that_no_turn_holds_are_refused_with_the_reason():
     weight, _ = make_weight("int8", (6, 40, 96), 48)
-    with pytest.raises(NotImplementedError, match=r"triton: a scale for each 48 inputs \(powers of two .*128, only"):
+    with pytest.raises(
+        NotImplementedError, match=r"triton: a scale for each 48 inputs \(powers of two .*128, only"
+    ):
         grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), **options())
-    with pytest.raises(NotImplementedError, match="grouped_product .* reference: it has no such kernel"):
+    with pytest.raises(
+        NotImplementedError, match="grouped_product .* reference: it has no such kernel"
+    ):
         grouped_product(rows_of("bfloat16", 96), weight, jnp.array(COUNTS[0]), backend="reference")
 
 
@@ -198,7 +232,10 @@ def test_it_lowers_for_cuda_once_for_all_layers(name, num_rows):
         return [grouped_product(x, weight, counts, backend="triton") for _ in range(3)]
 
     with described_gpu():
-        arguments = jax.ShapeDtypeStruct((num_rows, shape[2]), jnp.bfloat16), jax.ShapeDtypeStruct((8,), jnp.int32)
+        arguments = (
+            jax.ShapeDtypeStruct((num_rows, shape[2]), jnp.bfloat16),
+            jax.ShapeDtypeStruct((8,), jnp.int32),
+        )
         text = jax.jit(layers).trace(*arguments).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__gpu$xla.gpu.triton") == 1
     assert text.count("call @_multiply") == 3
@@ -224,7 +261,10 @@ def configured(**wrong):
     def mistaken(*refs, config):
         cut = {name: value for name, value in wrong.items() if hasattr(config.cut, name)}
         rest = {name: value(config) for name, value in wrong.items() if name not in cut}
-        return right(*refs, config=dataclasses.replace(config, cut=dataclasses.replace(config.cut, **cut), **rest))
+        return right(
+            *refs,
+            config=dataclasses.replace(config, cut=dataclasses.replace(config.cut, **cut), **rest),
+        )
 
     return mistaken
 
@@ -248,9 +288,21 @@ MISTAKES = {  # name: the call that shows it, where it is, and what makes it
     "no minima": ("int4 minima", "kernel", lambda: kernel_with(minimum=None)),
     "scales for zeros": ("int4 zeros", "kernel", lambda: kernel_with(zero="scale")),
     "no scales": ("int8, scales of outputs", "kernel", lambda: kernel_with(scale=None)),
-    "each output a row of scales of its own": ("fp8 blocks", "kernel", lambda: kernel_with(scale_row=None)),
-    "scales of a wrong group": ("int8 groups", "kernel", lambda: configured(scale_group=lambda c: 64)),
-    "the last inputs left out": ("int8 groups", "kernel", lambda: configured(num_in=lambda c: c.num_in - 2)),
+    "each output a row of scales of its own": (
+        "fp8 blocks",
+        "kernel",
+        lambda: kernel_with(scale_row=None),
+    ),
+    "scales of a wrong group": (
+        "int8 groups",
+        "kernel",
+        lambda: configured(scale_group=lambda c: 64),
+    ),
+    "the last inputs left out": (
+        "int8 groups",
+        "kernel",
+        lambda: configured(num_in=lambda c: c.num_in - 2),
+    ),
     "a split left out": ("int8 groups", "kernel", lambda: configured(splits=3)),
     "halves exchanged": (
         "int4 groups",

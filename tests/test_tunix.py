@@ -14,7 +14,9 @@ import pytest
 from jaxpage import LLM
 from tests.support.engines import BLOCKS_OF_16
 
-base_rollout = pytest.importorskip("tunix.rl.rollout.base_rollout", reason="google-tunix is not installed")
+base_rollout = pytest.importorskip(
+    "tunix.rl.rollout.base_rollout", reason="google-tunix is not installed"
+)
 
 from examples.tunix_rollout import JaxpageRollout  # noqa: E402
 
@@ -32,18 +34,30 @@ def llm() -> Any:
 def rollout(llm: LLM) -> Any:
     engine = functools.partial(JaxpageRollout, llm=llm, named=lambda tree: tree)
     assert issubclass(engine.func, base_rollout.BaseRollout), "what RLCluster asks for"
-    return engine(rollout_actor="actor", tokenizer=None, mesh=None, rollout_config=base_rollout.RolloutConfig())
+    return engine(
+        rollout_actor="actor",
+        tokenizer=None,
+        mesh=None,
+        rollout_config=base_rollout.RolloutConfig(),
+    )
 
 
 def config(**changes: Any) -> Any:
-    values = {"max_tokens_to_generate": 12, "max_prompt_length": 8, "temperature": 1.0, "return_logprobs": True}
+    values = {
+        "max_tokens_to_generate": 12,
+        "max_prompt_length": 8,
+        "temperature": 1.0,
+        "return_logprobs": True,
+    }
     return base_rollout.RolloutConfig(**{**values, "seed": jax.random.key(3), **changes})
 
 
 def test_log_probabilities_of_rollouts_are_found_again_to_the_last_bit(rollout: Any) -> None:
     output = rollout.generate(PROMPTS, config())
     again = rollout.generate(PROMPTS, config(seed=jax.random.PRNGKey(3)))
-    assert output.text == again.text and output.text[0] != output.text[2], "equal prompts, other samples"
+    assert output.text == again.text and output.text[0] != output.text[2], (
+        "equal prompts, other samples"
+    )
     completions = np.full((3, 12), rollout.pad_id())
     for row, tokens in zip(completions, output.tokens, strict=True):
         row[: len(tokens)] = tokens
@@ -55,7 +69,9 @@ def test_log_probabilities_of_rollouts_are_found_again_to_the_last_bit(rollout: 
     assert rollout.model() == "actor"
 
 
-def test_other_weights_give_other_texts_and_what_is_wrong_leaves_the_old_ones(rollout: Any, llm: LLM) -> None:
+def test_other_weights_give_other_texts_and_what_is_wrong_leaves_the_old_ones(
+    rollout: Any, llm: LLM
+) -> None:
     before, weights = rollout.generate(PROMPTS, config(temperature=0.0)).text, llm.parameters()
     with pytest.raises(Exception, match="lm_head|embed_tokens|is missing"):
         rollout.update_params({})

@@ -22,7 +22,13 @@ from transformers import LlamaConfig
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly import Built
-from jaxpage.checkpoints import load_weights, loading, named_parameters, open_parameters, with_parameters
+from jaxpage.checkpoints import (
+    load_weights,
+    loading,
+    named_parameters,
+    open_parameters,
+    with_parameters,
+)
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
 from jaxpage.serving.config import resolve_both
 from tests.support.engines import BLOCKS_OF_16, LLAMA, invariants, make_llm
@@ -30,7 +36,12 @@ from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.running import Running, metrics, serving, wait_until
 
 SETTINGS: dict[str, Any] = {**BLOCKS_OF_16, "preemption_mode": "recompute"}
-MIXTRAL = {**LLAMA, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 4}
+MIXTRAL = {
+    **LLAMA,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+}
 GPT2 = {
     "architectures": ["GPT2LMHeadModel"],
     "model_type": "gpt2",
@@ -53,7 +64,9 @@ def from_files(tmp_path_factory: pytest.TempPathFactory) -> list[list[Any]]:
     """The texts of two sets of weights."""
     found = []
     for seed in (0, 1):
-        with make_llm(random_checkpoint(tmp_path_factory.mktemp("m") / "m", LLAMA, seed=seed)) as llm:
+        with make_llm(
+            random_checkpoint(tmp_path_factory.mktemp("m") / "m", LLAMA, seed=seed)
+        ) as llm:
             found.append(texts(llm))
     assert found[0] != found[1]
     return found
@@ -76,18 +89,24 @@ def nested(tensors: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def test_weights_go_in_and_come_back_and_are_replaced(llm: LLM, from_files: list[list[Any]]) -> None:
+def test_weights_go_in_and_come_back_and_are_replaced(
+    llm: LLM, from_files: list[list[Any]]
+) -> None:
     assert texts(llm) == from_files[0]
     back = llm.parameters()
     for name, array in random_tensors(LLAMA).items():
         np.testing.assert_array_equal(np.asarray(back.pop(name)), array)
     assert not back
-    other = nested({name: jnp.asarray(array) for name, array in random_tensors(LLAMA, seed=1).items()})
+    other = nested(
+        {name: jnp.asarray(array) for name, array in random_tensors(LLAMA, seed=1).items()}
+    )
     compiled = llm.stats()["compile_total"]
     version = llm.update_parameters(other)
     assert texts(llm) == from_files[1], "neither the old weights nor what was cached of them"
     assert llm.generate([[1]], GREEDY, use_tqdm=False)[0].weights_version == version
-    assert llm.update_parameters(random_tensors(LLAMA)) == version + 1 and texts(llm) == from_files[0]
+    assert (
+        llm.update_parameters(random_tensors(LLAMA)) == version + 1 and texts(llm) == from_files[0]
+    )
     assert llm.stats()["compile_total"] == compiled
 
 
@@ -103,7 +122,9 @@ class NoHostCopies:
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXTRAL, GPT2], ids=lambda config: config["model_type"])
-def test_a_module_does_not_come_to_the_host(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_does_not_come_to_the_host(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gives the numbers of the same tensors by name, and shares no array with its owner. Of tensors by name, the whole ones stay."""
     files = open_parameters(config, random_tensors(config))
     module = files.family.Model(files.spec, dtype="float32")
@@ -120,7 +141,9 @@ def test_a_module_does_not_come_to_the_host(config: dict[str, Any], monkeypatch:
         array.delete()  # as a trainer that donates them does
     jax.tree.map(np.testing.assert_array_equal, found, want)
     assert named.keys() == random_tensors(config).keys()
-    by_name = with_parameters(files, {name: jnp.asarray(array) for name, array in random_tensors(config).items()})
+    by_name = with_parameters(
+        files, {name: jnp.asarray(array) for name, array in random_tensors(config).items()}
+    )
     kinds = load_weights(by_name.plan, "float32", lambda array: array)
     assert isinstance(kinds["tokens"]["table"], jax.Array)
     jax.tree.map(np.testing.assert_array_equal, kinds, want)
@@ -132,7 +155,10 @@ def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
     with pytest.raises(CheckpointError, match=r"1 problem\):\n  - the model has no arrays yet$"):
         llm.update_parameters(module)
     tree = load_weights(files.plan, "float32", jnp.asarray)
-    with pytest.raises(CheckpointError, match=r"1 problem\):\n  - these are parameters as TrainableModel.load .*named"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"1 problem\):\n  - these are parameters as TrainableModel.load .*named",
+    ):
         llm.update_parameters(tree)
     nnx.update(module, tree)
     compiled = llm.stats()["compile_total"]
@@ -146,12 +172,16 @@ def test_a_module_serves(llm: LLM, from_files: list[list[Any]]) -> None:
             np.testing.assert_array_equal(made.parameters()[name], array)
 
 
-def test_requests_that_run_are_finished_with_the_old_weights(llm: LLM, from_files: list[list[Any]]) -> None:
+def test_requests_that_run_are_finished_with_the_old_weights(
+    llm: LLM, from_files: list[list[Any]]
+) -> None:
     llm.update_parameters(random_tensors(LLAMA))
     found: list[Any] = []
     stream = llm.stream(PROMPTS[0], GREEDY)
     first = next(stream)
-    thread = threading.Thread(target=lambda: found.append(llm.update_parameters(random_tensors(LLAMA, seed=1))))
+    thread = threading.Thread(
+        target=lambda: found.append(llm.update_parameters(random_tensors(LLAMA, seed=1)))
+    )
     thread.start()
     token_ids = list(first.outputs[0].token_ids)
     for chunk in stream:
@@ -179,11 +209,15 @@ def test_requests_that_run_are_ended_where_that_is_asked_for(
     invariants(llm)
 
 
-def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: list[list[Any]]) -> None:
+def test_what_does_not_fit_leaves_the_old_weights_in_use(
+    llm: LLM, from_files: list[list[Any]]
+) -> None:
     version = llm.update_parameters(random_tensors(LLAMA))
     wrong = random_tensors(LLAMA, seed=1)
     wrong["model.norm.weight"] = wrong["model.norm.weight"][:5]
-    wrong["model.layers.0.mlp.up_proj.weight"] = wrong["model.layers.0.mlp.up_proj.weight"].astype(np.float64)
+    wrong["model.layers.0.mlp.up_proj.weight"] = wrong["model.layers.0.mlp.up_proj.weight"].astype(
+        np.float64
+    )
     gone = wrong["model.layers.0.mlp.down_proj.weight"] = jnp.zeros((64, 64))
     gone.delete()
     wrong["extra"] = np.zeros(3, np.float32)
@@ -202,37 +236,52 @@ def test_what_does_not_fit_leaves_the_old_weights_in_use(llm: LLM, from_files: l
     infinite = random_tensors(LLAMA, seed=1)
     infinite["model.layers.0.self_attn.k_proj.weight"][3] = np.inf
     with pytest.raises(
-        CheckpointError, match=r"1 problem\):\n  - '.*0.self_attn.k_proj.weight' has numbers that are NaN or"
+        CheckpointError,
+        match=r"1 problem\):\n  - '.*0.self_attn.k_proj.weight' has numbers that are NaN or",
     ):
         llm.update_parameters(infinite, check_finite=True)
     assert llm.update_parameters(random_tensors(LLAMA), check_finite=True) == version + 1
     for given in (None, 3, [("model.norm.weight", wrong["model.norm.weight"])]):
         with pytest.raises(
-            TypeError, match="parameters must be a dict of arrays by name, or a module of Flax NNX; got"
+            TypeError,
+            match="parameters must be a dict of arrays by name, or a module of Flax NNX; got",
         ):
             llm.update_parameters(given)  # type: ignore[arg-type]
     with pytest.raises(
-        CheckpointError, match=r"1 problem\):\n  - 'model.norm.weight' is a list, and no array of numpy or JAX"
+        CheckpointError,
+        match=r"1 problem\):\n  - 'model.norm.weight' is a list, and no array of numpy or JAX",
     ):
         llm.update_parameters({**random_tensors(LLAMA), "model.norm.weight": [1.0] * 64})
-    assert texts(llm) == from_files[0] and llm.update_parameters(random_tensors(LLAMA)) == version + 2
+    assert (
+        texts(llm) == from_files[0] and llm.update_parameters(random_tensors(LLAMA)) == version + 2
+    )
 
 
 def test_a_config_of_transformers_is_one() -> None:
-    found, wanted = (open_parameters(config, random_tensors(LLAMA)) for config in (LlamaConfig(**LLAMA), LLAMA))
+    found, wanted = (
+        open_parameters(config, random_tensors(LLAMA)) for config in (LlamaConfig(**LLAMA), LLAMA)
+    )
     assert found.spec == wanted.spec
     for wrong in (None, "config.json", [LLAMA]):
         with pytest.raises(
-            TypeError, match="config must be a dict, as config.json is, or a config of transformers; got"
+            TypeError,
+            match="config must be a dict, as config.json is, or a config of transformers; got",
         ):
             LLM.from_parameters(wrong, random_tensors(LLAMA))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="tokenizer must be a tokenizer of transformers .*, or a directory; got 42"):
+    with pytest.raises(
+        TypeError, match="tokenizer must be a tokenizer of transformers .*, or a directory; got 42"
+    ):
         LLM.from_parameters(LLAMA, random_tensors(LLAMA), tokenizer=42)
-    with pytest.raises(TypeError, match="from_parameters takes no model: the config and the parameters are the model"):
+    with pytest.raises(
+        TypeError,
+        match="from_parameters takes no model: the config and the parameters are the model",
+    ):
         LLM.from_parameters(LLAMA, random_tensors(LLAMA), model="demo")  # type: ignore[call-arg]
 
 
-def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, tmp_path: Path) -> None:
+def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(
+    llm: LLM, tmp_path: Path
+) -> None:
     pinned = llm.pin_prefix([5] * 20)
     with pytest.raises(RuntimeError, match=r"prefixes of the old ones are pinned \(1\)"):
         llm.update_parameters(random_tensors(LLAMA))
@@ -242,7 +291,8 @@ def test_a_pinned_prefix_and_a_log_and_quantised_weights_are_refused(llm: LLM, t
     with make_llm(random_checkpoint(tmp_path, LLAMA), quantization="int8") as quantized:
         for call in (quantized.parameters, lambda: quantized.update_parameters({})):
             with pytest.raises(
-                UnsupportedError, match=r"not supported for quantised weights \(int8 weights and inputs"
+                UnsupportedError,
+                match=r"not supported for quantised weights \(int8 weights and inputs",
             ):
                 call()
 
@@ -279,7 +329,10 @@ def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]
     running, client, directory = server
     old, new = from_files[0][0][0], from_files[1][0][0]
     version = running.engine.weights_version
-    before, compiled = client.post("/v1/completions", json=asked()), metrics(client)["jaxpage_compile_total"]
+    before, compiled = (
+        client.post("/v1/completions", json=asked()),
+        metrics(client)["jaxpage_compile_total"],
+    )
     assert token_ids(before) == old
     (directory / "1" / "config.json").unlink()  # a trainer may write weights alone
     answer = client.post("/v1/update_weights", json={"path": "1"})
@@ -294,7 +347,9 @@ def test_the_server_takes_other_weights(server: Any, from_files: list[list[Any]]
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_requests_that_run_are_waited_for_or_ended(server: Any, from_files: list[list[Any]], mode: str) -> None:
+def test_requests_that_run_are_waited_for_or_ended(
+    server: Any, from_files: list[list[Any]], mode: str
+) -> None:
     """One that comes meanwhile waits, and has the new weights. The engine is held until all three have come, in order."""
     running, _, _ = server
     held = threading.Event()
@@ -310,11 +365,16 @@ def test_requests_that_run_are_waited_for_or_ended(server: Any, from_files: list
         update = post("/v1/update_weights", 2, {"path": "1", "mode": mode})
         second = post("/v1/completions", 3, asked())
         held.set()
-        assert update.result().status_code == 200 and token_ids(second.result()) == from_files[1][0][0]
+        assert (
+            update.result().status_code == 200 and token_ids(second.result()) == from_files[1][0][0]
+        )
         if mode == "wait":
             assert token_ids(first.result()) == from_files[0][0][0]
         else:
-            assert first.result().status_code == 503 and first.result().json()["error"]["code"] == "weights_replaced"
+            assert (
+                first.result().status_code == 503
+                and first.result().json()["error"]["code"] == "weights_replaced"
+            )
 
 
 def test_who_leaves_while_waiting_takes_the_update_back(
@@ -323,12 +383,16 @@ def test_who_leaves_while_waiting_takes_the_update_back(
     """And another is refused meanwhile."""
     running, client, _ = server
     version, run = running.engine.weights_version, running.engine.runner.run
-    monkeypatch.setattr(running.engine.runner, "run", lambda batch: (time.sleep(0.1), run(batch))[1])
+    monkeypatch.setattr(
+        running.engine.runner, "run", lambda batch: (time.sleep(0.1), run(batch))[1]
+    )
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(lambda: client.post("/v1/completions", json=asked()))
         wait_until(lambda: running.engine.has_unfinished, "it runs")
         update = pool.submit(
-            lambda: httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}, timeout=0.5)
+            lambda: httpx.post(
+                f"{running.address}/v1/update_weights", json={"path": "1"}, timeout=0.5
+            )
         )
         wait_until(lambda: running.loop.turns.replacement is not None, "it waits")
         again = client.post("/v1/update_weights", json={"path": "1"})
@@ -341,30 +405,40 @@ def test_who_leaves_while_waiting_takes_the_update_back(
     assert running.engine.weights_version == version
 
 
-def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any, from_files: list[list[Any]]) -> None:
+def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(
+    server: Any, from_files: list[list[Any]]
+) -> None:
     running, client, directory = server
     version, wrong = running.engine.weights_version, directory / "wrong"
     shutil.copytree(directory / "1", wrong)
     tensors = load_file(wrong / "model.safetensors")
     names = [name for name in tensors if "layers" in name]
     save_file(
-        {name: array[:1] if name in names else array for name, array in tensors.items()}, wrong / "model.safetensors"
+        {name: array[:1] if name in names else array for name, array in tensors.items()},
+        wrong / "model.safetensors",
     )
     config = json.loads((wrong / "config.json").read_text())
-    (wrong / "config.json").write_text(json.dumps({**config, "rope_theta": 77.0, "transformers_version": "5"}))
+    (wrong / "config.json").write_text(
+        json.dumps({**config, "rope_theta": 77.0, "transformers_version": "5"})
+    )
     answer = client.post("/v1/update_weights", json={"path": "wrong"})
     message = answer.json()["error"]["message"]
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "path")
     assert all(f"'{name}' has shape" in message for name in names)
     assert message.count("config.json") == 1, "what decides nothing is not named"
-    assert "config.json: rope_theta is 77.0 here, and missing in the model that is served" in message
+    assert (
+        "config.json: rope_theta is 77.0 here, and missing in the model that is served" in message
+    )
     assert str(directory) not in message
     not_finite = {**load_file(directory / "1" / "model.safetensors")}
     not_finite[names[0]] = np.full_like(not_finite[names[0]], np.nan)
     save_file(not_finite, wrong / "model.safetensors")
     shutil.copy(directory / "0" / "config.json", wrong / "config.json")
     answer = client.post("/v1/update_weights", json={"path": "wrong"})
-    assert answer.status_code == 400 and f"1 problem):\\n  - '{names[0]}' has numbers that are NaN" in answer.text
+    assert (
+        answer.status_code == 400
+        and f"1 problem):\\n  - '{names[0]}' has numbers that are NaN" in answer.text
+    )
     refusals = set()
     (directory / "link").symlink_to(directory.parent)
     for path in ("../w/../..", "link", "gone", "/etc", "a\0b", "1/config.json"):
@@ -380,7 +454,9 @@ def test_weights_that_do_not_fit_are_refused_with_all_that_is_wrong(server: Any,
     ):
         answer = client.post("/v1/update_weights", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-    foreign = client.post("/v1/update_weights", json={"path": "1"}, headers={"Origin": "http://elsewhere"})
+    foreign = client.post(
+        "/v1/update_weights", json={"path": "1"}, headers={"Origin": "http://elsewhere"}
+    )
     assert foreign.status_code == 403
     assert token_ids(client.post("/v1/completions", json=asked())) == from_files[0][0][0]
     assert running.engine.weights_version == version
@@ -395,7 +471,8 @@ def test_weights_that_their_owner_gave_away_are_an_error(tmp_path: Path) -> None
     with make_llm(random_checkpoint(tmp_path, LLAMA)) as llm:
         kept = {name: np.asarray(array).copy() for name, array in llm.parameters().items()}
         score = llm.score([1, 2, 3], [4, 5])
-        llm.parameters()["model.norm.weight"].delete()  # as a function that donates its arguments does
+        # as a function that donates its arguments does
+        llm.parameters()["model.norm.weight"].delete()
         with pytest.raises(RuntimeError, match="the engine failed during scoring"):
             llm.score([1, 2, 3], [4, 5])
         llm.update_parameters(kept)
@@ -406,4 +483,7 @@ def test_a_server_with_a_log_takes_no_other_weights(llm: LLM) -> None:
     with pytest.raises(UnsupportedError, match="weights_directory is not supported with event_log"):
         resolve_both(None, {"event_log": "x"}, {"weights_directory": "."}, environment={})
     with serving(Built(llm._engine, None, {}, llm.spec, llm._model)) as running:
-        assert httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}).status_code == 404
+        assert (
+            httpx.post(f"{running.address}/v1/update_weights", json={"path": "1"}).status_code
+            == 404
+        )

@@ -38,7 +38,8 @@ def chat(settings: dict[str, Any] | None = None, **fields: Any) -> Exchange:
 def read(kind: Any, response: dict[str, Any]) -> Any:
     """As the client's own types have it, strictly, after a way through JSON that knows no infinity."""
     sent = json.loads(json.dumps(response, allow_nan=False))
-    if kind is Completion:  # what OpenAI sends and its own types leave out: no number for the first token of an echo
+    # what OpenAI sends and its own types leave out: no number for the first token of an echo
+    if kind is Completion:
         checked = copy.deepcopy(sent)
         for choice in checked["choices"]:
             if choice["logprobs"] and choice["logprobs"]["token_logprobs"][:1] == [None]:
@@ -72,7 +73,9 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            found = choices.setdefault(choice["index"], {"delta": {}, "text": "", "logprobs": None, "token_ids": []})
+            found = choices.setdefault(
+                choice["index"], {"delta": {}, "text": "", "logprobs": None, "token_ids": []}
+            )
             assert found.get("finish_reason") is None, "nothing comes behind the end of a choice"
             found["text"] += choice.get("text", "")
             found["token_ids"] += choice.get("token_ids", [])
@@ -80,7 +83,9 @@ def joined(chunks: Sequence[dict[str, Any]]) -> dict[int, dict[str, Any]]:
             if choice["logprobs"] is not None:
                 found["logprobs"] = found["logprobs"] or {}
                 for name, values in choice["logprobs"].items():
-                    found["logprobs"][name] = None if values is None else (found["logprobs"].get(name) or []) + values
+                    found["logprobs"][name] = (
+                        None if values is None else (found["logprobs"].get(name) or []) + values
+                    )
             found |= {name: choice.get(name) for name in ("finish_reason", "stop_reason")}
     return choices
 
@@ -152,9 +157,15 @@ def test_a_streamed_completion_is_the_whole(name: str, fields: dict[str, Any]) -
 
 def test_what_a_completion_says() -> None:
     exchange = completion(prompt=["ab", "c"], n=2, echo=True)
-    scripts = [[Scripted(["x", "y"]), Scripted(["z"], "length")], [Scripted(["u"], stop_reason="!"), Scripted(["v"])]]
+    scripts = [
+        [Scripted(["x", "y"]), Scripted(["z"], "length")],
+        [Scripted(["u"], stop_reason="!"), Scripted(["v"])],
+    ]
     whole = read(
-        Completion, exchange.whole([output(exchange, script, prompt=prompt) for prompt, script in enumerate(scripts)])
+        Completion,
+        exchange.whole(
+            [output(exchange, script, prompt=prompt) for prompt, script in enumerate(scripts)]
+        ),
     )
     assert [choice.text for choice in whole.choices] == ["abxy", "abz", "cu", "cv"]
     assert [choice.index for choice in whole.choices] == [0, 1, 2, 3]
@@ -163,7 +174,11 @@ def test_what_a_completion_says() -> None:
     num_prompt = len(tokenizer()("ab")["input_ids"]) + len(tokenizer()("c")["input_ids"])
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (num_prompt, 5)
     assert whole.usage.prompt_tokens_details.cached_tokens == 4
-    assert (whole.object, whole.model, whole.system_fingerprint) == ("text_completion", "demo", "fp_0")
+    assert (whole.object, whole.model, whole.system_fingerprint) == (
+        "text_completion",
+        "demo",
+        "fp_0",
+    )
 
 
 def test_the_columns_of_an_echo_with_log_probabilities() -> None:
@@ -172,11 +187,15 @@ def test_the_columns_of_an_echo_with_log_probabilities() -> None:
     script = [Scripted([tokenizer().decode([400])], "length", token_ids=[400])]
     choice = exchange.whole([output(exchange, script)])["choices"][0]
     columns = choice["logprobs"]
-    assert columns["tokens"] == [tokenizer().decode([token_id]) for token_id in (300, 301, 302, 400)]
+    assert columns["tokens"] == [
+        tokenizer().decode([token_id]) for token_id in (300, 301, 302, 400)
+    ]
     assert "".join(columns["tokens"]) == choice["text"]
     assert columns["token_logprobs"][0] is columns["top_logprobs"][0] is None
     assert columns["token_logprobs"][1:] == [-3.301, -3.302, -3.4]
-    for token, offset, top in zip(columns["tokens"], columns["text_offset"], columns["top_logprobs"], strict=True):
+    for token, offset, top in zip(
+        columns["tokens"], columns["text_offset"], columns["top_logprobs"], strict=True
+    ):
         assert choice["text"][offset:].startswith(token)
         assert top is None or (len(top) == 3 and token in top)
 
@@ -187,12 +206,19 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
     """Each token that is text by itself is found there; pieces of a character are where it is; bytes that are none count as shown."""
     ids = tokenizer()(text)["input_ids"]
     if is_cut:
-        piece = next(token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id]))
+        piece = next(
+            token_id for token_id in range(300) if "\ufffd" in tokenizer().decode([token_id])
+        )
         ids = [*ids, piece, *tokenizer()("x")["input_ids"]]
         text = tokenizer().decode(ids)
-    entries: list[Any] = [{token_id: Logprob(-1.0, 1, tokenizer().decode([token_id]))} for token_id in ids]
+    entries: list[Any] = [
+        {token_id: Logprob(-1.0, 1, tokenizer().decode([token_id]))} for token_id in ids
+    ]
     places, texts = TextOffsets(tokenizer()), TokenTexts(tokenizer())
-    halves = [completion_logprobs([one], [entry], 0, places, texts) for one, entry in zip(ids, entries, strict=True)]
+    halves = [
+        completion_logprobs([one], [entry], 0, places, texts)
+        for one, entry in zip(ids, entries, strict=True)
+    ]
     tokens, offsets = ([half[name][0] for half in halves] for name in ("tokens", "text_offset"))
     for token, offset in zip(tokens, offsets, strict=True):
         assert offset < len(text)
@@ -203,15 +229,31 @@ def test_offsets_are_places_in_the_text(text: str, is_cut: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"skip_special_tokens": False}, {"echo": True}, {"echo": True, "prompt": "<|endoftext|>ab"}]
+    "fields",
+    [
+        {},
+        {"skip_special_tokens": False},
+        {"echo": True},
+        {"echo": True, "prompt": "<|endoftext|>ab"},
+    ],
 )
 def test_a_special_token_that_is_not_shown_takes_no_place(fields: dict[str, Any]) -> None:
     """Among the generated ones, and in front of an echoed prompt, where the tokenizer puts one; a user may write one that is shown."""
-    special, letter = tokenizer().convert_tokens_to_ids("<|endoftext|>"), tokenizer()("x")["input_ids"][-1]
+    special, letter = (
+        tokenizer().convert_tokens_to_ids("<|endoftext|>"),
+        tokenizer()("x")["input_ids"][-1],
+    )
     asked = {"prompt": "ab", "logprobs": 0, **fields}
     exchange = completion(**asked)
-    shown = [letter, special, letter, letter] if fields.get("skip_special_tokens") is False else [letter] * 3
-    found = output(exchange, [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])])
+    shown = (
+        [letter, special, letter, letter]
+        if fields.get("skip_special_tokens") is False
+        else [letter] * 3
+    )
+    found = output(
+        exchange,
+        [Scripted([tokenizer().decode(shown)], token_ids=[letter, special, letter, letter])],
+    )
     if fields.get("echo") and not asked["prompt"].startswith("<"):
         found.prompt_token_ids.insert(0, special)
         first = found.prompt_token_ids[1]
@@ -267,12 +309,21 @@ CHATS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "fields"), CHATS, ids=[name for name, _ in CHATS])
 def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None:
-    scripts = [[Scripted(TEXTS[: 6 - index], "length" if index else "stop") for index in range(fields.get("n", 1))]]
+    scripts = [
+        [
+            Scripted(TEXTS[: 6 - index], "length" if index else "stop")
+            for index in range(fields.get("n", 1))
+        ]
+    ]
     exchange = chat(**fields)
     outputs = [output(exchange, scripts[0])]
     whole = exchange.whole(outputs)
     read(ChatCompletion, whole)
-    stream = chat(**fields, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    stream = chat(
+        **fields,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
     chunks = streamed(stream, outputs, scripts)
     for chunk in chunks:
         read(ChatCompletionChunk, chunk)
@@ -282,7 +333,9 @@ def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None
         said = found[choice["index"]]
         assert said["delta"] == {"role": "assistant", "content": choice["message"]["content"]}
         assert said["finish_reason"] == choice["finish_reason"]
-        assert said["logprobs"] is None or said["logprobs"]["content"] == choice["logprobs"]["content"]
+        assert (
+            said["logprobs"] is None or said["logprobs"]["content"] == choice["logprobs"]["content"]
+        )
     assert chunks[-1]["usage"] == whole["usage"]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts) and counts[0] < counts[-1]
@@ -290,7 +343,10 @@ def test_a_streamed_chat_is_the_whole(name: str, fields: dict[str, Any]) -> None
 
 def test_the_rows_of_a_chats_log_probabilities() -> None:
     exchange = chat(logprobs=True, top_logprobs=2)
-    whole = read(ChatCompletion, exchange.whole([output(exchange, [Scripted(["a", "b"], token_ids=[300, 5])])]))
+    whole = read(
+        ChatCompletion,
+        exchange.whole([output(exchange, [Scripted(["a", "b"], token_ids=[300, 5])])]),
+    )
     first = whole.choices[0].logprobs.content[0]
     assert (first.token, first.logprob) == (tokenizer().decode([300]), -3.3)
     assert bytes(first.bytes).decode() == first.token
@@ -307,7 +363,10 @@ HERMES = 'Well.\n<tool_call>\n{"name": "f", "arguments": {"a": "é<"}}\n</tool_c
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}},
+        "function": {
+            "name": "f",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
     },
     {"type": "function", "function": {"name": "g"}},
 ]
@@ -324,7 +383,9 @@ TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+@pytest.mark.parametrize(
+    ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
+)
 @given(data=st.data())
 def test_a_stream_with_tools_is_the_whole(
     name: str, settings: Any, fields: Any, text: str, data: st.DataObject
@@ -343,15 +404,21 @@ def test_a_stream_with_tools_is_the_whole(
     assert found["finish_reason"] == choice["finish_reason"]
 
 
-@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
+@pytest.mark.parametrize(
+    ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
+)
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_the_official_client_sees_each_call_end(name: str, settings: Any, fields: Any, text: str, is_cut: bool) -> None:
+def test_the_official_client_sees_each_call_end(
+    name: str, settings: Any, fields: Any, text: str, is_cut: bool
+) -> None:
     """Its stream tells of a call that is complete when another begins, or when the answer ends in a chunk of its own."""
     exchange, script = chat(settings, **fields), [Scripted([*text] if is_cut else [text])]
     message = exchange.whole([output(exchange, script)])["choices"][0]["message"]
     state = ChatCompletionStreamState(input_tools=fields.get("tools", []))
     chunks = streamed(chat(settings, **fields, stream=True), [output(exchange, script)], [script])
-    events = [event for chunk in chunks for event in state.handle_chunk(read(ChatCompletionChunk, chunk))]
+    events = [
+        event for chunk in chunks for event in state.handle_chunk(read(ChatCompletionChunk, chunk))
+    ]
     done = [event for event in events if event.type == "tool_calls.function.arguments.done"]
     calls = message.get("tool_calls", [])
     assert [(event.name, event.arguments) for event in done] == [
@@ -361,8 +428,12 @@ def test_the_official_client_sees_each_call_end(name: str, settings: Any, fields
     assert contents[-1:] == [message["content"] or ""] or (calls and not message["content"])
 
 
-@pytest.mark.parametrize(("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS])
-def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields: Any, text: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings", "fields", "text"), TOOL_CHATS, ids=[name for name, *_ in TOOL_CHATS]
+)
+def test_an_answer_can_be_sent_back_as_it_came(
+    name: str, settings: Any, fields: Any, text: str
+) -> None:
     """As JSON, as OpenAI's client gives it, and as it puts a stream together, where no unknown field passes."""
     exchange, script = chat(settings, **fields), [Scripted([text[:9], text[9:]])]
     whole = exchange.whole([output(exchange, script)])
@@ -373,11 +444,15 @@ def test_an_answer_can_be_sent_back_as_it_came(name: str, settings: Any, fields:
     parsed = state.get_final_completion().choices[0].message.model_dump()
     of_client = read(ChatCompletion, whole).choices[0].message.model_dump()
     raw = whole["choices"][0]["message"]
-    by_router = {"reasoning" if name == "reasoning_content" else name: value for name, value in raw.items()}
+    by_router = {
+        "reasoning" if name == "reasoning_content" else name: value for name, value in raw.items()
+    }
     delta = joined(stream)[0]["delta"]  # with the indices of calls
     prompts = set()
     for message in (raw, of_client, {**of_client, "annotations": []}, parsed, delta, by_router):
-        exchange = chat({**settings, "strict_requests": True, "tokenizer": RECALLING}, messages=[USER, message])
+        exchange = chat(
+            {**settings, "strict_requests": True, "tokenizer": RECALLING}, messages=[USER, message]
+        )
         assert exchange.ignored_fields == ()
         prompts.add(exchange.prompts[0].prompt)
     (prompt,) = {re.sub(r"call_\w+", "call", str(prompt)) for prompt in prompts}
@@ -390,15 +465,26 @@ RECALLING = with_template(
 
 
 def test_what_comes_back_with_an_answer_and_is_not_of_it_is_told() -> None:
-    message = {"role": "assistant", "content": "x", "annotations": [{"type": "url_citation"}], "mood": "good"}
-    assert chat(messages=[USER, message]).ignored_fields == ("messages[1].annotations", "messages[1].mood")
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "annotations": [{"type": "url_citation"}],
+        "mood": "good",
+    }
+    assert chat(messages=[USER, message]).ignored_fields == (
+        "messages[1].annotations",
+        "messages[1].mood",
+    )
     with pytest.raises(ApiError, match=r"messages\[1\].annotations"):
         chat({"strict_requests": True}, messages=[USER, message])
 
 
 @pytest.mark.parametrize(("opens", "num_chunks"), [(completion, 2), (chat, 4)])
 def test_usage_in_every_chunk_needs_no_chunk_of_its_own(opens: Any, num_chunks: int) -> None:
-    stream, script = opens(stream=True, stream_options={"continuous_usage_stats": True}), [Scripted(["a", "b"])]
+    stream, script = (
+        opens(stream=True, stream_options={"continuous_usage_stats": True}),
+        [Scripted(["a", "b"])],
+    )
     chunks = streamed(stream, [output(stream, script)], [script])
     assert [len(chunk["choices"]) for chunk in chunks] == [1] * num_chunks
     assert (
@@ -427,11 +513,16 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
         ("json", "stop", "{}", []),
     ],
 )
-def test_what_an_answer_with_tools_says(name: str, reason: str, content: str | None, calls: list[Any]) -> None:
+def test_what_an_answer_with_tools_says(
+    name: str, reason: str, content: str | None, calls: list[Any]
+) -> None:
     settings, fields, text = next(rest for known, *rest in TOOL_CHATS if known == name)
     exchange = chat(settings, **fields)
     choice = read(ChatCompletion, exchange.whole([output(exchange, [Scripted([text])])])).choices[0]
-    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls or []]
+    found = [
+        (call.function.name, json.loads(call.function.arguments))
+        for call in choice.message.tool_calls or []
+    ]
     assert (choice.finish_reason, choice.message.content, found) == (reason, content, calls)
     reasoning = {"thinking": "\nHm <tool_call>.", "thinking on": "Hm."}.get(name)
     assert getattr(choice.message, "reasoning_content", None) == reasoning
@@ -449,7 +540,9 @@ def test_what_an_answer_with_tools_says(name: str, reason: str, content: str | N
         ("abort", None, 503, "was aborted"),
     ],
 )
-def test_a_failed_generation_is_an_error(reason: str, stop_reason: str | None, status: int, message: str) -> None:
+def test_a_failed_generation_is_an_error(
+    reason: str, stop_reason: str | None, status: int, message: str
+) -> None:
     script = [Scripted(["a", "b"], reason, stop_reason)]
     for opens in (completion, chat):
         exchange = opens()
@@ -470,7 +563,9 @@ def test_a_stream_tells_the_tokens_of_its_prompt_once() -> None:
         wanted = output(stream, script)
         chunks = [chunk for delta in deltas(wanted, script) for chunk in stream.chunks(0, delta)]
         told = chunks[:1] if opens is chat else [chunk["choices"][0] for chunk in chunks[:2]]
-        assert [one.pop("prompt_token_ids") for one in told] == [wanted.prompt_token_ids] * len(told)
+        assert [one.pop("prompt_token_ids") for one in told] == [wanted.prompt_token_ids] * len(
+            told
+        )
         assert "prompt_token_ids" not in json.dumps(chunks)
 
 
@@ -478,7 +573,9 @@ def test_a_sequence_that_has_ended_says_nothing_more() -> None:
     stream = completion(stream=True, n=2)
     script = [Scripted(["a"]), Scripted(["b", "c", "d"])]
     chunks = [stream.chunks(0, delta) for delta in deltas(output(stream, script), script)]
-    assert [[choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks] == [[0, 1], [1], [1]]
+    assert [
+        [choice["index"] for chunk in step for choice in chunk["choices"]] for step in chunks
+    ] == [[0, 1], [1], [1]]
     assert not stream.last_chunks()
 
 

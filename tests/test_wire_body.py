@@ -80,7 +80,10 @@ def test_what_would_be_many_objects_is_refused_before_it_becomes_any(
     item: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = int(what.split()[0])
-    assert len(parse_object(f'{{"a":[{",".join([item] * (number - 2))}]}}'.encode())["a"]) == number - 2
+    assert (
+        len(parse_object(f'{{"a":[{",".join([item] * (number - 2))}]}}'.encode())["a"])
+        == number - 2
+    )
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("it is parsed"))
     with pytest.raises(ApiError, match=f"more than {what}"):
         parse_object(f'{{"a":[{",".join([item] * (number + 1))}]}}'.encode())
@@ -96,7 +99,10 @@ def test_a_json_object_is_what_it_says(raw: bytes) -> None:
     assert parse_object(raw) == json.loads(raw)
 
 
-@given(st.binary(max_size=200) | st.text(alphabet='{}[]":,\\ \n01eE+-.uda8tfn', max_size=200).map(str.encode))
+@given(
+    st.binary(max_size=200)
+    | st.text(alphabet='{}[]":,\\ \n01eE+-.uda8tfn', max_size=200).map(str.encode)
+)
 def test_whatever_comes_is_an_object_or_a_refusal(raw: bytes) -> None:
     """The parser of the standard library is the oracle of what is JSON."""
     try:
@@ -107,7 +113,13 @@ def test_whatever_comes_is_an_object_or_a_refusal(raw: bytes) -> None:
         assert found == json.loads(raw)
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner), max_leaves=5))
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner),
+        max_leaves=5,
+    )
+)
 def test_what_is_written_is_read(value: object) -> None:
     body = {"value": value}
     assert parse_object(json.dumps(body, ensure_ascii=False).encode()) == body

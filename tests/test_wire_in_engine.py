@@ -19,7 +19,12 @@ from tests.support.wire import context
 from tests.test_wire_answers import joined
 
 MESSAGES = [{"role": "user", "content": "hi"}]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 TOOLS = [
     {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "g"}},
@@ -41,14 +46,18 @@ def server(llm: LLM) -> ModelContext:
 def prompt_of(llm: LLM, prompt_request: PromptRequest) -> Any:
     if not isinstance(prompt_request.prompt, str):
         return list(prompt_request.prompt)
-    ids = llm.tokenizer(prompt_request.prompt, add_special_tokens=prompt_request.add_special_tokens)["input_ids"]
+    ids = llm.tokenizer(
+        prompt_request.prompt, add_special_tokens=prompt_request.add_special_tokens
+    )["input_ids"]
     return {"prompt": prompt_request.prompt, "prompt_token_ids": ids}
 
 
 def generated(llm: LLM, exchange: Exchange) -> dict[str, Any]:
     prompts = [prompt_of(llm, prompt_request) for prompt_request in exchange.prompts]
     return exchange.whole(
-        llm.generate(prompts, [prompt_request.params for prompt_request in exchange.prompts], use_tqdm=False)
+        llm.generate(
+            prompts, [prompt_request.params for prompt_request in exchange.prompts], use_tqdm=False
+        )
     )
 
 
@@ -69,7 +78,9 @@ STREAMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", STREAMS, ids=lambda value: f"{value!r:.60}")
-def test_what_is_streamed_is_the_whole(llm: LLM, server: ModelContext, fields: dict[str, Any]) -> None:
+def test_what_is_streamed_is_the_whole(
+    llm: LLM, server: ModelContext, fields: dict[str, Any]
+) -> None:
     whole = generated(llm, opened(server, fields))
     stream = opened(server, {**fields, "stream": True, "stream_options": {"include_usage": True}})
     (prompt_request,) = stream.prompts
@@ -80,7 +91,9 @@ def test_what_is_streamed_is_the_whole(llm: LLM, server: ModelContext, fields: d
     ]
     chunks += stream.last_chunks()
     counts = ("prompt_tokens", "completion_tokens", "total_tokens")  # what was cached differs
-    assert [chunks[-1]["usage"][name] for name in counts] == [whole["usage"][name] for name in counts]
+    assert [chunks[-1]["usage"][name] for name in counts] == [
+        whole["usage"][name] for name in counts
+    ]
     found = joined(chunks)
     for choice in whole["choices"]:
         said = found[choice["index"]]
@@ -98,7 +111,9 @@ def test_what_is_streamed_is_the_whole(llm: LLM, server: ModelContext, fields: d
 
 
 def test_what_a_grammar_makes_the_model_write(llm: LLM, server: ModelContext) -> None:
-    formatted, named, required = [generated(llm, opened(server, fields))["choices"][0] for fields in STREAMS[-3:]]
+    formatted, named, required = [
+        generated(llm, opened(server, fields))["choices"][0] for fields in STREAMS[-3:]
+    ]
     jsonschema.validate(json.loads(formatted["message"]["content"]), SCHEMA)
     (call,) = named["message"]["tool_calls"]
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
@@ -138,7 +153,9 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "param", "code"), REFUSED, ids=[f"{fields!r:.60}" for fields, *_ in REFUSED])
+@pytest.mark.parametrize(
+    ("fields", "param", "code"), REFUSED, ids=[f"{fields!r:.60}" for fields, *_ in REFUSED]
+)
 def test_what_the_engine_refuses_has_the_clients_names(
     llm: LLM, server: ModelContext, fields: dict[str, Any], param: str, code: str | None
 ) -> None:
@@ -150,7 +167,15 @@ def test_what_the_engine_refuses_has_the_clients_names(
     assert "request '" not in error.message, "an id of the engine's says nothing to a client"
 
 
-def test_a_request_that_leaves_no_token_is_the_clients_fault(llm: LLM, server: ModelContext) -> None:
+def test_a_request_that_leaves_no_token_is_the_clients_fault(
+    llm: LLM, server: ModelContext
+) -> None:
     with pytest.raises(ApiError, match="leave no token") as caught:
-        generated(llm, opened(server, {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}}))
+        generated(
+            llm,
+            opened(
+                server,
+                {"prompt": "x", "allowed_token_ids": [0], "structured_outputs": {"regex": "a+"}},
+            ),
+        )
     assert caught.value.status == 400

@@ -16,7 +16,15 @@ from jaxpage.serving.wire.ollama import open_ollama_chat, open_ollama_generate, 
 from jaxpage.serving.wire.openapi import openapi
 from jaxpage.serving.wire.responses import open_response
 from tests.support.wire import Scripted, context, output
-from tests.test_wire_requests import ACCEPTED, CHAT_REFUSED, COMMON_REFUSED, COMPLETION_REFUSED, USER, chat, completion
+from tests.test_wire_requests import (
+    ACCEPTED,
+    CHAT_REFUSED,
+    COMMON_REFUSED,
+    COMPLETION_REFUSED,
+    USER,
+    chat,
+    completion,
+)
 
 DOCUMENT = openapi(context())
 
@@ -35,7 +43,9 @@ def test_it_is_json_whose_schemas_are_schemas_and_whose_references_lead_somewher
     assert names <= DOCUMENT["components"]["schemas"].keys()
 
 
-@pytest.mark.parametrize("fields", [fields for fields, _ in ACCEPTED], ids=lambda value: f"{value!r:.50}")
+@pytest.mark.parametrize(
+    "fields", [fields for fields, _ in ACCEPTED], ids=lambda value: f"{value!r:.50}"
+)
 def test_what_is_accepted_is_what_it_says(fields: dict[str, Any]) -> None:
     validator("CompletionRequest").validate(completion(**fields))
     validator("ChatCompletionRequest").validate(chat(**fields))
@@ -70,7 +80,9 @@ def test_the_answers_are_what_it_says() -> None:
         validator(name).validate(exchange.whole([output(exchange, [Scripted(["x"])])]))
     validator("Tokens").validate(tokenize({"prompt": "x"}, context()).body)
     validator("Text").validate(detokenize({"tokens": [5]}, context()).body)
-    validator("TokenCount").validate(count_tokens({"model": "demo", "messages": [USER]}, context()).body)
+    validator("TokenCount").validate(
+        count_tokens({"model": "demo", "messages": [USER]}, context()).body
+    )
     validator("OllamaModel").validate(show_ollama({"model": "demo"}, context()).body)
     for path, name in (
         ("/v1/chat/completions", "Error"),

@@ -20,7 +20,13 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import RequestLimits
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import INTERNAL, ApiError, as_api_error
-from jaxpage.serving.wire.exchange import detokenize, open_chat, open_completion, open_score, tokenize
+from jaxpage.serving.wire.exchange import (
+    detokenize,
+    open_chat,
+    open_completion,
+    open_score,
+    tokenize,
+)
 from jaxpage.serving.wire.fields import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -84,15 +90,24 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[({"top_p": value}, "top_p", "must be") for value in (0, -0.0, 1.1, NAN, INF, "1", True)],
     *[({"top_k": value}, "top_k", "must be") for value in (-2, 1.5, 2**40, True, "1")],
     *[({"min_p": value}, "min_p", "must be") for value in (-0.1, 1.1, NAN)],
-    *[({"presence_penalty": value}, "presence_penalty", "must be") for value in (-2.1, 2.1, NAN, "0")],
+    *[
+        ({"presence_penalty": value}, "presence_penalty", "must be")
+        for value in (-2.1, 2.1, NAN, "0")
+    ],
     *[({"frequency_penalty": value}, "frequency_penalty", "must be") for value in (-2.1, 2.1, INF)],
-    *[({"repetition_penalty": value}, "repetition_penalty", "must be") for value in (0, -1, NAN, INF)],
+    *[
+        ({"repetition_penalty": value}, "repetition_penalty", "must be")
+        for value in (0, -1, NAN, INF)
+    ],
     *[({"n": value}, "n", "must be") for value in (0, -1, 129, 10**9, 1.0, True, "1")],
     *[({"max_tokens": value}, "max_tokens", "must be") for value in (-1, 0, 1.5, 2**63, "5", True)],
     *[({"min_tokens": value}, "min_tokens", "must be") for value in (-1, 1.5, 2**63)],
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", "at most max_tokens"),
     *[({"seed": value}, "seed", "must be") for value in (-(2**63) - 1, 2**64, 1.5, "a", True)],
-    *[({"stop": value}, "stop", "must be") for value in ("", [""], "x" * 257, ["x"] * 17, [1], {}, ["x", None])],
+    *[
+        ({"stop": value}, "stop", "must be")
+        for value in ("", [""], "x" * 257, ["x"] * 17, [1], {}, ["x", None])
+    ],
     *[({"stop_token_ids": value}, "stop_token_ids", "must be") for value in (5, "5", {})],
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "must be"),
     ({"stop_token_ids": [1, 2**31]}, "stop_token_ids[1]", "must be"),
@@ -101,24 +116,41 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     *[
         (
             {"logit_bias": {key: 1}},
-            "(a name that cannot be shown)" if key in ("+1", " 1", "1\n", "\u0661") else f"logit_bias.{key}",
+            "(a name that cannot be shown)"
+            if key in ("+1", " 1", "1\n", "\u0661")
+            else f"logit_bias.{key}",
             "must match",
         )
         for key in ("x", "-1", "1.5", "+1", " 1", "1\n", "\u0661")
     ],
     ({"logit_bias": {"1": 5, "01": 6}}, "logit_bias", "the same token id twice"),
-    *[({"logit_bias": {"1": value}}, "logit_bias.1", "must be") for value in (NAN, "1", 101, -100.5, True)],
+    *[
+        ({"logit_bias": {"1": value}}, "logit_bias.1", "must be")
+        for value in (NAN, "1", 101, -100.5, True)
+    ],
     ({"allowed_token_ids": []}, "allowed_token_ids", "must have at least 1"),
     ({"bad_words": [""]}, "bad_words[0]", "must have at least 1"),
     ({"bad_words": ["x"] * 1025}, "bad_words", "must have at most 1024"),
     ({"bad_words": ["x" * 257]}, "bad_words[0]", "must have at most 256"),
-    ({"bad_words": ["x" * 256] * 257}, "bad_words", "must be at most 65536 characters together (65792 are given)"),
+    (
+        {"bad_words": ["x" * 256] * 257},
+        "bad_words",
+        "must be at most 65536 characters together (65792 are given)",
+    ),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "must be"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "is not supported with stream"),
     ({"stream": "yes"}, "stream", "must be"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only for stream"),
-    ({"stream": True, "stream_options": {"what": 1}}, "stream_options.what", "is not a known field"),
-    ({"stream": True, "stream_options": {"include_usage": "x"}}, "stream_options.include_usage", "must be"),
+    (
+        {"stream": True, "stream_options": {"what": 1}},
+        "stream_options.what",
+        "is not a known field",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_usage": "x"}},
+        "stream_options.include_usage",
+        "must be",
+    ),
     ({"cache_salt": ""}, "cache_salt", "must have at least 1"),
     ({"cache_salt": "x" * 10**6}, "cache_salt", "must have at most 256"),
     ({"cache_salt": "a\0b"}, "cache_salt", "NUL"),
@@ -127,14 +159,32 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": 2**31}, "priority", "must be"),
     ({"early_stopping": True}, "early_stopping", "only for use_beam_search"),
     ({"length_penalty": 2.0}, "length_penalty", "only for use_beam_search"),
-    ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping", "true, false or 'never'"),
+    (
+        {"use_beam_search": True, "early_stopping": "soon"},
+        "early_stopping",
+        "true, false or 'never'",
+    ),
     ({"use_beam_search": True, "stream": True}, "stream", "is not supported with use_beam_search"),
-    ({"use_beam_search": True, "temperature": 0.5}, "temperature", "is not supported with use_beam_search"),
+    (
+        {"use_beam_search": True, "temperature": 0.5},
+        "temperature",
+        "is not supported with use_beam_search",
+    ),
     ({"use_beam_search": True, "stop": "x"}, "stop", "is not supported with use_beam_search"),
-    ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    (
+        {"use_beam_search": True, "response_format": {"type": "json_object"}},
+        "response_format",
+        "is not supported",
+    ),
     *[
         ({name: {"a": 1}}, name, "is not supported")
-        for name in ("prompt_embeds", "logits_processors", "chat_template", "guided_decoding_backend", "lora")
+        for name in (
+            "prompt_embeds",
+            "logits_processors",
+            "chat_template",
+            "guided_decoding_backend",
+            "lora",
+        )
     ],
     *[
         ({name: "x"}, name, "is not supported")
@@ -143,7 +193,11 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"store": True}, "store", "is not supported"),
     ({"response_format": "json"}, "response_format", "must"),
     ({"response_format": {}}, "response_format.type", "is required"),
-    ({"response_format": {"type": "xml"}}, "response_format.type", "one of 'text', 'json_object', 'json_schema'"),
+    (
+        {"response_format": {"type": "xml"}},
+        "response_format.type",
+        "one of 'text', 'json_object', 'json_schema'",
+    ),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is required"),
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
@@ -152,7 +206,11 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"response_format": schema_format("x")}, "response_format.json_schema.schema", "must be"),
     ({"response_format": schema_format(False)}, "response_format.json_schema.schema", "must be"),
-    ({"response_format": schema_format({"type": "banana"})}, "response_format.json_schema.schema", "'banana'"),
+    (
+        {"response_format": schema_format({"type": "banana"})},
+        "response_format.json_schema.schema",
+        "'banana'",
+    ),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
         "structured_outputs",
@@ -162,7 +220,8 @@ COMMON_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "exactly one"),
     ({"structured_outputs": {"regex": "x" * 10**6}}, "structured_outputs", "at most 65536"),
 ]
-# Refused before their items are looked at: there are a million of them, and the last ones are wrong.
+# Refused before their items are looked at: there are a million of them, and the last ones are
+# wrong.
 TOO_LONG = [
     *[
         ({name: [7] * 2048 + [[]]}, name, "has 2049 entries; the model has 2048 token ids")
@@ -190,7 +249,11 @@ COMPLETION_REFUSED = [
     ({"messages": [USER]}, "messages", "is not supported by this endpoint"),
     ({"tools": [tool()]}, "tools", "is not supported by this endpoint"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "is not supported by this endpoint"),
-    ({"max_tokens": 0, "echo": True, "best_of": 2}, "max_tokens", "best_of is not supported with max_tokens=0"),
+    (
+        {"max_tokens": 0, "echo": True, "best_of": 2},
+        "max_tokens",
+        "best_of is not supported with max_tokens=0",
+    ),
     ({"use_beam_search": True, "logprobs": 1}, "logprobs", "is not supported with use_beam_search"),
 ]
 CHAT_REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -269,7 +332,9 @@ def refused(opens: Any, body: dict[str, Any], **settings: Any) -> ApiError:
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "message"), COMMON_REFUSED + COMPLETION_REFUSED, ids=lambda value: f"{value!r:.50}"
+    ("fields", "param", "message"),
+    COMMON_REFUSED + COMPLETION_REFUSED,
+    ids=lambda value: f"{value!r:.50}",
 )
 def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
     error = refused(open_completion, completion(**fields))
@@ -278,7 +343,9 @@ def test_a_bad_completion_is_refused(fields: dict[str, Any], param: str, message
 
 
 @pytest.mark.parametrize(
-    ("fields", "param", "message"), COMMON_REFUSED + CHAT_REFUSED, ids=lambda value: f"{value!r:.50}"
+    ("fields", "param", "message"),
+    COMMON_REFUSED + CHAT_REFUSED,
+    ids=lambda value: f"{value!r:.50}",
 )
 def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str) -> None:
     error = refused(open_chat, chat(**fields))
@@ -286,7 +353,9 @@ def test_a_bad_chat_is_refused(fields: dict[str, Any], param: str, message: str)
     assert message in error.message
 
 
-@pytest.mark.parametrize("pattern", [r"\\1", r"a\\\\2", "[(?=]", r"[\](?!]", r"\(?=", "[?](a)", r"[\1]", r"\[(a)\]"])
+@pytest.mark.parametrize(
+    "pattern", [r"\\1", r"a\\\\2", "[(?=]", r"[\](?!]", r"\(?=", "[?](a)", r"[\1]", r"\[(a)\]"]
+)
 def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str) -> None:
     re.compile(pattern)
     assert open_completion(
@@ -294,9 +363,14 @@ def test_a_pattern_that_only_looks_as_if_it_looked_around_is_taken(pattern: str)
     ).prompts
 
 
-@pytest.mark.parametrize("pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"])
+@pytest.mark.parametrize(
+    "pattern", [r"(a)\1", r"(a)\\\1", "[a](?=b)", r"\[(?!b)", r"(?<n>a)\k<n>", "(?<=a)b"]
+)
 def test_a_pattern_that_looks_around_or_back_is_refused(pattern: str) -> None:
-    error = refused(open_completion, completion(response_format=schema_format({"type": "string", "pattern": pattern})))
+    error = refused(
+        open_completion,
+        completion(response_format=schema_format({"type": "string", "pattern": pattern})),
+    )
     assert "looks around or back" in error.message
 
 
@@ -341,7 +415,9 @@ ACCEPTED: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("fields", "wanted"), ACCEPTED, ids=lambda value: f"{value!r:.50}")
 @pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_what_is_accepted_comes_to_the_engine(kind: str, fields: dict[str, Any], wanted: dict[str, Any]) -> None:
+def test_what_is_accepted_comes_to_the_engine(
+    kind: str, fields: dict[str, Any], wanted: dict[str, Any]
+) -> None:
     exchange = (
         open_completion(completion(**fields), context())
         if kind == "completion"
@@ -355,14 +431,26 @@ def test_what_is_accepted_comes_to_the_engine(kind: str, fields: dict[str, Any],
 def test_every_field_of_a_request_has_a_test_that_refuses_a_value() -> None:
     """A field whose type or bound nobody looks at would let anything through."""
     tested = {
-        name for table in (COMMON_REFUSED, COMPLETION_REFUSED, CHAT_REFUSED) for fields, *_ in table for name in fields
+        name
+        for table in (COMMON_REFUSED, COMPLETION_REFUSED, CHAT_REFUSED)
+        for fields, *_ in table
+        for name in fields
     }
-    only_flags = {"ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens"}
+    only_flags = {
+        "ignore_eos",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "add_special_tokens",
+    }
     only_flags |= {"return_token_ids", "parallel_tool_calls"}
     names = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
     assert names - tested - {"echo"} == only_flags
     for name in only_flags | {"echo"}:
-        opens, body = (open_chat, chat()) if name == "parallel_tool_calls" else (open_completion, completion())
+        opens, body = (
+            (open_chat, chat())
+            if name == "parallel_tool_calls"
+            else (open_completion, completion())
+        )
         assert refused(opens, {**body, name: "yes"}).param == name
 
 
@@ -379,21 +467,41 @@ SAMPLED = {
 }
 OLLAMA_NUMBERS = ("temperature", "min_p", "presence_penalty", "frequency_penalty", "seed")
 BOUNDS: list[tuple[Any, dict[str, Any], dict[str, tuple[float, float]]]] = [
-    (CompletionRequest, completion(), {**SAMPLED, "max_tokens": (0, INT32), "best_of": (1, 128), "logprobs": (0, 5)}),
+    (
+        CompletionRequest,
+        completion(),
+        {**SAMPLED, "max_tokens": (0, INT32), "best_of": (1, 128), "logprobs": (0, 5)},
+    ),
     (ChatCompletionRequest, chat(), {**SAMPLED, "max_tokens": (1, INT32), "top_logprobs": (0, 20)}),
-    (ResponsesRequest, {"model": "demo", "input": "a"}, {"temperature": (0.0, 2.0), "max_output_tokens": (1, INT32)}),
-    (MessagesRequest, chat(max_tokens=1), {"temperature": (0.0, 1.0), "top_k": (0, INT32), "max_tokens": (1, INT32)}),
+    (
+        ResponsesRequest,
+        {"model": "demo", "input": "a"},
+        {"temperature": (0.0, 2.0), "max_output_tokens": (1, INT32)},
+    ),
+    (
+        MessagesRequest,
+        chat(max_tokens=1),
+        {"temperature": (0.0, 1.0), "top_k": (0, INT32), "max_tokens": (1, INT32)},
+    ),
     (
         OllamaOptions,
         {},
-        {**{name: SAMPLED[name] for name in OLLAMA_NUMBERS}, "top_k": (0, INT32), "num_predict": (-2, INT32)},
+        {
+            **{name: SAMPLED[name] for name in OLLAMA_NUMBERS},
+            "top_k": (0, INT32),
+            "num_predict": (-2, INT32),
+        },
     ),
 ]
 
 
 @pytest.mark.parametrize(
     ("model", "body", "name", "least", "most"),
-    [(model, body, name, *bounds) for model, body, fields in BOUNDS for name, bounds in fields.items()],
+    [
+        (model, body, name, *bounds)
+        for model, body, fields in BOUNDS
+        for name, bounds in fields.items()
+    ],
 )
 def test_a_number_is_taken_at_its_bounds_and_refused_beyond(
     model: Any, body: dict[str, Any], name: str, least: float, most: float
@@ -426,7 +534,11 @@ def test_a_list_is_taken_at_its_bound_and_refused_beyond(
 
 def test_the_models_defaults_stand_behind_the_request() -> None:
     defaults = {"temperature": 0.7, "top_p": 0.9}
-    params = open_completion(completion(top_p=0.5), context(sampling_defaults=defaults)).prompts[0].params
+    params = (
+        open_completion(completion(top_p=0.5), context(sampling_defaults=defaults))
+        .prompts[0]
+        .params
+    )
     assert isinstance(params, SamplingParams)
     assert (params.temperature, params.top_p) == (0.7, 0.5)
 
@@ -435,7 +547,12 @@ def test_lengths_when_nothing_is_said() -> None:
     assert open_completion(completion(), context()).prompts[0].params.max_tokens == 16
     assert open_chat(chat(), context()).prompts[0].params.max_tokens is None
     assert open_chat(chat(max_tokens=7), context()).prompts[0].params.max_tokens == 7
-    assert open_chat(chat(max_tokens=7, max_completion_tokens=7), context()).prompts[0].params.max_tokens == 7
+    assert (
+        open_chat(chat(max_tokens=7, max_completion_tokens=7), context())
+        .prompts[0]
+        .params.max_tokens
+        == 7
+    )
 
 
 @pytest.mark.parametrize(
@@ -475,12 +592,17 @@ def test_an_input_of_a_vector_may_fill_the_model() -> None:
 
 
 def test_a_beam_search_is_as_wide_as_best_of() -> None:
-    body = completion(use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9)
-    wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
-    assert open_completion({**body, "temperature": 0.0, "seed": 5}, context()).prompts[0].params == wanted
-    assert open_chat(chat(use_beam_search=True, n=3), context()).prompts[0].params == BeamSearchParams(
-        3, n=3, max_tokens=None
+    body = completion(
+        use_beam_search=True, n=2, best_of=4, length_penalty=0.5, early_stopping=True, max_tokens=9
     )
+    wanted = BeamSearchParams(4, max_tokens=9, length_penalty=0.5, early_stopping=True, n=2)
+    assert (
+        open_completion({**body, "temperature": 0.0, "seed": 5}, context()).prompts[0].params
+        == wanted
+    )
+    assert open_chat(chat(use_beam_search=True, n=3), context()).prompts[
+        0
+    ].params == BeamSearchParams(3, n=3, max_tokens=None)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -493,9 +615,15 @@ def test_a_length_beyond_the_context_is_cut_and_told(name: str) -> None:
 
 def test_sets_are_told() -> None:
     """pydantic writes them, no grammar keeps an array to them, and strict requests are refused by its compiler."""
-    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"const": 1}}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "array", "uniqueItems": True, "items": {"const": 1}}},
+    }
     for field, path in (
-        ({"response_format": schema_format(schema)}, "response_format.json_schema.schema.uniqueItems"),
+        (
+            {"response_format": schema_format(schema)},
+            "response_format.json_schema.schema.uniqueItems",
+        ),
         ({"structured_outputs": {"json": schema}}, "structured_outputs.json.uniqueItems"),
     ):
         for is_strict in (False, True):
@@ -508,9 +636,22 @@ def test_sets_are_told() -> None:
 
 def test_the_defaults_of_vllms_structured_outputs_ask_for_nothing() -> None:
     others = dict.fromkeys(
-        ("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False
+        (
+            "json_object",
+            "disable_fallback",
+            "disable_any_whitespace",
+            "disable_additional_properties",
+        ),
+        False,
     )
-    given = {"regex": "a", "json": None, "choice": None, "whitespace_pattern": None, "_backend": None, **others}
+    given = {
+        "regex": "a",
+        "json": None,
+        "choice": None,
+        "whitespace_pattern": None,
+        "_backend": None,
+        **others,
+    }
     exchange = open_chat(chat(structured_outputs=given), context(strict_requests=True))
     assert exchange.prompts[0].params.structured_outputs == ("regex", '"a"')
     for name in others:
@@ -532,14 +673,18 @@ def test_errors_of_a_grammar_are_in_the_clients_terms() -> None:
         "{'json': {'items': {'const': 90071...",
         "a dict too large to print",
     ):
-        told = exchange.refusal(ValueError(f"structured_outputs={shown} is refused: it is too large"))
+        told = exchange.refusal(
+            ValueError(f"structured_outputs={shown} is refused: it is too large")
+        )
         assert told.param == "response_format" and told.message.startswith("response_format")
         assert "structured_outputs" not in told.message and told.message.endswith("it is too large")
     failed = output(exchange, [Scripted(["{"], "error", "structured_outputs: no token continues")])
     with pytest.raises(ApiError, match="Generation failed: response_format: no token continues"):
         exchange.whole([failed])
     for field, kind in (("guided_json", "json"), ("guided_choice", "choice"), ("ebnf", "grammar")):
-        with pytest.raises(ApiError, match=f"{field} is not supported.*structured_outputs=.'{kind}'"):
+        with pytest.raises(
+            ApiError, match=f"{field} is not supported.*structured_outputs=.'{kind}'"
+        ):
             open_chat(chat(**{field: {}}), context())
 
 
@@ -547,7 +692,11 @@ def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:
     body = chat(temprature=1, **{"x\r\nEvil: 1": 2})
     body["messages"] = [{**USER, "mood": "good", "audio": None}]
     exchange = open_chat(body, context())
-    assert exchange.ignored_fields == ("temprature", "(a name that cannot be shown)", "messages[0].mood")
+    assert exchange.ignored_fields == (
+        "temprature",
+        "(a name that cannot be shown)",
+        "messages[0].mood",
+    )
     error = refused(open_chat, chat(temprature=1), strict_requests=True)
     assert error.message == "Unknown parameter: 'temprature'. Did you mean 'temperature'?"
     assert error.param == "temprature"
@@ -555,10 +704,16 @@ def test_unknown_fields_are_told_and_refused_where_that_is_wanted() -> None:
     assert len(",".join(many.ignored_fields)) < 4096
 
 
-# What vllm-router and SGLang's router make of the smallest request there is: their own defaults are in it (SCALE.md).
+# What vllm-router and SGLang's router make of the smallest request there is: their own defaults are
+# in it (SCALE.md).
 ROUTED = {
     **{"stream": False, "ignore_eos": False, "no_stop_trim": False, "return_hidden_states": False},
-    **{"echo": False, "logprobs": False, "continue_final_message": False, "skip_special_tokens": True},
+    **{
+        "echo": False,
+        "logprobs": False,
+        "continue_final_message": False,
+        "skip_special_tokens": True,
+    },
     **{"separate_reasoning": True, "stream_reasoning": True, "include_reasoning": True},
 }
 NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
@@ -568,16 +723,29 @@ NOTHING_ASKED: list[dict[str, Any]] = [  # in completions and in chat
     *[{"best_of": 1}, {"best_of": 1, "n": 2}, {"best_of": 1, "stream": True}],
     *[{"length_penalty": 1.0}, {"length_penalty": 1}, {"early_stopping": False}],
     {"use_beam_search": False, "length_penalty": 1.0, "early_stopping": False},
-    *[{"functions": []}, {"functions": [], "function_call": "none"}, {"tools": []}, {"vllm_xargs": {}}],
+    *[
+        {"functions": []},
+        {"functions": [], "function_call": "none"},
+        {"tools": []},
+        {"vllm_xargs": {}},
+    ],
     *[{"tool_choice": "none"}, {"chat_template_kwargs": {}}, {"parallel_tool_calls": True}],
-    {"a_field_of_others": None, "audio": None, "temperature": None, "stream_options": None, "store": None},
+    {
+        "a_field_of_others": None,
+        "audio": None,
+        "temperature": None,
+        "stream_options": None,
+        "store": None,
+    },
     {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}},
 ]
 
 
 @pytest.mark.parametrize("fields", NOTHING_ASKED, ids=lambda value: f"{value!r:.60}")
 @pytest.mark.parametrize(("opens", "new"), [(open_completion, completion), (open_chat, chat)])
-def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens: Any, new: Any, fields: dict[str, Any]) -> None:
+def test_what_asks_for_nothing_passes_where_nothing_unknown_does(
+    opens: Any, new: Any, fields: dict[str, Any]
+) -> None:
     exchange = opens(new(**fields), context(strict_requests=True))
     asked = {name: fields[name] for name in ("n", "stream") if name in fields}
     assert exchange.ignored_fields == ()
@@ -585,7 +753,9 @@ def test_what_asks_for_nothing_passes_where_nothing_unknown_does(opens: Any, new
 
 
 def test_an_empty_prompt_behind_an_echo_has_nothing_to_choose_the_best_of() -> None:
-    assert open_completion(completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)).prompts
+    assert open_completion(
+        completion(max_tokens=0, echo=True, best_of=1), context(strict_requests=True)
+    ).prompts
 
 
 ENDPOINTS = [
@@ -621,14 +791,20 @@ def test_another_value_of_a_field_that_is_not_honoured_is_refused(
 
 
 @pytest.mark.parametrize(("model", "opens", "body"), ENDPOINTS)
-def test_a_field_that_is_null_counts_as_left_out(model: Any, opens: Any, body: dict[str, Any]) -> None:
+def test_a_field_that_is_null_counts_as_left_out(
+    model: Any, opens: Any, body: dict[str, Any]
+) -> None:
     nulls = dict.fromkeys([*model.model_fields, *NEUTRAL[model], "x"])
     found = opens({**nulls, **body}, context(strict_requests=True))
     assert found.ignored_fields == ()
 
 
 def test_the_document_says_what_asks_for_nothing() -> None:
-    document = (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md").read_text().replace("\n", " ")
+    document = (
+        (Path(__file__).parents[1] / "docs" / "reference" / "wire-format.md")
+        .read_text()
+        .replace("\n", " ")
+    )
     endpoints = {"completions": CompletionRequest, "chat": ChatCompletionRequest}
 
     def cell(name: str, model: Any) -> str:
@@ -642,7 +818,11 @@ def test_the_document_says_what_asks_for_nothing() -> None:
             nothing_but_null.append(f"`{name}`")
         else:
             rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    for wanted in ("\n".join(rows), ", ".join(nothing_but_null), ", ".join(f"`{name}`" for name in sorted(LABELS))):
+    for wanted in (
+        "\n".join(rows),
+        ", ".join(nothing_but_null),
+        ", ".join(f"`{name}`" for name in sorted(LABELS)),
+    ):
         assert wanted.replace("\n", " ") in document, wanted
 
 
@@ -657,9 +837,16 @@ def test_a_model_without_tokenizer_takes_token_ids() -> None:
 
 
 def test_the_template_renders_what_was_said() -> None:
-    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    call: dict[str, Any] = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": 1}'},
+    }
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "kind"}],
+        },
         {"role": "user", "content": "<|assistant|>"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
@@ -669,10 +856,14 @@ def test_the_template_renders_what_was_said() -> None:
     )
     for nothing in ("", " \n", "{}"):
         call["function"]["arguments"] = nothing
-        assert "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).prompts[0].prompt
+        assert (
+            "<|assistant|>f({})" in open_chat(chat(messages=messages), context()).prompts[0].prompt
+        )
     thinks = chat(chat_template_kwargs={"enable_thinking": True})
     assert open_chat(thinks, context()).prompts[0].prompt == "<|user|>Hello<|assistant|><think>\n"
-    goes_on = chat(messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True)
+    goes_on = chat(
+        messages=[USER, {"role": "assistant", "content": "He"}], continue_final_message=True
+    )
     assert open_chat(goes_on, context()).prompts[0].prompt == "<|user|>Hello<|assistant|>He"
 
 
@@ -702,7 +893,12 @@ def test_a_template_that_reads_a_variable_does_not_lend_the_renderers_arguments(
     for name in ("chat_template", "tokenize", "bos_token", "sanitize_control_tokens"):
         error = refused(open_chat, chat(chat_template_kwargs={name: "evil"}), tokenizer=lends)
         assert "is not a variable" in error.message
-    assert open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends)).prompts[0].prompt == "good"
+    assert (
+        open_chat(chat(chat_template_kwargs={"mood": "good"}), context(tokenizer=lends))
+        .prompts[0]
+        .prompt
+        == "good"
+    )
 
 
 def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
@@ -710,24 +906,33 @@ def test_a_surrogate_that_only_the_template_lays_open_is_refused() -> None:
     body = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}])
     parse_object(json.dumps(body).encode())
     for function in (open_chat, tokenize):
-        assert refused(function, body).message == "messages contains invalid Unicode: a lone surrogate"
+        assert (
+            refused(function, body).message == "messages contains invalid Unicode: a lone surrogate"
+        )
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt", "messages", "tools", "stop_token_ids", "allowed_token_ids", "bad_words", "stop"]
+    "name",
+    ["prompt", "messages", "tools", "stop_token_ids", "allowed_token_ids", "bad_words", "stop"],
 )
 @pytest.mark.parametrize("item", [{}, None, [[]]])
 def test_a_million_wrong_items_are_not_a_million_errors(name: str, item: Any) -> None:
     kind = ChatCompletionRequest if name in ("messages", "tools") else CompletionRequest
     with pytest.raises(ValidationError) as caught:
-        kind.model_validate({**(chat() if kind is ChatCompletionRequest else completion()), name: [item] * 1000})
+        kind.model_validate(
+            {**(chat() if kind is ChatCompletionRequest else completion()), name: [item] * 1000}
+        )
     assert caught.value.error_count() <= 2, "those of one item"
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "text"),
     [
-        ({"continuation": ["a", "b", "c"], "prompt": ["x", "y"]}, "continuation", "2 prompts and 3"),
+        (
+            {"continuation": ["a", "b", "c"], "prompt": ["x", "y"]},
+            "continuation",
+            "2 prompts and 3",
+        ),
         ({"continuation": ""}, "continuation", "at least one token"),
         ({"continuation": []}, "continuation", "1 to 256"),
         ({"prompt": ""}, "prompt", "at least one token"),
@@ -747,23 +952,32 @@ def test_a_prompt_and_its_continuation_are_encoded_together() -> None:
     """As lm-eval does: the space between them belongs to the word behind it."""
     spelled = tokenizer()("Once upon a time")["input_ids"]
     for prompt, continuation in (("Once upon", " a time"), ("Once upon ", "a time")):
-        found = open_score({"model": "demo", "prompt": prompt, "continuation": [continuation] * 2}, context())
+        found = open_score(
+            {"model": "demo", "prompt": prompt, "continuation": [continuation] * 2}, context()
+        )
         assert [one.prompt for one in found.prompts] == [tuple(spelled)] * 2
         assert found._num_prompt_tokens == [len(tokenizer()("Once upon")["input_ids"])] * 2
 
 
 def test_errors_of_the_engine_in_the_clients_terms() -> None:
     exchange = open_completion(completion(response_format={"type": "json_object"}), context())
-    error = exchange.refusal(ValueError("structured_outputs={'json_object': True} is refused: too large"))
+    error = exchange.refusal(
+        ValueError("structured_outputs={'json_object': True} is refused: too large")
+    )
     assert (error.status, error.param) == (400, "response_format")
     assert (
-        exchange.refusal(ValueError("prompt_token_ids has 9999, but the model's token ids are 0 to 9")).param
+        exchange.refusal(
+            ValueError("prompt_token_ids has 9999, but the model's token ids are 0 to 9")
+        ).param
         == "prompt"
     )
     long = ValueError(
         "The prompt has 600 tokens, which leaves no room to generate: max_model_len is 512, prompt and output together"
     )
-    assert (exchange.refusal(long).param, exchange.refusal(long).code) == ("prompt", "context_length_exceeded")
+    assert (exchange.refusal(long).param, exchange.refusal(long).code) == (
+        "prompt",
+        "context_length_exceeded",
+    )
     assert open_chat(chat(), context()).refusal(long).param == "messages"
     assert exchange.refusal(ValueError("stop_token_ids has 9999, but")).param == "stop_token_ids"
 
@@ -773,7 +987,9 @@ def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: s
     """In the words of the engine's roster, which has no parameters."""
     exchange = opens(completion() if opens is open_completion else chat(), context())
     scheduler = Scheduler(
-        StepLimits(2, 16, 2, mixed=False), BlockManager([BlockTables(BlockPool(5), 4)]), max_num_seqs=2
+        StepLimits(2, 16, 2, mixed=False),
+        BlockManager([BlockTables(BlockPool(5), 4)]),
+        max_num_seqs=2,
     )
     for group, name, message in (
         (
@@ -781,7 +997,11 @@ def test_a_request_that_never_fits_is_told_by_its_parameter(opens: Any, param: s
             param,
             f"{param} and what may follow it need 5 KV blocks (1 x 18 tokens",
         ),
-        (make_group("wide", 1, range(1), max_tokens=1, n=3), "n", "n asks for 3 sequences at once; max_num_seqs is 2"),
+        (
+            make_group("wide", 1, range(1), max_tokens=1, n=3),
+            "n",
+            "n asks for 3 sequences at once; max_num_seqs is 2",
+        ),
     ):
         with pytest.raises(CapacityError) as caught:
             scheduler.add(group)
@@ -843,7 +1063,10 @@ def test_what_the_client_said_is_told_as_it_said_it(path: str) -> None:
         (tokenize, {"prompt": [path]}),
         (detokenize, {"tokens": [path]}),
         (lambda body, _: parse_object(body), json.dumps([path]).encode()),
-        (lambda body, _: parse_object(body), b'{"x/y": 1, %b: 1, %b: 1}' % ((json.dumps(path).encode(),) * 2)),
+        (
+            lambda body, _: parse_object(body),
+            b'{"x/y": 1, %b: 1, %b: 1}' % ((json.dumps(path).encode(),) * 2),
+        ),
     ):
         with pytest.raises(ApiError) as caught:
             opens(body, context())
@@ -860,21 +1083,28 @@ def refused_as_it_is(opens: Any, body: dict[str, Any]) -> str:
 
 def test_what_the_client_said_stands_beside_what_it_is_not_told() -> None:
     said = "/a/b/("
-    machine = "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
+    machine = (
+        "at 0x7f00ab in /root/site-packages/x.py <jaxpage.Engine object at 0x12> Traceback /a/bc/("
+    )
     for opens, body in (
         (open_completion, completion(structured_outputs={"regex": said})),
         (open_chat, chat(structured_outputs={"regex": said})),
     ):
         exchange = opens(body, context())
         for told in (
-            exchange.refusal(ValueError(f"structured_outputs={{'regex': '{said}'}} is refused {machine}")).message,
+            exchange.refusal(
+                ValueError(f"structured_outputs={{'regex': '{said}'}} is refused {machine}")
+            ).message,
             exchange_fails(exchange, f"structured_outputs: '{said}' {machine}"),
         ):
             assert said in told
             assert not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
-    template = with_template("{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}")
+    template = with_template(
+        "{{ raise_exception('no ' ~ messages[0].content ~ ' " + machine + "') }}"
+    )
     told = refused_as_it_is(
-        lambda body, _: open_chat(body, context(tokenizer=template)), chat(messages=[{**USER, "content": said}])
+        lambda body, _: open_chat(body, context(tokenizer=template)),
+        chat(messages=[{**USER, "content": said}]),
     )
     assert said in told and not re.search(r"0x|root|site-packages|object at|Traceback|bc", told)
 
@@ -892,7 +1122,10 @@ def test_tokens_and_back() -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert detokenize({"tokens": found["tokens"]}, context()).body == {"prompt": text}
     conversation = tokenize({"messages": [USER]}, context()).body
-    assert conversation["tokens"] == tokenizer()("<|user|>Hello<|assistant|>", add_special_tokens=False)["input_ids"]
+    assert (
+        conversation["tokens"]
+        == tokenizer()("<|user|>Hello<|assistant|>", add_special_tokens=False)["input_ids"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -911,7 +1144,9 @@ def test_tokens_and_back() -> None:
         (detokenize, {"tokens": [0] * 1_000_001}, "tokens"),
     ],
 )
-def test_the_small_endpoints_have_bounds_too(function: Any, body: dict[str, Any], param: str) -> None:
+def test_the_small_endpoints_have_bounds_too(
+    function: Any, body: dict[str, Any], param: str
+) -> None:
     error = refused(function, body)
     assert (error.status, error.param) == (400, param)
 
@@ -929,21 +1164,31 @@ def test_a_text_to_tokenize_is_no_longer_than_a_prompt() -> None:
 
 def test_unknown_fields_of_the_small_endpoints_are_told() -> None:
     assert tokenize({"prompt": "x", "mood": 1}, context()).ignored_fields == ("mood",)
-    assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == ("messages[0].mood",)
+    assert tokenize({"messages": [{**USER, "mood": 1}]}, context()).ignored_fields == (
+        "messages[0].mood",
+    )
     assert detokenize({"tokens": [5], "mood": 1}, context()).ignored_fields == ("mood",)
     assert detokenize({"tokens": [5]}, context()).ignored_fields == ()
 
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5)
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5)
 )
 VALUES = st.recursive(
     SCALARS
-    | st.sampled_from(["auto", "user", "json_schema", "function", 2**31, 10**30, "#/$defs/a", [USER], [tool()]]),
+    | st.sampled_from(
+        ["auto", "user", "json_schema", "function", 2**31, 10**30, "#/$defs/a", [USER], [tool()]]
+    ),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["type", "role", "content", "name", "json", "schema", "function", "regex"]),
+            st.sampled_from(
+                ["type", "role", "content", "name", "json", "schema", "function", "regex"]
+            ),
             inner,
             max_size=3,
         )

@@ -59,7 +59,11 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
     dialect = dialect_of(path)
     exchange = opens({"model": "demo", "stream": True, **body}, context())
     script = [Scripted(TEXT)]
-    chunks = [chunk for delta in deltas(output(exchange, script), script) for chunk in exchange.chunks(0, delta)]
+    chunks = [
+        chunk
+        for delta in deltas(output(exchange, script), script)
+        for chunk in exchange.chunks(0, delta)
+    ]
     chunks += exchange.last_chunks()
     frame = dialect.new_frame()
     return dialect.comment.join(map(frame, chunks)) + dialect.end, chunks
@@ -69,8 +73,14 @@ def stream_of(path: str) -> tuple[bytes, list[dict[str, Any]]]:
 def test_a_stream_cut_anywhere_is_the_whole(path: str) -> None:
     data, chunks = stream_of(path)
     whole = read(path, [data])
-    told = whole if path.startswith("/api/") else [json.loads(text) for _, text in whole if text not in ("", "[DONE]")]
-    assert [{**one, "sequence_number": 0} for one in told] == [{**one, "sequence_number": 0} for one in chunks]
+    told = (
+        whole
+        if path.startswith("/api/")
+        else [json.loads(text) for _, text in whole if text not in ("", "[DONE]")]
+    )
+    assert [{**one, "sequence_number": 0} for one in told] == [
+        {**one, "sequence_number": 0} for one in chunks
+    ]
     assert read(path, [data[place : place + 1] for place in range(len(data))]) == whole
     for place in range(1, len(data)):
         assert read(path, [data[:place], data[place:]]) == whole, data[:place][-40:]

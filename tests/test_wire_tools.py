@@ -16,7 +16,15 @@ from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokeniz
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
 from jaxpage.serving.wire.pieces import PieceParser, Plain, Thinking
-from jaxpage.serving.wire.tools import Hermes, JsonCalls, NamedCall, hermes, llama3_json, required, required_schema
+from jaxpage.serving.wire.tools import (
+    Hermes,
+    JsonCalls,
+    NamedCall,
+    hermes,
+    llama3_json,
+    required,
+    required_schema,
+)
 from tests.support.wire import chatml, context, tokenizer, with_template
 
 NAMES = frozenset({"f", "g"})
@@ -105,7 +113,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "wanted"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES])
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"), CASES, ids=[f"{name} {text[:40]}" for name, text, _ in CASES]
+)
 def test_what_a_text_says(name: str, text: str, wanted: list[tuple[str, str, str]]) -> None:
     assert said(PARSERS[name](), [text]) == wanted
     assert said(PARSERS[name](), text) == wanted, "a character at a time"
@@ -129,12 +139,16 @@ BITS = [
     ";",
     ",",
 ]
-TEXT = st.lists(st.sampled_from([*BITS, " ", "\n", "x", "<", "</tool", "<thi", "é"]), max_size=12).map("".join)
+TEXT = st.lists(
+    st.sampled_from([*BITS, " ", "\n", "x", "<", "</tool", "<thi", "é"]), max_size=12
+).map("".join)
 
 
 @pytest.mark.parametrize("name", PARSERS)
 @given(text=TEXT, data=st.data())
-def test_it_makes_no_difference_how_a_text_is_cut(name: str, text: str, data: st.DataObject) -> None:
+def test_it_makes_no_difference_how_a_text_is_cut(
+    name: str, text: str, data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     whole = said(PARSERS[name](), [text])
@@ -147,7 +161,11 @@ ADVERSARIAL = [
     *[("hermes", unit) for unit in ("<tool_call></tool_call>", "<tool_call>", "<tool_cal", " ")],
     *[
         ("hermes", unit)
-        for unit in ('<tool_call>"</tool_call>', '<tool_call>\\"</tool_call>', '<tool_call>"</tool_call>\n')
+        for unit in (
+            '<tool_call>"</tool_call>',
+            '<tool_call>\\"</tool_call>',
+            '<tool_call>"</tool_call>\n',
+        )
     ],
     *[("hermes", "<tool_call>" + unit) for unit in ('"', '"\\', '"a\\"')],
     *[("llama3_json", unit) for unit in (" ", "{", '{"\\', G + ";")],
@@ -156,7 +174,9 @@ ADVERSARIAL = [
 ]
 
 
-@pytest.mark.parametrize(("name", "unit"), ADVERSARIAL, ids=[f"{name} {unit[:20]}" for name, unit in ADVERSARIAL])
+@pytest.mark.parametrize(
+    ("name", "unit"), ADVERSARIAL, ids=[f"{name} {unit[:20]}" for name, unit in ADVERSARIAL]
+)
 @pytest.mark.timeout(120)  # a parser that is not linear takes longer
 def test_a_long_text_takes_no_longer_than_it_is(name: str, unit: str) -> None:
     text = unit * (600_000 // len(unit))
@@ -174,7 +194,9 @@ def test_arguments_are_what_the_model_wrote(text: str) -> None:
 
 
 def test_a_lone_surrogate_in_arguments_can_be_sent() -> None:
-    ((_, _, found),) = said(Hermes(NAMES), ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'])
+    ((_, _, found),) = said(
+        Hermes(NAMES), ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>']
+    )
     assert json.loads(found.encode()) == {"a": "\ud800"}
 
 
@@ -192,7 +214,10 @@ def test_the_schema_of_required_calls_is_that_of_the_tools() -> None:
     )
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
-    good = [{"name": "f", "parameters": {"next": {"next": {"leaf": 1}}}}], [{"name": "g", "parameters": {}}]
+    good = (
+        [{"name": "f", "parameters": {"next": {"next": {"leaf": 1}}}}],
+        [{"name": "g", "parameters": {}}],
+    )
     bad = [
         [],
         [{"name": "f", "parameters": {"next": {"leaf": "1"}}}],
@@ -201,7 +226,9 @@ def test_the_schema_of_required_calls_is_that_of_the_tools() -> None:
         [{"name": "g", "parameters": {}}] * 2,
         [{"name": "g"}],
     ]
-    assert all(validator.is_valid(one) for one in good) and not any(validator.is_valid(one) for one in bad)
+    assert all(validator.is_valid(one) for one in good) and not any(
+        validator.is_valid(one) for one in bad
+    )
     assert all(writes(schema, one) for one in good) and not any(writes(schema, one) for one in bad)
 
 
@@ -221,7 +248,8 @@ def writes(schema: dict[str, Any], value: Any) -> bool:
 
 INTEGER = {"type": "integer"}
 DRAFT_7 = "http://json-schema.org/draft-07/schema#"
-SCHEMAS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [  # a tool's, arguments that keep to it, objects that do not
+# a tool's, arguments that keep to it, objects that do not
+SCHEMAS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({}, [{}], [{"a": 1}]),  # as without a schema: no parameters
     ({"properties": {"a": INTEGER}}, [{}, {"a": 1}], [{"a": "x"}]),
     ({"type": ["object", "null"], "properties": {"a": INTEGER}}, [{"a": 1}], [{"a": "x"}]),
@@ -252,13 +280,17 @@ SCHEMAS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [  # a tool's, argu
 OTHERS = [None, True, 1, " 18", [], [{}]]
 
 
-@pytest.mark.parametrize(("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"), SCHEMAS, ids=[f"{schema!r:.60}" for schema, *_ in SCHEMAS]
+)
 def test_arguments_are_an_object_that_keeps_to_the_schema(
     schema: dict[str, Any], good: list[Any], bad: list[Any]
 ) -> None:
     """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
     named = held_to({"type": "function", "function": {"name": "f"}}, schema)
-    assert all(writes(named, one) for one in good) and not any(writes(named, one) for one in bad + OTHERS)
+    assert all(writes(named, one) for one in good) and not any(
+        writes(named, one) for one in bad + OTHERS
+    )
     required = held_to("required", schema)
 
     def call(arguments: Any) -> list[Any]:
@@ -271,11 +303,16 @@ def test_arguments_are_an_object_that_keeps_to_the_schema(
 
 def held_to(choice: Any, schema: dict[str, Any]) -> Any:
     """What an answer is held to that has to call `f`, whose parameters the schema is."""
-    another = {"$defs": {"a": {"type": "null"}, "i": {"type": "null"}}, "definitions": {"a": {"type": "null"}}}
+    another = {
+        "$defs": {"a": {"type": "null"}, "i": {"type": "null"}},
+        "definitions": {"a": {"type": "null"}},
+    }
     tools = [{"name": "f", "parameters": schema}, {"name": "g", "parameters": another}]
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tool_choice": choice}
     body["tools"] = [{"type": "function", "function": function} for function in tools]
-    return json.loads(open_chat(body, context(tool_parser="hermes")).prompts[0].params.structured_outputs[1])
+    return json.loads(
+        open_chat(body, context(tool_parser="hermes")).prompts[0].params.structured_outputs[1]
+    )
 
 
 def refused_parameters(schema: Any, choice: Any) -> ApiError:
@@ -303,7 +340,9 @@ def refused_parameters(schema: Any, choice: Any) -> ApiError:
     ],
     ids=lambda value: f"{value!r:.50}",
 )  # fmt: skip
-@pytest.mark.parametrize("choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", "auto", {"type": "function", "function": {"name": "f"}}]
+)
 def test_parameters_that_admit_no_object_are_refused(schema: dict[str, Any], choice: Any) -> None:
     error = refused_parameters(schema, choice)
     assert (error.status, error.param) == (400, "tools[0].function.parameters")
@@ -327,7 +366,9 @@ def test_parameters_are_a_schema_that_is_an_object(schema: Any) -> None:
     ],
     ids=lambda value: f"{value!r:.50}",
 )  # fmt: skip
-def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(schema: dict[str, Any]) -> None:
+def test_a_schema_that_goes_round_or_nowhere_is_the_compilers_to_refuse(
+    schema: dict[str, Any],
+) -> None:
     """Looking whether it admits an object ends, in a time that grows with its length."""
     assert held_to("required", schema)
 
@@ -346,8 +387,16 @@ def test_references_lead_nowhere_outside_wherever_they_stand(schema: dict[str, A
 
 
 def opened(choice: Any, **settings: Any) -> Any:
-    tools = [{"type": "function", "function": {"name": name, "parameters": RECURSIVE}} for name in ("f", "g")]
-    body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": RECURSIVE}}
+        for name in ("f", "g")
+    ]
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "tools": tools,
+        "tool_choice": choice,
+    }
     return open_chat(body, context(**{"tool_parser": "hermes", **settings}))
 
 
@@ -359,9 +408,9 @@ def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
     assert opened("required").refusal(problem).param == "tools"
     assert json.loads(opened("required").prompts[0].params.structured_outputs[1])["items"]
     assert opened("auto").prompts[0].params.structured_outputs is None
-    assert opened("auto").prompts[0].prompt.startswith("[f][g]") and not opened("none").prompts[0].prompt.startswith(
-        "[f]"
-    )
+    assert opened("auto").prompts[0].prompt.startswith("[f][g]") and not opened("none").prompts[
+        0
+    ].prompt.startswith("[f]")
 
 
 @pytest.mark.parametrize("function", [{}, {"parameters": {}}, {"parameters": RECURSIVE}])
@@ -371,7 +420,9 @@ def test_the_model_is_shown_the_schema_that_it_is_held_to(function: dict[str, An
     body |= {"tools": [{"type": "function", "function": {"name": "f", **function}}]}
     body["tool_choice"] = {"type": "function", "function": {"name": "f"}}
     (prompt_request,) = open_chat(body, context(tokenizer=shows)).prompts
-    assert json.loads(prompt_request.prompt) == json.loads(prompt_request.params.structured_outputs[1])
+    assert json.loads(prompt_request.prompt) == json.loads(
+        prompt_request.params.structured_outputs[1]
+    )
 
 
 def test_marks_that_are_special_tokens_are_kept_in_the_text() -> None:

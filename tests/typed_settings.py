@@ -9,7 +9,11 @@ from jaxpage import LLM, AsyncLLM
 
 def settings_are_seen() -> None:
     LLM(
-        "demo", dtype=jnp.bfloat16, max_num_seqs=3, kv_cache_memory_bytes="1GiB", speculative_config={"method": "ngram"}
+        "demo",
+        dtype=jnp.bfloat16,
+        max_num_seqs=3,
+        kv_cache_memory_bytes="1GiB",
+        speculative_config={"method": "ngram"},
     )
     LLM("demo", max_num_seq=3)  # type: ignore[call-arg]
     LLM("demo", max_num_seqs="3")  # type: ignore[arg-type]

@@ -30,10 +30,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.support.attack_bodies import Attack, attacks
 from tools.soak import Served, fetch, server
 
-SETTINGS = {"max-num-seqs": 64, "max-num-batched-tokens": 256, "dtype": "float32", "log-level": "info"}
-PAUSE_SECONDS = 5.0  # the longest pause in another client's stream that is no finding: nobody stops everybody
-IDLE_PAUSES = 20  # on a machine so busy that a stream pauses anyway, so many times its longest pause
-GROWTH_BYTES = 256 << 20  # of resident memory, from before the first attack to five seconds after one
+SETTINGS = {
+    "max-num-seqs": 64,
+    "max-num-batched-tokens": 256,
+    "dtype": "float32",
+    "log-level": "info",
+}
+# the longest pause in another client's stream that is no finding: nobody stops everybody
+PAUSE_SECONDS = 5.0
+# on a machine so busy that a stream pauses anyway, so many times its longest pause
+IDLE_PAUSES = 20
+# of resident memory, from before the first attack to five seconds after one
+GROWTH_BYTES = 256 << 20
 SETTLE_SECONDS = 5.0
 LOG_BYTES = 1 << 20  # of one attack
 ANSWER_SECONDS = 15.0  # then an attacker leaves
@@ -64,11 +72,22 @@ class Witness:
         self._is_over = True
 
     def _stream(self) -> None:
-        body = {"model": "demo", "prompt": "The old house", "max_tokens": 480, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "demo",
+            "prompt": "The old house",
+            "max_tokens": 480,
+            "ignore_eos": True,
+            "stream": True,
+        }
         while not self._is_over:
             connection = HTTPConnection(self._address, timeout=120)
             try:
-                connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+                connection.request(
+                    "POST",
+                    "/v1/completions",
+                    json.dumps(body),
+                    {"Content-Type": "application/json"},
+                )
                 response = connection.getresponse()
                 if response.status != 200:
                     time.sleep(0.05)  # the attack has filled the queue
@@ -76,7 +95,9 @@ class Witness:
                     response.readline()
                     self._saw("stream")
             except (OSError, HTTPException) as error:
-                self.problems.append(f"the other client's stream broke: {type(error).__name__}: {error}")
+                self.problems.append(
+                    f"the other client's stream broke: {type(error).__name__}: {error}"
+                )
                 time.sleep(0.2)
             finally:
                 self._open.pop("stream", None)  # its next one may have to wait for its turn
@@ -167,7 +188,9 @@ class Siege:
         self.tally: Counter[str] = Counter()
         self.longest_pause = self.most_growth = (0.0, "")  # with the attack's name
         warm_up = Attack("warm-up", "/v1/completions", None)
-        body = json.dumps({"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}).encode()
+        body = json.dumps(
+            {"model": "demo", "prompt": ["Once upon a time"] * 4, "max_tokens": 16}
+        ).encode()
         with ThreadPoolExecutor(NUM_WARM_UPS) as pool:
             list(pool.map(lambda _: strike(self.address, warm_up, body), range(NUM_WARM_UPS)))
         self._witness = Witness(self.address)
@@ -182,18 +205,28 @@ class Siege:
         body = attack.make() if attack.make else None
         num_log_bytes, begin = self._served.num_log_bytes, time.monotonic()
         with ThreadPoolExecutor(attack.num_connections) as pool:
-            ends = list(pool.map(lambda _: strike(self.address, attack, body), range(attack.num_connections)))
+            ends = list(
+                pool.map(
+                    lambda _: strike(self.address, attack, body), range(attack.num_connections)
+                )
+            )
         self.tally.update(ends)
         growth = self._settled()
         pause = self._witness.longest(begin, time.monotonic())
         self.longest_pause = max(self.longest_pause, (pause, attack.name))
         self.most_growth = max(self.most_growth, (growth, attack.name))
-        found = [f"an answer has the status {end}" for end in set(ends) if end.isdigit() and int(end) not in STATUSES]
+        found = [
+            f"an answer has the status {end}"
+            for end in set(ends)
+            if end.isdigit() and int(end) not in STATUSES
+        ]
         found += self._witness.problems
         if pause > self.bound:
             found.append(f"another client waited {pause:.1f} s; the bound is {self.bound:.1f} s")
         if growth > GROWTH_BYTES:
-            found.append(f"{SETTLE_SECONDS:g} s later the server has {growth / 2**20:.0f} MiB more than at the start")
+            found.append(
+                f"{SETTLE_SECONDS:g} s later the server has {growth / 2**20:.0f} MiB more than at the start"
+            )
         if (logged := self._served.num_log_bytes - num_log_bytes) > LOG_BYTES:
             found.append(f"the server logged {logged} bytes")
         if self._served.process.poll() is not None:
@@ -206,7 +239,9 @@ class Siege:
     def _settled(self) -> int:
         """Returns by how many bytes memory has grown, five seconds later if it has grown much."""
         deadline = time.monotonic() + SETTLE_SECONDS
-        while (growth := self._memory() - self._resident_bytes) > GROWTH_BYTES and time.monotonic() < deadline:
+        while (
+            growth := self._memory() - self._resident_bytes
+        ) > GROWTH_BYTES and time.monotonic() < deadline:
             time.sleep(0.2)
         return growth
 
@@ -229,7 +264,9 @@ def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool
             num_broken += 1
             body = attack.make() if attack.make else b""
             print(f"BROKEN by {attack.name}\n  " + "\n  ".join(found))
-            print(f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')}")
+            print(
+                f"  {attack.num_connections} x {len(body)} bytes: {body[:SHOWN_BYTES].decode(errors='replace')}"
+            )
             if not goes_on:
                 break
         if time.monotonic() > deadline:
@@ -237,18 +274,30 @@ def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool
     ends = ", ".join(f"{end} {number}" for end, number in siege.tally.most_common())
     print(f"{count} attacks: {ends}")
     (pause, slowest), (growth, largest) = siege.longest_pause, siege.most_growth
-    print(f"longest pause {pause:.2f} s (idle {siege.idle_pause:.2f} s, bound {siege.bound:.1f} s): {slowest}")
+    print(
+        f"longest pause {pause:.2f} s (idle {siege.idle_pause:.2f} s, bound {siege.bound:.1f} s): {slowest}"
+    )
     print(f"most memory after an attack {growth / 2**20:+.0f} MiB: {largest}", flush=True)
     return num_broken
 
 
 def main() -> int:
     """Runs the attacks and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=1.0, metavar="N", help="time for new attacks; default: 1")
-    parser.add_argument("--seed", type=int, metavar="S", help="of the attacks' order; default: a new one")
-    parser.add_argument("--only", metavar="TEXT", help="only attacks with this text in their name, once each")
-    parser.add_argument("--all", action="store_true", help="go on after an attack that broke a promise")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=1.0, metavar="N", help="time for new attacks; default: 1"
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help="of the attacks' order; default: a new one"
+    )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only attacks with this text in their name, once each"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="go on after an attack that broke a promise"
+    )
     arguments = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)

@@ -23,7 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
 
@@ -44,17 +45,36 @@ ROW_S = 0.15  # that a row may need, most of it for three times its prompt
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="8b", help="8b, 1b or tiny; default: 8b")
-    parser.add_argument("--rows", default="1,8,64,256", help="sequences that decode; default: 1,8,64,256")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of each prompt; default: 1024")
-    parser.add_argument("--new", type=int, default=64, help="new tokens of the longer of two runs; default: 64")
-    parser.add_argument("--chunk", type=int, default=2048, help="tokens of the prompt that is timed; default: 2048")
-    parser.add_argument("--trace", type=int, default=256, help="requests of the trace; default: 256")
+    parser.add_argument(
+        "--rows", default="1,8,64,256", help="sequences that decode; default: 1,8,64,256"
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens of each prompt; default: 1024"
+    )
+    parser.add_argument(
+        "--new", type=int, default=64, help="new tokens of the longer of two runs; default: 64"
+    )
+    parser.add_argument(
+        "--chunk", type=int, default=2048, help="tokens of the prompt that is timed; default: 2048"
+    )
+    parser.add_argument(
+        "--trace", type=int, default=256, help="requests of the trace; default: 256"
+    )
     parser.add_argument("--backend", default="auto", help="kernel set; default: auto")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=240, help="nothing is begun that may not fit; default: 240")
-    parser.add_argument("--to", type=Path, required=True, help="file to which findings are appended as lines of JSON")
+    parser.add_argument(
+        "--seconds", type=float, default=240, help="nothing is begun that may not fit; default: 240"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        help="file to which findings are appended as lines of JSON",
+    )
     return parser.parse_args(argv)
 
 
@@ -91,13 +111,21 @@ class Bench:
         self.seconds(prompts, FEW, **sampling)  # the first step of a shape is slower
         short = self.seconds(prompts, FEW, **sampling)
         step = (self.seconds(prompts, self.arguments.new, **sampling) - short) / more
-        data = {"rows": rows, "context": self.arguments.context, "step": step, "prompts": short, **sampling}
+        data = {
+            "rows": rows,
+            "context": self.arguments.context,
+            "step": step,
+            "prompts": short,
+            **sampling,
+        }
         text = f"{1e3 * step:.2f} ms a step, {rows / step:.0f} tokens/s; its prompts took {short:.2f} s"
         return Finding("", PASSED, text, data=data)
 
     def prompt(self) -> Finding:
         length = self.arguments.chunk
-        taken = statistics.median([self.seconds(self.prompts(1, length), 1) for _ in range(1 + ROUNDS)][1:])
+        taken = statistics.median(
+            [self.seconds(self.prompts(1, length), 1) for _ in range(1 + ROUNDS)][1:]
+        )
         text = f"{1e3 * taken:.1f} ms, {length / taken:.0f} tokens/s"
         return Finding("", PASSED, text, data={"tokens": length, "seconds": taken})
 
@@ -111,9 +139,14 @@ class Bench:
         taken = time.perf_counter() - began
         read = sum(len(item.prompt_token_ids) for item in work)
         made = sum(item.num_output_tokens for item in work)
-        text = f"{taken:.1f} s, {made / taken:.0f} new tokens/s ({read} tokens of prompts, {made} new)"
+        text = (
+            f"{taken:.1f} s, {made / taken:.0f} new tokens/s ({read} tokens of prompts, {made} new)"
+        )
         data = {"requests": count, "seconds": taken, "input_tokens": read, "output_tokens": made}
-        data |= {"preemptions": sum(self.llm.stats()["num_preemptions_total"].values()), "memory": peak_bytes()}
+        data |= {
+            "preemptions": sum(self.llm.stats()["num_preemptions_total"].values()),
+            "memory": peak_bytes(),
+        }
         return Finding("", PASSED, text, data=data)
 
 
@@ -129,7 +162,9 @@ class Results:
         """Appends the finding of a run, or why it was left out."""
         left = self.end - time.monotonic()
         if left < needs_s:
-            finding = Finding("", LEFT_OUT, f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}")
+            finding = Finding(
+                "", LEFT_OUT, f"{max(0, left):.0f} s were left, and it may need {needs_s:.0f}"
+            )
         else:
             finding = judged("", run)
         finding.check = f"engine {check}"
@@ -176,7 +211,8 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
         sampled = functools.partial(bench.decode, count, temperature=1.0, top_p=0.95)
         results.add(f"decode {count} rows, top-p", sampled, needs_s=15)
         results.add(f"trace of {arguments.trace} requests", bench.trace, needs_s=40)
-        decode(bench, results, [count for count in rows if count not in few])  # their prompts take long
+        # their prompts take long
+        decode(bench, results, [count for count in rows if count not in few])
 
 
 def decode(bench: Bench, results: Results, rows: list[int]) -> None:
@@ -194,7 +230,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         measure(arguments, results)
     except Exception as error:  # the engine does not start
-        append(arguments.to, Finding("engine", FAILED, first_line(error), data={"traceback": traceback.format_exc()}))
+        append(
+            arguments.to,
+            Finding(
+                "engine", FAILED, first_line(error), data={"traceback": traceback.format_exc()}
+            ),
+        )
         return 1
     return int(results.failed)
 

@@ -25,11 +25,19 @@ from jaxpage.models.experts import PLAIN_NAMES, make_experts
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     many: dict[str, Any] = {"type": int, "nargs": "+", "metavar": "N"}
-    parser.add_argument("--experts", **many, default=[8, 32, 128], help="of the layer; default: 8 32 128")
-    parser.add_argument("--rows", **many, default=[1, 8, 64, 512], help="tokens; default: 1 8 64 512")
-    parser.add_argument("--per-token", type=int, default=2, metavar="N", help="experts of a token; default: 2")
+    parser.add_argument(
+        "--experts", **many, default=[8, 32, 128], help="of the layer; default: 8 32 128"
+    )
+    parser.add_argument(
+        "--rows", **many, default=[1, 8, 64, 512], help="tokens; default: 1 8 64 512"
+    )
+    parser.add_argument(
+        "--per-token", type=int, default=2, metavar="N", help="experts of a token; default: 2"
+    )
     parser.add_argument("--model-width", type=int, default=1024, help="default: 1024")
     parser.add_argument("--width", type=int, default=512, help="of an expert; default: 512")
     parser.add_argument("--dtype", default="bfloat16", help="default: bfloat16")
@@ -39,16 +47,22 @@ def main() -> None:
     for num_experts in arguments.experts:
         for num_rows in arguments.rows:
             routed, of_all = times(num_experts, num_rows, arguments)
-            print(f"{num_experts:7} {num_rows:6} {routed * 1e3:12.2f} {of_all * 1e3:9.2f}", flush=True)
+            print(
+                f"{num_experts:7} {num_rows:6} {routed * 1e3:12.2f} {of_all * 1e3:9.2f}", flush=True
+            )
 
 
 def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tuple[float, float]:
     """Seconds of the layer, and of the products of every expert for every token."""
     spec = ExpertsSpec(Routing(num_experts, arguments.per_token, normalized=True), arguments.width)
     kind: dict[str, Any] = {"activation": "silu", "shared": None, "dtype": arguments.dtype}
-    graph, shapes = abstract(make_experts(spec, arguments.model_width, PLAIN_NAMES, layer="0", **kind))
+    graph, shapes = abstract(
+        make_experts(spec, arguments.model_width, PLAIN_NAMES, layer="0", **kind)
+    )
     rng = np.random.default_rng(0)
-    parameters = jax.tree.map(lambda each: jnp.asarray(0.05 * rng.standard_normal(each.shape), each.dtype), shapes)
+    parameters = jax.tree.map(
+        lambda each: jnp.asarray(0.05 * rng.standard_normal(each.shape), each.dtype), shapes
+    )
     x_TD = jnp.asarray(rng.standard_normal((num_rows, arguments.model_width)), arguments.dtype)
 
     def routed(parameters: Any, x_TD: jax.Array) -> jax.Array:
@@ -61,7 +75,9 @@ def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tup
         gate, up = jnp.split(jnp.einsum("TD,EFD->ETF", x_TD, gate_up), 2, axis=-1)
         return jnp.einsum("ETF,EDF->ETD", jax.nn.silu(gate) * up, down).sum(axis=0)
 
-    return tuple(_least(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (routed, of_all))  # type: ignore[return-value]
+    return tuple(
+        _least(jax.jit(each), parameters, x_TD, arguments.rounds) for each in (routed, of_all)
+    )  # type: ignore[return-value]
 
 
 def _least(run: Callable[..., jax.Array], parameters: Any, x_TD: jax.Array, rounds: int) -> float:

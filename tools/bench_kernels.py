@@ -26,7 +26,8 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
 from pallas_kernels.tiles import TUNED, Shape, Tiles, read_tuned, write_tuned
@@ -45,29 +46,56 @@ ROOT = Path(__file__).parents[1]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--specs", default="all", help='texts of shape names, comma-separated; "short": a list of ten; default: all'
+        "--specs",
+        default="all",
+        help='texts of shape names, comma-separated; "short": a list of ten; default: all',
     )
     parser.add_argument("--list", action="store_true", help="list the shapes, and do nothing")
     backends = ",".join(name for name in GPU_BACKENDS if name != DEFINITION)
     parser.add_argument("--backends", default=backends, help=f"default: {backends}")
-    parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
-    parser.add_argument("--tune", action="store_true", help="find tiles for the shapes' kinds, and write them")
     parser.add_argument(
-        "--tuned-directory", type=Path, default=TUNED, help="where --tune writes; default: the package's"
+        "--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9"
     )
-    parser.add_argument("--out", type=Path, help="Markdown file that gets a section with the tables")
-    parser.add_argument("--to", type=Path, help="file to which the finding is appended as a line of JSON")
+    parser.add_argument(
+        "--tune", action="store_true", help="find tiles for the shapes' kinds, and write them"
+    )
+    parser.add_argument(
+        "--tuned-directory",
+        type=Path,
+        default=TUNED,
+        help="where --tune writes; default: the package's",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="Markdown file that gets a section with the tables"
+    )
+    parser.add_argument(
+        "--to", type=Path, help="file to which the finding is appended as a line of JSON"
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
-    parser.add_argument("--no-contiguous", action="store_true", help="without torch's contiguous attention")
-    parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted; needs --small")
-    parser.add_argument("--small", action="store_true", help="cut the shapes small: proves the program, not the speed")
+    parser.add_argument(
+        "--no-contiguous", action="store_true", help="without torch's contiguous attention"
+    )
+    parser.add_argument(
+        "--interpret", action="store_true", help="on CPU: kernels are interpreted; needs --small"
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="cut the shapes small: proves the program, not the speed",
+    )
     arguments = parser.parse_args(argv)
     arguments.backends = arguments.backends.split(",")
     if unknown := set(arguments.backends) - set(BACKENDS):
         parser.error(f"--backends: {', '.join(sorted(unknown))} not among {', '.join(BACKENDS)}")
-    if arguments.tune and (xla := set(arguments.backends) & set(XLA_BACKENDS)) and len(xla) == len(arguments.backends):
+    if (
+        arguments.tune
+        and (xla := set(arguments.backends) & set(XLA_BACKENDS))
+        and len(xla) == len(arguments.backends)
+    ):
         parser.error(f"--tune: {', '.join(sorted(xla))} take no tiles")
     if arguments.interpret and not arguments.small:
         parser.error("--interpret needs --small: a real shape takes hours there")
@@ -105,9 +133,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def time_contiguous(specs: str, directory: Path) -> None:
     """In a process of its own, which is gone before JAX starts."""
-    command = [sys.executable, str(ROOT / "tools" / "time_contiguous_attention.py"), "--specs", specs]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "time_contiguous_attention.py"),
+        "--specs",
+        specs,
+    ]
     try:
-        subprocess.run([*command, "--to", str(directory / "contiguous.jsonl")], check=False, timeout=240)
+        subprocess.run(
+            [*command, "--to", str(directory / "contiguous.jsonl")], check=False, timeout=240
+        )
     except subprocess.TimeoutExpired:
         print("contiguous: not finished after 240 s", file=sys.stderr)
     for finding in read(directory / "contiguous.jsonl"):
@@ -117,14 +152,20 @@ def time_contiguous(specs: str, directory: Path) -> None:
 
 
 def timing(
-    specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
+    specs: Sequence[Spec],
+    arguments: argparse.Namespace,
+    measured: Ceilings,
+    deadline: float,
+    directory: Path,
 ) -> Finding:
     bar = Bar(len(specs) * len(arguments.backends), "timing")
     rows = compare(
         specs,
         arguments.backends,
         measured,
-        interpret=[name for name in arguments.backends if arguments.interpret and name not in XLA_BACKENDS],
+        interpret=[
+            name for name in arguments.backends if arguments.interpret and name not in XLA_BACKENDS
+        ],
         time_left=lambda: time.monotonic() < deadline - 20,
         done=lambda row: bar.step(f"{label(row.spec)} {row.backend}"),
         layers=2 if arguments.small else None,
@@ -141,17 +182,30 @@ def timing(
     tables += [one for finding in contiguous for one in finding.tables]
     timed = sum(row.seconds is not None for row in rows)
     status = FAILED if any(row.failed for row in rows) else PASSED
-    return Finding("bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data)
+    return Finding(
+        "bench_kernels", status, f"{timed} of {len(rows)} timed", tables=tables, data=data
+    )
 
 
 def tuning(
-    specs: Sequence[Spec], arguments: argparse.Namespace, measured: Ceilings, deadline: float, directory: Path
+    specs: Sequence[Spec],
+    arguments: argparse.Namespace,
+    measured: Ceilings,
+    deadline: float,
+    directory: Path,
 ) -> Finding:
-    """The time left is shared evenly among the shapes that still wait. Writes after each, so that nothing found is lost; where several
-    kernel sets were tuned for a shape, also which is fastest."""
+    """Tunes all shapes, and shares the time left evenly among those that still wait.
+
+    It writes after each shape, so that nothing found is lost, and which kernel set is fastest where
+    several were tuned for it.
+    """
     kind = jax.devices()[0].device_kind
-    jobs = [(name, *job) for name in arguments.backends if name in RULES for job in by_shape(specs).items()]
-    made = Table("Tiles", ["backend and shape", "tiles", "x ceiling", "of the start", "tried", "failed", "finished"])
+    tuned_sets = [name for name in arguments.backends if name in RULES]
+    jobs = [(name, *job) for name in tuned_sets for job in by_shape(specs).items()]
+    made = Table(
+        "Tiles",
+        ["backend and shape", "tiles", "x ceiling", "of the start", "tried", "failed", "finished"],
+    )
     data: list[dict[str, Any]] = []
     path = ""
     compared: dict[Shape, dict[str, Tuned]] = {}
@@ -163,13 +217,26 @@ def tuning(
         refusals = {spec: reason for spec in group if (reason := refusal(backend, spec))}
         group = [spec for spec in group if spec not in refusals]
         if not group:
-            made.rows.append([f"{backend} {shape}", f"none: {next(iter(refusals.values()))}", *["-"] * 5])
+            reason = next(iter(refusals.values()))
+            made.rows.append([f"{backend} {shape}", f"none: {reason}", *["-"] * 5])
             bar.step()
             continue
         device = OnDevice(
-            backend, group, measured, interpret=arguments.interpret, layers=2 if arguments.small else None
+            backend,
+            group,
+            measured,
+            interpret=arguments.interpret,
+            layers=2 if arguments.small else None,
         )
-        tuned = tune(shape, group, device.measure, begin, prefetch=device.prefetch, deadline=until, progress=bar.show)
+        tuned = tune(
+            shape,
+            group,
+            device.measure,
+            begin,
+            prefetch=device.prefetch,
+            deadline=until,
+            progress=bar.show,
+        )
         device.close()
         if tuned.best:
             found = read_tuned(kind, arguments.tuned_directory)
@@ -183,12 +250,20 @@ def tuning(
         bar.step()
     bar.close()
     return Finding(
-        "tuning", "passed", f"written to {path or 'nothing'}", tables=[made], data={"tuned": data, "path": path}
+        "tuning",
+        "passed",
+        f"written to {path or 'nothing'}",
+        tables=[made],
+        data={"tuned": data, "path": path},
     )
 
 
 def _tuned_row(backend: str, tuned: Tuned, num_specs: int, start: Tiles) -> list[str]:
-    counts = [str(len(tuned.seconds)), str(len(tuned.failures)), "yes" if tuned.finished else "no: time was up"]
+    counts = [
+        str(len(tuned.seconds)),
+        str(len(tuned.failures)),
+        "yes" if tuned.finished else "no: time was up",
+    ]
     if tuned.best is None:
         reason = next(iter(tuned.failures.values()), "time was up")
         return [f"{backend} {tuned.shape}", f"none: {reason}", "-", "-", *counts]
@@ -208,7 +283,13 @@ def _tuned_data(backend: str, tuned: Tuned) -> dict[str, Any]:
         for tiles, score in tuned.seconds.items()
     ]
     best = asdict(tuned.best) if tuned.best else None
-    return {"backend": backend, "shape": str(tuned.shape), "best": best, "finished": tuned.finished, "tried": tried}
+    return {
+        "backend": backend,
+        "shape": str(tuned.shape),
+        "best": best,
+        "finished": tuned.finished,
+        "tried": tried,
+    }
 
 
 def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) -> int:
@@ -220,8 +301,12 @@ def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) 
         append(arguments.to, finding)
     if arguments.out:
         date = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-        append_section(arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py"))
-    data = json.dumps({**finding.data, "ceilings": machine_ceilings.as_data(measured), "environment": where})
+        append_section(
+            arguments.out, section([finding], where, date=date, command="tools/bench_kernels.py")
+        )
+    data = json.dumps(
+        {**finding.data, "ceilings": machine_ceilings.as_data(measured), "environment": where}
+    )
     if arguments.json:
         arguments.json.write_text(data + "\n", encoding="utf-8")
     print(data, flush=True)

@@ -13,8 +13,12 @@ from jaxpage import LLM, SamplingParams
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="demo", help="directory or name of the model; default: demo")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="demo", help="directory or name of the model; default: demo"
+    )
     parser.add_argument("--num-tokens", type=int, default=2000, help="of the prompt; default: 2000")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="of the engine; default: 16")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
@@ -23,7 +27,9 @@ def main() -> None:
     prompt = [drawn.randrange(4, 250) for _ in range(arguments.num_tokens)]
     kinds = {"not scored": None, "prompt_logprobs=0": 0, "prompt_logprobs=5": 5}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    with LLM(model=arguments.model, max_num_seqs=arguments.max_num_seqs, enable_prefix_caching=False) as llm:
+    with LLM(
+        model=arguments.model, max_num_seqs=arguments.max_num_seqs, enable_prefix_caching=False
+    ) as llm:
         for _ in range(arguments.rounds):
             for name, wanted in kinds.items():
                 params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=wanted)

@@ -43,7 +43,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "sampled": {},
     "sampled, top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
     "sampled, all of it": {
-        **{"top_k": 50, "top_p": 0.9, "allowed_token_ids": tuple(range(0, 90, 3)), "logit_bias": {3: 1.0}},
+        **{
+            "top_k": 50,
+            "top_p": 0.9,
+            "allowed_token_ids": tuple(range(0, 90, 3)),
+            "logit_bias": {3: 1.0},
+        },
         **{"repetition_penalty": 1.1, "presence_penalty": 0.5},
     },
 }
@@ -59,7 +64,9 @@ def sort_and_cut(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax
     return jnp.where(logits_V >= jnp.maximum(cutoff, nucleus), logits_V, -jnp.inf)
 
 
-def _truncate(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array, *, by_row: bool) -> jax.Array:
+def _truncate(
+    logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array, *, by_row: bool
+) -> jax.Array:
     return truncate(logits_V, top_k, top_p, jnp.float32(0.0), by_row=by_row)
 
 
@@ -97,22 +104,36 @@ def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Ar
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
     """Seconds of one decode step, input and output included, by what each of its rows asks for."""
-    config = EngineConfig(model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows))
+    config = EngineConfig(
+        model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows)
+    )
     built = build_engine(config)
     if num_tokens > built.memory.max_model_len:
-        raise ValueError(f"--num-tokens is {num_tokens}, but max_model_len is {built.memory.max_model_len}")
+        raise ValueError(
+            f"--num-tokens is {num_tokens}, but max_model_len is {built.memory.max_model_len}"
+        )
     engine = built.engine
-    table = tuple(range(1, -(-num_tokens // config.block_size) + 1))  # the rows read the same blocks
+    # the rows read the same blocks
+    table = tuple(range(1, -(-num_tokens // config.block_size) + 1))
     token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
 
     def plan(params: SamplingParams) -> StepPlan:
         history = tuple(token_ids) if params.penalises else ()
-        sample = Sample(0, 0, 0, params, 1, 0, num_tokens, history=history, num_prompt_tokens=num_tokens // 2)
-        rows = tuple(Row(row, num_tokens - 1, (token_ids[-1],), (table,)) for row in range(num_rows))
-        return StepPlan(0, rows, tuple(sample._replace(row=row, sequence_id=row) for row in range(num_rows)))
+        sample = Sample(
+            0, 0, 0, params, 1, 0, num_tokens, history=history, num_prompt_tokens=num_tokens // 2
+        )
+        rows = tuple(
+            Row(row, num_tokens - 1, (token_ids[-1],), (table,)) for row in range(num_rows)
+        )
+        return StepPlan(
+            0, rows, tuple(sample._replace(row=row, sequence_id=row) for row in range(num_rows))
+        )
 
     plans = {name: plan(SamplingParams(**params)) for name, params in KINDS.items()}
-    works = {name: functools.partial(_step, engine.runner, engine.builder.build, one) for name, one in plans.items()}
+    works = {
+        name: functools.partial(_step, engine.runner, engine.builder.build, one)
+        for name, one in plans.items()
+    }
     least_seconds(works, 3)
     seconds = least_seconds(works, repeats)
     engine.runner.close()
@@ -125,17 +146,31 @@ def _step(runner: Runner, build: Callable[[StepPlan], Any], plan: StepPlan) -> o
 
 def main(words: Sequence[str] | None = None) -> None:
     """Prints two tables and, as the last line, one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
     parser.add_argument("--num-rows", type=int, default=8, help="of the steps; default: 8")
-    parser.add_argument("--num-tokens", type=int, default=200, help="of each row's sequence; default: 200")
+    parser.add_argument(
+        "--num-tokens", type=int, default=200, help="of each row's sequence; default: 200"
+    )
     parser.add_argument("--vocabularies", type=int, nargs="+", default=VOCABULARIES)
-    parser.add_argument("--scales", type=float, nargs="+", default=(1.0, 4.0), help="of the logits; default: 1 and 4")
-    parser.add_argument("--repeats", type=int, default=50, help="repetitions; the lowest time is shown; default: 50")
+    parser.add_argument(
+        "--scales",
+        type=float,
+        nargs="+",
+        default=(1.0, 4.0),
+        help="of the logits; default: 1 and 4",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=50, help="repetitions; the lowest time is shown; default: 50"
+    )
     arguments = parser.parse_args(words)
     too_few = arguments.num_tokens < 2 or min(arguments.num_rows, arguments.repeats) < 1
     if too_few or min(arguments.vocabularies) < 1000:
-        parser.error("--num-tokens must be at least 2, --num-rows and --repeats 1, --vocabularies 1000")
+        parser.error(
+            "--num-tokens must be at least 2, --num-rows and --repeats 1, --vocabularies 1000"
+        )
     cuts = [
         {
             "vocab_size": size,
@@ -148,12 +183,18 @@ def main(words: Sequence[str] | None = None) -> None:
     print("\n".join(_cut_lines(cuts)), end="\n\n")
     try:
         steps = measure_steps(
-            arguments.model, num_rows=arguments.num_rows, num_tokens=arguments.num_tokens, repeats=arguments.repeats
+            arguments.model,
+            num_rows=arguments.num_rows,
+            num_tokens=arguments.num_tokens,
+            repeats=arguments.repeats,
         )
     except (JaxpageError, ValueError) as error:
         parser.error(str(error))
     rows = [[f"step of {arguments.num_rows} rows", "ms", "of greedy"]]
-    rows += [[name, f"{1e3 * value:.2f}", f"{value / steps['greedy']:.2f}"] for name, value in steps.items()]
+    rows += [
+        [name, f"{1e3 * value:.2f}", f"{value / steps['greedy']:.2f}"]
+        for name, value in steps.items()
+    ]
     print("\n".join(aligned(rows, num_words=1)))
     results = {"cuts": cuts, "steps": steps}
     print(json.dumps({**vars(arguments), **results, "environment": environment()}, allow_nan=False))

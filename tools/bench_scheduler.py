@@ -16,7 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench.report import environment
 from jaxpage.scheduling import Preemption
@@ -61,12 +62,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = parser.add_argument
     add("--waste", action="store_true", help="the memory split at saturation, on a virtual clock")
     add(
-        "--preemption", action="store_true", help="recompute or swap, and what new requests wait for, on the same clock"
+        "--preemption",
+        action="store_true",
+        help="recompute or swap, and what new requests wait for, on the same clock",
     )
     add(
         "--pressure",
@@ -82,8 +87,21 @@ def _parser() -> argparse.ArgumentParser:
         choices=("sharegpt", "alpaca"),
         help="lengths on the virtual clock; default: sharegpt",
     )
-    add("--rates", type=float, nargs="+", default=[2.0, 3.0], metavar="X", help="requests per second; default: 2 3")
-    add("--seconds", type=float, default=1200.0, metavar="X", help="of arrivals, virtual; default: 1200")
+    add(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[2.0, 3.0],
+        metavar="X",
+        help="requests per second; default: 2 3",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=1200.0,
+        metavar="X",
+        help="of arrivals, virtual; default: 1200",
+    )
     add("--seeds", type=int, default=3, metavar="N", help="traces per rate; default: 3")
     return parser
 
@@ -91,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
 def _waste(arguments: argparse.Namespace) -> Section:
     setup = Setup()
     results = {
-        f"{rate:g}": saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, range(arguments.seeds))
+        f"{rate:g}": saturate(
+            setup.new_scheduler, arguments.dataset, rate, arguments.seconds, range(arguments.seeds)
+        )
         for rate in arguments.rates
     }
     title = (
@@ -114,7 +134,9 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
         setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]  # product forgets the literals
         seeds = range(arguments.seeds)
-        results[f"{mode}, {wait}"] = saturate(setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds)
+        results[f"{mode}, {wait}"] = saturate(
+            setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds
+        )
     title = f"Preemption: new requests wait until the preempted are readmitted or completed; {rate:g} requests/s"
     values = {label: saturation_dict(result) for label, result in results.items()}
     return [title, *saturation_table("", results)], values
@@ -123,14 +145,14 @@ def _preemption(arguments: argparse.Namespace) -> Section:
 def _pressure(arguments: argparse.Namespace) -> Section:
     requests = requests_at_once(arguments.dataset, PRESSED)
     results = [press(requests, share, mode) for share, mode in itertools.product(SHARES, MODES)]
-    title = (
-        f"Pressure: {PRESSED} requests of {arguments.dataset} at once, in a part of the blocks that they need together"
-    )
+    title = f"Pressure: {PRESSED} requests of {arguments.dataset} at once, in a part of the blocks that they need together"
     return [title, *pressure_table(results)], [pressure_dict(result) for result in results]
 
 
 def _planning(arguments: argparse.Namespace) -> Section:
-    times = least([time for num in NUMS_RUNNING for time in planning_times(num)] for _ in range(ROUNDS))
+    times = least(
+        [time for num in NUMS_RUNNING for time in planning_times(num)] for _ in range(ROUNDS)
+    )
     values = [{**asdict(time), "us_per_sequence": time.us_per_sequence} for time in times]
     return ["Planning: one decode step, host time", *planning_table(times)], values
 

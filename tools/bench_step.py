@@ -23,7 +23,8 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
 
@@ -36,19 +37,39 @@ except ImportError as absent:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="8b", help="of 8b, 1b, tiny; comma-separated; default: 8b")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", default="8b", help="of 8b, 1b, tiny; comma-separated; default: 8b"
+    )
     parser.add_argument("--rows", default="", help="sequences that decode")
-    parser.add_argument("--contexts", default="1024", help="tokens of each, the new one included; default: 1024")
-    parser.add_argument("--chunks", default="", help="tokens of a prompt chunk, each with a context of its own length")
-    parser.add_argument("--sampling", default="greedy", help="greedy, random, top_p, top_k_top_p; default: greedy")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has: they compile faster")
+    parser.add_argument(
+        "--contexts", default="1024", help="tokens of each, the new one included; default: 1024"
+    )
+    parser.add_argument(
+        "--chunks",
+        default="",
+        help="tokens of a prompt chunk, each with a context of its own length",
+    )
+    parser.add_argument(
+        "--sampling", default="greedy", help="greedy, random, top_p, top_k_top_p; default: greedy"
+    )
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers than the model has: they compile faster"
+    )
     parser.add_argument("--backend", default="auto", help="kernel set; default: auto")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--seconds", type=float, default=480, help="no case is begun that may not fit; default: 480")
-    parser.add_argument("--round", type=float, default=0.1, help="seconds of each of five rounds; default: 0.1")
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="no case is begun that may not fit; default: 480"
+    )
+    parser.add_argument(
+        "--round", type=float, default=0.1, help="seconds of each of five rounds; default: 0.1"
+    )
     parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
-    parser.add_argument("--to", type=Path, help="file to which findings are appended as lines of JSON")
+    parser.add_argument(
+        "--to", type=Path, help="file to which findings are appended as lines of JSON"
+    )
     return parser.parse_args(argv)
 
 
@@ -58,12 +79,17 @@ def cases(arguments: argparse.Namespace) -> list[StepCase]:
     for name, given, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
         if unknown := set(given) - set(known):
             sys.exit(f"{name}: {', '.join(sorted(unknown))} not among {', '.join(known)}")
-    rows, contexts, chunks = (_numbers(text) for text in (arguments.rows, arguments.contexts, arguments.chunks))
+    rows, contexts, chunks = (
+        _numbers(text) for text in (arguments.rows, arguments.contexts, arguments.chunks)
+    )
     if not rows and not chunks:
         return list(usual_cases(models, layers))
     decodes = itertools.product(models, rows, contexts, samplings)
     return [
-        *(StepCase(model, count, context, 0, how, layers) for model, count, context, how in decodes),
+        *(
+            StepCase(model, count, context, 0, how, layers)
+            for model, count, context, how in decodes
+        ),
         *(
             StepCase(model, 1, chunk, chunk, how, layers)
             for model, chunk, how in itertools.product(models, chunks, samplings)
@@ -87,28 +113,49 @@ def main(argv: list[str] | None = None) -> int:
     if MISSING:
         tell(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
         return 0
-    table, rows, longest, failed = Table("Whole steps (ms)", [*COLUMNS]), list[dict[str, Any]](), 0.0, 0
+    table, rows, longest, failed = (
+        Table("Whole steps (ms)", [*COLUMNS]),
+        list[dict[str, Any]](),
+        0.0,
+        0,
+    )
     for case in cases(arguments):
         began = time.monotonic()
         if began + longest > end:
             tell(
                 Finding(
-                    f"step {case}", LEFT_OUT, f"{max(0.0, end - began):.0f} s were left, and one took {longest:.0f}"
+                    f"step {case}",
+                    LEFT_OUT,
+                    f"{max(0.0, end - began):.0f} s were left, and one took {longest:.0f}",
                 )
             )
             continue
         try:
-            times = time_step(case, backend=arguments.backend, dtype=arguments.dtype, round_s=arguments.round)
+            times = time_step(
+                case, backend=arguments.backend, dtype=arguments.dtype, round_s=arguments.round
+            )
         except Exception as error:  # the other cases go on
             failed += 1
             tell(Finding(f"step {case}", FAILED, first_line(error)))
             continue
         longest = max(longest, time.monotonic() - began)
         table.rows.append(cells(case, times))
-        rows.append({**dataclasses.asdict(case), **dataclasses.asdict(times), "host_gap": times.host_gap})
-        summary = ", ".join(f"{name} {cell}" for name, cell in zip(table.columns[1:], table.rows[-1][1:], strict=True))
+        rows.append(
+            {**dataclasses.asdict(case), **dataclasses.asdict(times), "host_gap": times.host_gap}
+        )
+        summary = ", ".join(
+            f"{name} {cell}"
+            for name, cell in zip(table.columns[1:], table.rows[-1][1:], strict=True)
+        )
         tell(Finding(f"step {case}", PASSED, summary, data=rows[-1]))
-    tell(Finding("steps", FAILED if failed else PASSED, f"{len(rows)} timed", tables=[table] if rows else []))
+    tell(
+        Finding(
+            "steps",
+            FAILED if failed else PASSED,
+            f"{len(rows)} timed",
+            tables=[table] if rows else [],
+        )
+    )
     print(f"\n{table.plain()}" if rows else "")
     device = jax.devices()[0]
     data = json.dumps({"device": device.device_kind, "jax": jax.__version__, "rows": rows})

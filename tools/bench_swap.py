@@ -45,7 +45,11 @@ def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> Sw
     """`repeats` rounds of the three after one that does not count: what disturbs a round disturbs all of them."""
     num_blocks = -(-num_tokens // block_size)
     config = EngineConfig(
-        model=model, block_size=block_size, num_blocks=2 * num_blocks + 1, max_model_len=num_tokens, max_num_seqs=2
+        model=model,
+        block_size=block_size,
+        num_blocks=2 * num_blocks + 1,
+        max_model_len=num_tokens,
+        max_num_seqs=2,
     )
     engine = build_engine(config).engine
     runner, builder = engine.runner, engine.builder
@@ -63,7 +67,9 @@ def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> Sw
     )
     rounds = [_round(runner, chunks, moves) for _ in range(1 + repeats)][1:]
     runner.close()
-    return SwapCost(block_size, num_blocks, *(statistics.median(times) for times in zip(*rounds, strict=True)))
+    return SwapCost(
+        block_size, num_blocks, *(statistics.median(times) for times in zip(*rounds, strict=True))
+    )
 
 
 def _chunks(builder: BatchBuilder, table: tuple[int, ...], num_tokens: int) -> list[Batch]:
@@ -71,9 +77,14 @@ def _chunks(builder: BatchBuilder, table: tuple[int, ...], num_tokens: int) -> l
     size = builder.menu.chunk[-1].num_tokens
     plans = []
     for start in range(0, num_tokens, size):
-        token_ids = tuple(position % builder.vocab_size for position in range(start, min(start + size, num_tokens)))
+        token_ids = tuple(
+            position % builder.vocab_size
+            for position in range(start, min(start + size, num_tokens))
+        )
         row = Row(0, start, token_ids, (table,))
-        sample = Sample(0, len(token_ids) - 1, 0, SamplingParams(temperature=0.0), 0, 0, row.context_length)
+        sample = Sample(
+            0, len(token_ids) - 1, 0, SamplingParams(temperature=0.0), 0, 0, row.context_length
+        )
         last = row.context_length == num_tokens
         plans.append(StepPlan(step_id=0, rows=(row,), samples=(sample,) if last else ()))
     return [builder.build(plan) for plan in plans]
@@ -105,30 +116,44 @@ def table_of(costs: Sequence[SwapCost]) -> str:
     for cost in costs:
         times = (cost.swap_out_seconds, cost.swap_in_seconds, cost.recompute_seconds)
         milliseconds = [f"{1e3 * seconds:.2f}" for seconds in times]
-        rows.append([f"{cost.block_size}", f"{cost.num_blocks}", *milliseconds, f"{cost.ratio:.3f}"])
+        rows.append(
+            [f"{cost.block_size}", f"{cost.num_blocks}", *milliseconds, f"{cost.ratio:.3f}"]
+        )
     return "\n".join(aligned(rows))
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Prints a table and, as the last line, one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--num-tokens", type=int, default=256, help="of the sequence that is swapped; default: 256")
+    parser.add_argument(
+        "--num-tokens", type=int, default=256, help="of the sequence that is swapped; default: 256"
+    )
     parser.add_argument("--block-sizes", type=int, nargs="+", default=BLOCK_SIZES)
-    parser.add_argument("--repeats", type=int, default=15, help="medians are taken over so many; default: 15")
+    parser.add_argument(
+        "--repeats", type=int, default=15, help="medians are taken over so many; default: 15"
+    )
     arguments = parser.parse_args(words)
     if arguments.num_tokens < 2 or arguments.repeats < 1:
         parser.error("--num-tokens must be at least 2 and --repeats at least 1")
     try:
         costs = [
-            measure(arguments.model, size, num_tokens=arguments.num_tokens, repeats=arguments.repeats)
+            measure(
+                arguments.model, size, num_tokens=arguments.num_tokens, repeats=arguments.repeats
+            )
             for size in arguments.block_sizes
         ]
     except JaxpageError as error:
         parser.error(str(error))
     print(table_of(costs))
     results = [{**asdict(cost), "ratio": cost.ratio} for cost in costs]
-    print(json.dumps({**vars(arguments), "results": results, "environment": environment()}, allow_nan=False))
+    print(
+        json.dumps(
+            {**vars(arguments), "results": results, "environment": environment()}, allow_nan=False
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,19 @@ from typing import Any
 
 import jax
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, append, judged
+from tools.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    LeftOut,
+    Table,
+    append,
+    judged,
+)
 
 try:
     from jaxpage import LLM, SamplingParams
@@ -45,7 +55,9 @@ def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[An
     """[(token ids, their log probabilities) of each prompt] of each order of prompts, with one engine."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     try:
-        with LLM(model="demo", attention_backend=backend, dtype=dtype, use_tqdm=False, **SETTINGS) as llm:
+        with LLM(
+            model="demo", attention_backend=backend, dtype=dtype, use_tqdm=False, **SETTINGS
+        ) as llm:
             outputs = [llm.generate(order, params, use_tqdm=False) for order in orders]
     except Exception as error:
         if any(one.__name__ == "UnsupportedError" for one in type(error).__mro__):
@@ -56,34 +68,58 @@ def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[An
 
 def _essence(completion: Any) -> tuple[list[int], list[float]]:
     tokens = list(completion.token_ids)
-    return tokens, [one[token].logprob for token, one in zip(tokens, completion.logprobs, strict=True)]
+    return tokens, [
+        one[token].logprob for token, one in zip(tokens, completion.logprobs, strict=True)
+    ]
 
 
 def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
     [got] = generated(backend, "float32", [list(PROMPTS)])
-    wrong = [index for index, (mine, other) in enumerate(zip(got, wanted, strict=True)) if mine[0] != other[0]]
+    wrong = [
+        index
+        for index, (mine, other) in enumerate(zip(got, wanted, strict=True))
+        if mine[0] != other[0]
+    ]
     name = f"engine {backend}: float32 tokens"
     if not wrong:
-        return Finding(name, PASSED, f"{len(got)} requests of {NUM_TOKENS} greedy tokens as with {definition}")
+        return Finding(
+            name, PASSED, f"{len(got)} requests of {NUM_TOKENS} greedy tokens as with {definition}"
+        )
     data = {str(index): {backend: got[index][0], definition: wanted[index][0]} for index in wrong}
-    return Finding(name, FAILED, f"{len(wrong)} of {len(got)} requests differ from {definition}", data=data)
+    return Finding(
+        name, FAILED, f"{len(wrong)} of {len(got)} requests differ from {definition}", data=data
+    )
 
 
 def path_independence(backend: str) -> Finding:
     orders = [[prompt] for prompt in PROMPTS] + [list(PROMPTS)]
     *alone, together = generated(backend, "bfloat16", orders)
-    table = Table(f"bfloat16, {backend}: alone against together", ["request", "same tokens", "same log probabilities"])
+    table = Table(
+        f"bfloat16, {backend}: alone against together",
+        ["request", "same tokens", "same log probabilities"],
+    )
     for index, ((lone,), among) in enumerate(zip(alone, together, strict=True)):
-        same = [sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(lone, among, strict=True)]
+        same = [
+            sum(a == b for a, b in zip(x, y, strict=True)) for x, y in zip(lone, among, strict=True)
+        ]
         table.rows.append([str(index), *(f"{count} of {NUM_TOKENS}" for count in same)])
     data = {"rows": table.rows}
-    return Finding(f"engine {backend}: path independence", PASSED, "recorded", tables=[table], data=data)
+    return Finding(
+        f"engine {backend}: path independence", PASSED, "recorded", tables=[table], data=data
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("backends", nargs="+", help="the last one defines the tokens")
-    parser.add_argument("--to", type=Path, required=True, help="file to which findings are appended as lines of JSON")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        help="file to which findings are appended as lines of JSON",
+    )
     arguments = parser.parse_args(argv)
     if MISSING:
         append(arguments.to, Finding("engine", LEFT_OUT, f"no {MISSING} here"))
@@ -95,11 +131,14 @@ def main(argv: list[str] | None = None) -> None:
         wanted.extend(generated(definition, "float32", [list(PROMPTS)])[0])
         return Finding(f"engine {definition}: float32 tokens", PASSED, "the definition")
 
-    jax.config.update("jax_default_matmul_precision", "highest")  # for all threads: the engine compiles in some
+    # for all threads: the engine compiles in some
+    jax.config.update("jax_default_matmul_precision", "highest")
     append(arguments.to, judged(f"engine {definition}: float32 tokens", define))
     for backend in backends if wanted else []:
         name = f"engine {backend}: float32 tokens"
-        append(arguments.to, judged(name, functools.partial(same_tokens, backend, wanted, definition)))
+        append(
+            arguments.to, judged(name, functools.partial(same_tokens, backend, wanted, definition))
+        )
     jax.config.update("jax_default_matmul_precision", None)
     for backend in backends:
         name = f"engine {backend}: path independence"

@@ -49,7 +49,12 @@ class Worker:
         command = [sys.executable, "-c", WORKER, settings, str(num_tokens)]
         environment = {**os.environ, "PYTHONPATH": str(checkout.resolve())}
         self._process = subprocess.Popen(
-            command, cwd=checkout, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            command,
+            cwd=checkout,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
         self._line()
 
@@ -74,15 +79,23 @@ class Worker:
 
 def main(argv: list[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("before", type=Path, help="a checkout of the earlier commit")
     parser.add_argument("after", type=Path, help="a checkout of the later one")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64, help="of each request; default: 64")
-    parser.add_argument("--settings", default='{"model": "demo", "max_num_seqs": 16}', help="of the engines, as JSON")
+    parser.add_argument(
+        "--settings",
+        default='{"model": "demo", "max_num_seqs": 16}',
+        help="of the engines, as JSON",
+    )
     arguments = parser.parse_args(argv)
     json.loads(arguments.settings)
-    with _workers([arguments.before, arguments.after], arguments.settings, arguments.tokens) as workers:
+    with _workers(
+        [arguments.before, arguments.after], arguments.settings, arguments.tokens
+    ) as workers:
         print(f"{'work':<12} {'before ms':>10} {'after ms':>10} {'ratio':>7} {'quartiles':>15}")
         for name in WORK:
             for worker in workers:
@@ -94,7 +107,9 @@ def main(argv: list[str] | None = None) -> None:
                 pairs.append(tuple(took[worker] for worker in workers))
             before, after = (1000 * statistics.median(times) for times in zip(*pairs, strict=True))
             low, ratio, high = statistics.quantiles([second / first for first, second in pairs])
-            print(f"{name:<12} {before:>10.2f} {after:>10.2f} {ratio:>7.3f} {low:>7.3f} {high:>7.3f}")
+            print(
+                f"{name:<12} {before:>10.2f} {after:>10.2f} {ratio:>7.3f} {low:>7.3f} {high:>7.3f}"
+            )
 
 
 @contextlib.contextmanager

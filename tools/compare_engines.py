@@ -26,7 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench.report import environment
 from jaxpage.bench.workloads import make_workload
@@ -54,17 +55,27 @@ PACKAGES = {  # what the process of each imports
     "ctranslate2": "ctranslate2 torch transformers",
     "llama_cpp": "llama-cpp-python gguf torch safetensors",
 }
-BEGIN, END = "<!-- written by tools/compare_engines.py -->", "<!-- end of what tools/compare_engines.py wrote -->"
+BEGIN, END = (
+    "<!-- written by tools/compare_engines.py -->",
+    "<!-- end of what tools/compare_engines.py wrote -->",
+)
 
 
 def main() -> None:
     arguments = _arguments()
     model = Path(arguments.model)
     if not (model / "config.json").is_file():
-        raise SystemExit(f"{model} is no model: it has no config.json (tools/make_random_model.py writes one)")
+        raise SystemExit(
+            f"{model} is no model: it has no config.json (tools/make_random_model.py writes one)"
+        )
     config = json.loads((model / "config.json").read_text())
     work = make_workload(
-        "sharegpt", arguments.num_prompts, seed=0, vocab_size=config["vocab_size"], max_input=512, max_output=512
+        "sharegpt",
+        arguments.num_prompts,
+        seed=0,
+        vocab_size=config["vocab_size"],
+        max_input=512,
+        max_output=512,
     )
     trace = [(list(item.prompt_token_ids), item.num_output_tokens) for item in work]
     pythons = dict(arguments.python)
@@ -89,28 +100,65 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("model", help="directory of a Llama, as tools/make_random_model.py writes it")
-    add("--engines", nargs="+", choices=CASES, default=list(CASES), metavar="NAME", help=f"default: {', '.join(CASES)}")
-    pythons: dict[str, Any] = {"type": _python, "action": "append", "default": [], "metavar": "PEER=PATH"}
+    add(
+        "--engines",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="NAME",
+        help=f"default: {', '.join(CASES)}",
+    )
+    pythons: dict[str, Any] = {
+        "type": _python,
+        "action": "append",
+        "default": [],
+        "metavar": "PEER=PATH",
+    }
     add("--python", **pythons, help=f"the Python of one of {', '.join(PACKAGES)}; repeatable")
-    add("--num-prompts", type=int, default=64, metavar="N", help="requests of the trace; default: 64")
-    add("--batches", type=int, nargs="+", default=[1, 8, 16, 64], metavar="N", help="rows; default: 1 8 16 64")
-    add("--context", type=int, default=200, metavar="N", help="prompt of uniform decode; default: 200")
+    add(
+        "--num-prompts",
+        type=int,
+        default=64,
+        metavar="N",
+        help="requests of the trace; default: 64",
+    )
+    add(
+        "--batches",
+        type=int,
+        nargs="+",
+        default=[1, 8, 16, 64],
+        metavar="N",
+        help="rows; default: 1 8 16 64",
+    )
+    add(
+        "--context",
+        type=int,
+        default=200,
+        metavar="N",
+        help="prompt of uniform decode; default: 200",
+    )
     add("--steps", type=int, default=64, metavar="N", help="steps of uniform decode; default: 64")
     add("--write", metavar="FILE", help="replace the section between the marks in this file")
     add("--chart", metavar="FILE", help="draw the throughput of the trace: .svg or .png")
     arguments = parser.parse_args()
     if arguments.chart and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'")
+        parser.error(
+            "--chart needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
+        )
     return arguments
 
 
 def _python(text: str) -> tuple[str, str]:
     peer, is_given, path = text.partition("=")
     if not is_given or peer not in PACKAGES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(PACKAGES)} with = and a path")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not one of {', '.join(PACKAGES)} with = and a path"
+        )
     if (found := shutil.which(path)) is None:
         raise argparse.ArgumentTypeError(f"{text!r}: there is no such program")
     return peer, str(Path(found).absolute())
@@ -122,20 +170,37 @@ def _run(name: str, task: Task, python: str) -> Answer | None:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
     command = [python, "-m", f"tools.peers.{peer}_peer"]
     done = subprocess.run(
-        command, input=json.dumps(asdict(task)), cwd=ROOT, env=variables, capture_output=True, text=True
+        command,
+        input=json.dumps(asdict(task)),
+        cwd=ROOT,
+        env=variables,
+        capture_output=True,
+        text=True,
     )
     if done.returncode:
         reason = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         missing = re.fullmatch(r"ModuleNotFoundError: (No module named .*)", reason[0])
-        how = f"{missing[1]}. Install its packages: {python} -m pip install {PACKAGES[peer]}" if missing else reason[0]
+        how = (
+            f"{missing[1]}. Install its packages: {python} -m pip install {PACKAGES[peer]}"
+            if missing
+            else reason[0]
+        )
         print(f"{name} is left out: {how}", file=sys.stderr)
         return None
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return Answer(**{**found, "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()}})
+    return Answer(
+        **{
+            **found,
+            "step_seconds": {int(rows): each for rows, each in found["step_seconds"].items()},
+        }
+    )
 
 
 def report(
-    answers: dict[str, Answer], model: str, trace: Sequence[tuple[list[int], int]], arguments: argparse.Namespace
+    answers: dict[str, Answer],
+    model: str,
+    trace: Sequence[tuple[list[int], int]],
+    arguments: argparse.Namespace,
 ) -> str:
     """A section of docs/benchmarks.md. Outputs are compared with those of the first engine: an equal text is no accident."""
     num_input, num_output = (
@@ -157,7 +222,9 @@ def report(
         equal = sum(one == other for one, other in zip(each.outputs, first.outputs, strict=True))
         steps = [f"{each.step_seconds[count] * 1e3:.1f}" for count in arguments.batches]
         speed, ratio = num_output / each.seconds, first.seconds / each.seconds
-        rows.append([name, f"{speed:.1f}", f"{ratio:.2f}", f"{equal} of {len(trace)}", *steps, each.version])
+        rows.append(
+            [name, f"{speed:.1f}", f"{ratio:.2f}", f"{equal} of {len(trace)}", *steps, each.version]
+        )
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     lines.insert(1, "|" + "---|" * len(rows[0]))
     machine = f"commit {str(where['commit'])[:7]}, {where['cores']} cores ({where['cpu']})"
@@ -194,7 +261,11 @@ def draw(answers: dict[str, Answer], num_output: int, path: str) -> None:
     figure = Figure(figsize=(7, 0.6 + 0.4 * len(names)), layout="constrained")
     axes = figure.add_subplot()
     speeds = [num_output / answers[name].seconds for name in names]
-    bars = axes.barh(names, speeds, color=["#2f6fde" if name.startswith("jaxpage") else "#b9bec8" for name in names])
+    bars = axes.barh(
+        names,
+        speeds,
+        color=["#2f6fde" if name.startswith("jaxpage") else "#b9bec8" for name in names],
+    )
     axes.bar_label(bars, fmt="%.0f", padding=3)
     axes.set_xlabel("output tokens per second")
     axes.spines[["top", "right"]].set_visible(False)

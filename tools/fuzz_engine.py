@@ -19,14 +19,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.needed import need
 
-TOLERANCE = 1e-4  # of log probabilities where code is not optimized, which rounds otherwise in other shapes
+# of log probabilities where code is not optimized, which rounds otherwise in other shapes
+TOLERANCE = 1e-4
 
 
 def main() -> int:
     """Runs the fuzzer and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3")
-    parser.add_argument("--seed", type=int, metavar="S", help="seed of the cases; default: a new one, which is printed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="seed of the cases; default: a new one, which is printed",
+    )
     parser.add_argument(
         "--optimized",
         action="store_true",
@@ -45,7 +55,12 @@ def main() -> int:
 
         tolerance = 0.0 if arguments.optimized else TOLERANCE
         with SharedExecutables().in_use(optimized=arguments.optimized):
-            return fuzz(arguments.minutes, seed, tolerance=tolerance, tell=lambda text: print(text, flush=True))
+            return fuzz(
+                arguments.minutes,
+                seed,
+                tolerance=tolerance,
+                tell=lambda text: print(text, flush=True),
+            )
 
 
 def prepare_jax(cache: Path, optimized: bool) -> None:

@@ -20,7 +20,8 @@ import shlex
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.sets import GPU_BACKENDS
 from tools.kernel_lab.check import Check, exit_status, has_gpu
@@ -32,21 +33,37 @@ NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a minia
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9")
-    parser.add_argument("--record", type=Path, help="Markdown file that gets a section with the verdicts and tables")
-    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
-    parser.add_argument("--backends", default=",".join(GPU_BACKENDS), help=f"default: {','.join(GPU_BACKENDS)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--only", default="", help='parts by name, comma-separated: "parity triton,bench"; default: all'
+        "--minutes", type=float, default=9.0, help="what no longer fits is left out; default: 9"
+    )
+    parser.add_argument(
+        "--record", type=Path, help="Markdown file that gets a section with the verdicts and tables"
+    )
+    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
+    parser.add_argument(
+        "--backends", default=",".join(GPU_BACKENDS), help=f"default: {','.join(GPU_BACKENDS)}"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help='parts by name, comma-separated: "parity triton,bench"; default: all',
     )
     parser.add_argument("--list", action="store_true", help="list the parts, and do nothing")
-    parser.add_argument("--jobs", type=int, default=4, help="parts side by side, where none is timed; default: 4")
     parser.add_argument(
-        "--interpret", action="store_true", help="a miniature on CPU: small shapes, kernels interpreted"
+        "--jobs", type=int, default=4, help="parts side by side, where none is timed; default: 4"
     )
     parser.add_argument(
-        "--directory", type=Path, help="for findings and logs of the parts; default: a new temporary one"
+        "--interpret",
+        action="store_true",
+        help="a miniature on CPU: small shapes, kernels interpreted",
+    )
+    parser.add_argument(
+        "--directory",
+        type=Path,
+        help="for findings and logs of the parts; default: a new temporary one",
     )
     return parser.parse_args(argv)
 
@@ -71,7 +88,10 @@ def main(argv: list[str] | None = None) -> int:
     check = Check(**settings)
     children = check.children()
     if arguments.list or not children:
-        print("\n".join(child.name for child in children) or f"no part's name holds {arguments.only!r}; see --list")
+        print(
+            "\n".join(child.name for child in children)
+            or f"no part's name holds {arguments.only!r}; see --list"
+        )
         return 0 if children else 1
     print(f"findings and logs: {check.directory}", flush=True)
     return report(check, arguments, run(check, len(children) + 1))
@@ -83,7 +103,9 @@ def run(check: Check, num_parts: int) -> list[Finding]:
     def found(finding: Finding) -> None:
         text = line(finding)
         if finding.status == FAILED:
-            text += "".join(f"\n{finding.data[key]}" for key in ("traceback", "log") if key in finding.data)
+            text += "".join(
+                f"\n{finding.data[key]}" for key in ("traceback", "log") if key in finding.data
+            )
         bar.write(text)
 
     try:

@@ -26,7 +26,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.check import Check, has_gpu, nothing
 from tools.kernel_lab.children import Child, run_all
@@ -36,28 +37,63 @@ from tools.slot_parts import Part, groups
 from tools.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
 
 ROOT = Path(__file__).resolve().parents[1]
-WHEELS = "constraints/gpu-wheels.txt"  # what jaxpage takes and the GPU's machine lacks; see constraints/gpu-machine.txt
-IMPORTS = {"llguidance": "the engine", "pydantic": "the engine", "flash_attn3_jax": "FlashAttention-3"}
+# what jaxpage takes and the GPU's machine lacks; see constraints/gpu-machine.txt
+WHEELS = "constraints/gpu-wheels.txt"
+IMPORTS = {
+    "llguidance": "the engine",
+    "pydantic": "the engine",
+    "flash_attn3_jax": "FlashAttention-3",
+}
 PLATFORMS = ("manylinux_2_31", "manylinux_2_28", "manylinux_2_17", "manylinux2014")
 BUDGET_S, REHEARSAL_S = 400, 3000
 NO_GPU = "There is no GPU here, or JAX does not see it. --rehearse runs a miniature on a CPU."
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("step", nargs="?", choices=["run", "record"], default="run", help="default: run")
-    parser.add_argument("--budget", type=float, help=f"seconds; what no longer fits stays open; default: {BUDGET_S}")
-    parser.add_argument("--only", default="", help='parts whose name holds one of these: "parity,steps"; default: all')
-    parser.add_argument("--again", action="store_true", help="run parts again that have ended, or those of --only")
-    parser.add_argument("--list", action="store_true", help="list the parts and how they ended, and do nothing")
-    parser.add_argument("--wheels", action="store_true", help="print how to fetch and install the packages that lack")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU: small shapes, kernels interpreted")
-    parser.add_argument("--out", type=Path, help="directory for at most eight files; default: $OUT, else as --state")
-    parser.add_argument("--state", type=Path, help="directory that later calls find again; default: .gpu_slot/...")
-    parser.add_argument("--results", type=Path, help="of record: a results.jsonl; default: that of --state")
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "gpu-results.md", help="of record")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "step", nargs="?", choices=["run", "record"], default="run", help="default: run"
+    )
+    parser.add_argument(
+        "--budget", type=float, help=f"seconds; what no longer fits stays open; default: {BUDGET_S}"
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help='parts whose name holds one of these: "parity,steps"; default: all',
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="run parts again that have ended, or those of --only"
+    )
+    parser.add_argument(
+        "--list", action="store_true", help="list the parts and how they ended, and do nothing"
+    )
+    parser.add_argument(
+        "--wheels",
+        action="store_true",
+        help="print how to fetch and install the packages that lack",
+    )
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU: small shapes, kernels interpreted"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="directory for at most eight files; default: $OUT, else as --state"
+    )
+    parser.add_argument(
+        "--state", type=Path, help="directory that later calls find again; default: .gpu_slot/..."
+    )
+    parser.add_argument(
+        "--results", type=Path, help="of record: a results.jsonl; default: that of --state"
+    )
+    parser.add_argument(
+        "--document", type=Path, default=ROOT / "docs" / "gpu-results.md", help="of record"
+    )
     arguments = parser.parse_args(argv)
-    arguments.state = arguments.state or ROOT / ".gpu_slot" / ("rehearsal" if arguments.rehearse else "gpu")
+    arguments.state = arguments.state or ROOT / ".gpu_slot" / (
+        "rehearsal" if arguments.rehearse else "gpu"
+    )
     arguments.out = arguments.out or Path(os.environ.get("OUT") or arguments.state)
     if arguments.budget is not None and arguments.budget <= 0:
         parser.error(f"--budget must be above 0, got {arguments.budget:g}")
@@ -74,14 +110,22 @@ def wheels() -> str:
 
 def missing() -> str:
     """Returns a line about packages that lack and how to get them, "" if all are there."""
-    absent = [f"{name} ({use})" for name, use in IMPORTS.items() if importlib.util.find_spec(name) is None]
-    return f"missing: {', '.join(absent)}: python3 -m pip install --no-deps -r {WHEELS}" if absent else ""
+    absent = [
+        f"{name} ({use})" for name, use in IMPORTS.items() if importlib.util.find_spec(name) is None
+    ]
+    return (
+        f"missing: {', '.join(absent)}: python3 -m pip install --no-deps -r {WHEELS}"
+        if absent
+        else ""
+    )
 
 
 class Slot:
     """A run of the parts that are open, within a time."""
 
-    def __init__(self, check: Check, results: Results, parts: list[list[Part]], screen: Screen) -> None:
+    def __init__(
+        self, check: Check, results: Results, parts: list[list[Part]], screen: Screen
+    ) -> None:
         self.check, self.results, self.parts, self.screen = check, results, parts, screen
         self._began = time.monotonic()
         self._failed = False
@@ -89,15 +133,22 @@ class Slot:
     def open_parts(self, only: Sequence[str], again: bool) -> list[list[Part]]:
         """Returns the parts that are to be run, as far as it does not depend on how others end."""
         chosen = [
-            [part for part in group if not only or any(text in part.name for text in only)] for group in self.parts
+            [part for part in group if not only or any(text in part.name for text in only)]
+            for group in self.parts
         ]
         ended = (PASSED, FAILED)
-        left = [[part for part in group if again or self.results.verdict(part.name) not in ended] for group in chosen]
+        left = [
+            [part for part in group if again or self.results.verdict(part.name) not in ended]
+            for group in chosen
+        ]
         return [group for group in left if group]
 
     def look(self, deadline: float) -> str:
         """Asks for the machine. Returns why nothing can be done here, "" if something can."""
-        old, before = self.results.parts.get(ENVIRONMENT), machine(self.results.findings).get("device")
+        old, before = (
+            self.results.parts.get(ENVIRONMENT),
+            machine(self.results.findings).get("device"),
+        )
         others = set(self.results.parts) - {ENVIRONMENT}
         self._run([self.check.environment()], deadline)
         here, reason = machine(self.results.findings).get("device"), ""
@@ -112,7 +163,11 @@ class Slot:
     def run(self, groups: list[list[Part]], deadline: float) -> int:
         """Runs the parts. Returns the exit status."""
         for group in groups:
-            wanted = [part for part in group if not part.if_failed or self.results.verdict(part.if_failed) == FAILED]
+            wanted = [
+                part
+                for part in group
+                if not part.if_failed or self.results.verdict(part.if_failed) == FAILED
+            ]
             self._run([part.child for part in wanted], deadline)
         return int(self._failed)
 
@@ -132,13 +187,23 @@ class Slot:
             title += f" ({verdict.summary}; {verdict.seconds:.0f} s)"
             self.screen.say("\n".join([title, *lines(child.name, findings)]))
 
-        run_all(children, deadline=deadline, jobs=min(len(children), os.cpu_count() or 1), done=done, found=found)
+        run_all(
+            children,
+            deadline=deadline,
+            jobs=min(len(children), os.cpu_count() or 1),
+            done=done,
+            found=found,
+        )
 
 
 def listed(results: Results, parts: list[list[Part]]) -> str:
     rows = []
     for part in [part for group in parts for part in group]:
-        needs = f"only if {part.if_failed} failed" if part.if_failed else f"{part.child.limit_s:.0f} s at most"
+        needs = (
+            f"only if {part.if_failed} failed"
+            if part.if_failed
+            else f"{part.child.limit_s:.0f} s at most"
+        )
         verdict = results.verdict(part.name) or "open"
         rows.append(f"{part.name:<22} {verdict:<9} {needs:<24} {part.shows}")
     return "\n".join(rows)
@@ -173,7 +238,9 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
         screen.say(results.problem)
         status = 1
     verdicts = [one for one in results.findings if one.check.startswith("part ")]
-    screen.end(f"{counted(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}")
+    screen.end(
+        f"{counted(verdicts)} of the parts; open: {', '.join(still) or 'nothing'}. {results.out / RESULTS}"
+    )
     return status
 
 
@@ -188,7 +255,8 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as refusal:
             sys.exit(str(refusal))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no part outlives the run and keeps the GPU
+    # so that no part outlives the run and keeps the GPU
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return run(arguments, Screen())
 
 

@@ -165,7 +165,9 @@ def public_names(module: Module) -> set[str]:
     """Returns the names in `__all__` of a module."""
     for node in module.tree.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return {str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+            return {
+                str(each.value) for each in ast.walk(node.value) if isinstance(each, ast.Constant)
+            }
     return set()
 
 

@@ -18,9 +18,18 @@ from typing import Any
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.kernel_lab.inspection import GPUS, Findings, compile_with_thunks, inspect, sass, thunks, unavailable
+from tools.kernel_lab.inspection import (
+    GPUS,
+    Findings,
+    compile_with_thunks,
+    inspect,
+    sass,
+    thunks,
+    unavailable,
+)
 from tools.kernel_lab.inspection.compiled_cases import cases
 from tools.kernel_lab.inspection.kernel_tables import Row, markdown, rows
 from tools.step_shapes import BUCKETS, FP8_BLOCKS, QWEN3_30B_A3B, step_shapes
@@ -31,7 +40,11 @@ BEGIN, END = "<!-- begin: tools/inspect_kernels.py -->", "<!-- end: tools/inspec
 HEAD = "# Kernels\n\n## What the compiler makes of them\n\n"
 LLAMA: Mapping[str, Any] = {}  # in bfloat16; the other models are arguments of `step_shapes`
 STEPS: tuple[tuple[str, str, str, Mapping[str, Any]], ...] = (
-    *(("decode", "triton", "", LLAMA), ("several steps", "triton", "", LLAMA), ("verify", "triton", "", LLAMA)),
+    *(
+        ("decode", "triton", "", LLAMA),
+        ("several steps", "triton", "", LLAMA),
+        ("verify", "triton", "", LLAMA),
+    ),
     *(("chunk", "triton", "", LLAMA), ("chunk", "mosaic", "", LLAMA)),
     ("decode", "triton", "int4, ", {"quantization": "int4"}),
     ("decode", "triton", "fp8 in blocks, ", {"quantization": FP8_BLOCKS}),
@@ -63,12 +76,16 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
 
 def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, ...]]:
     """A row of cells for each of `STEPS`."""
-    for kind, backend, label, model in tqdm(STEPS, desc="Steps", unit="step", disable=None if progress else True):
+    for kind, backend, label, model in tqdm(
+        STEPS, desc="Steps", unit="step", disable=None if progress else True
+    ):
         shapes = step_shapes(BUCKETS[kind], backend=backend, num_layers=num_layers, **model)
         tokens = f"{kind.removesuffix(' of 64')} of {BUCKETS[kind].num_tokens} tokens"
         name = f"{tokens}, {label}{shapes.num_layers} layers ({backend})"
         try:
-            compiled, listed = compile_with_thunks(shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS)
+            compiled, listed = compile_with_thunks(
+                shapes.step, *shapes.arguments, gpu=gpu, options=GPU_OPTIONS
+            )
         except NotImplementedError as refusal:
             yield (name, *[""] * (len(STEP_COLUMNS) - 2), str(refusal))
             continue
@@ -96,7 +113,10 @@ def section(arguments: argparse.Namespace) -> str:
     found, refusals = kernel_rows(arguments.gpu, arguments.only, progress)
     text = markdown(found, refusals, gpu=arguments.gpu)
     if not arguments.no_steps:
-        steps = "\n".join("| " + " | ".join(row) + " |" for row in step_rows(arguments.gpu, arguments.layers, progress))
+        steps = "\n".join(
+            "| " + " | ".join(row) + " |"
+            for row in step_rows(arguments.gpu, arguments.layers, progress)
+        )
         head = "| " + " | ".join(STEP_COLUMNS) + " |\n|---|---|" + "---:|" * 5 + "---|"
         text += f"\n\nWhole steps of Llama-3-8B in bfloat16, 16 rows, where no other model is named, from shapes alone:\n\n{head}\n{steps}"
     return text
@@ -104,30 +124,53 @@ def section(arguments: argparse.Namespace) -> str:
 
 def replaced(document: str, text: str) -> str:
     """The document with the text between its marks. Raises ValueError if they are not there, once each and in order."""
-    if document.count(BEGIN) != 1 or document.count(END) != 1 or document.index(BEGIN) > document.index(END):
-        raise ValueError(f"the document must have the lines {BEGIN!r} and {END!r}, once each and in this order")
+    if (
+        document.count(BEGIN) != 1
+        or document.count(END) != 1
+        or document.index(BEGIN) > document.index(END)
+    ):
+        raise ValueError(
+            f"the document must have the lines {BEGIN!r} and {END!r}, once each and in this order"
+        )
     before, rest = document.split(BEGIN)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.split(END)[1]}"
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Rewrites the tables; with --check compares them, and exits with 1 where they differ."""
-    parser = argparse.ArgumentParser(prog="inspect_kernels", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
+    parser = argparse.ArgumentParser(
+        prog="inspect_kernels", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with the file, and write nothing"
+    )
     parser.add_argument("--print", action="store_true", help="print the tables, and write nothing")
     parser.add_argument("--gpu", choices=GPUS, default="h200", help="default: h200")
-    parser.add_argument("--only", default="", help="kernels of cases with this in their name; goes with --print")
-    parser.add_argument("--layers", type=int, default=4, help="of the steps' model, which the table names; default: 4")
-    parser.add_argument("--no-steps", action="store_true", help="leave the whole steps out; goes with --print")
+    parser.add_argument(
+        "--only", default="", help="kernels of cases with this in their name; goes with --print"
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=4,
+        help="of the steps' model, which the table names; default: 4",
+    )
+    parser.add_argument(
+        "--no-steps", action="store_true", help="leave the whole steps out; goes with --print"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--document", type=Path, default=DOCUMENT, help="default: docs/internals/kernels.md")
+    parser.add_argument(
+        "--document", type=Path, default=DOCUMENT, help="default: docs/internals/kernels.md"
+    )
     arguments = parser.parse_args(words)
     if reason := unavailable():
         parser.error(reason)
     if (arguments.only or arguments.no_steps) and not arguments.print:
         parser.error("--only and --no-steps make a part of the tables, which --print shows")
     if sass.disassembler() is None and not arguments.print:
-        parser.error("instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH")
+        parser.error(
+            "instructions are counted by nvdisasm: pip install triton, or put CUDA's on the PATH"
+        )
     if arguments.layers < 1:
         parser.error(f"--layers must be at least 1, not {arguments.layers}")
     if arguments.print:
@@ -143,7 +186,13 @@ def main(words: Sequence[str] | None = None) -> None:
         path.write_text(new, encoding="utf-8")
         return
     if new != old:
-        print("\n".join(difflib.unified_diff(old.splitlines(), new.splitlines(), str(path), "now", lineterm="", n=1)))
+        print(
+            "\n".join(
+                difflib.unified_diff(
+                    old.splitlines(), new.splitlines(), str(path), "now", lineterm="", n=1
+                )
+            )
+        )
         sys.exit(1)
 
 

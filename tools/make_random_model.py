@@ -17,7 +17,11 @@ try:
 except ModuleNotFoundError as missing:
     raise SystemExit(f"{missing}: pip install torch transformers") from None
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048, "rope_theta": 10000.0}
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+}
 SHAPES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = {
     "llama-15m": (
         transformers.LlamaConfig,
@@ -62,7 +66,9 @@ DEVIATION = 0.06  # of every matrix; at the usual 0.02 a deep random model repea
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("shape", choices=SHAPES)
     parser.add_argument("directory")
     parser.add_argument("--seed", type=int, default=0)
@@ -73,7 +79,9 @@ def main() -> None:
     config = kind(**fields, **deviation, bos_token_id=None, eos_token_id=None, pad_token_id=None)
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(arguments.directory)
-    print(f"{arguments.shape}: {sum(p.numel() for p in model.parameters()):,} parameters in {arguments.directory}")
+    print(
+        f"{arguments.shape}: {sum(p.numel() for p in model.parameters()):,} parameters in {arguments.directory}"
+    )
 
 
 if __name__ == "__main__":

@@ -40,7 +40,15 @@ from tools.needed import need
 
 ROOT = Path(__file__).resolve().parents[1]
 SEED, SAMPLE, TEST_SECONDS = 43, 60, 600.0
-PRELOADED = ["jax.experimental.pallas", "flax.nnx", "torch", "transformers", "hypothesis.stateful", "pydantic", "httpx"]
+PRELOADED = [
+    "jax.experimental.pallas",
+    "flax.nnx",
+    "torch",
+    "transformers",
+    "hypothesis.stateful",
+    "pydantic",
+    "httpx",
+]
 MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
 
 # The test files that are to find a fault in a room; with `-x` the quickest of them run first.
@@ -53,7 +61,8 @@ TESTS = {
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }
 
-# Those that find most faults in modules whose names begin so, in the room's list or not: they run first.
+# Those that find most faults in modules whose names begin so, in the room's list or not: they run
+# first.
 FIRST_TESTS = {
     "memory/block_": "block_pool block_manager cache_groups",
     "memory/cached_blocks": "block_manager cache_groups prefix_cache",
@@ -83,8 +92,8 @@ FIRST_TESTS = {
     "checkpoints/orbax": "training",
 }
 
-# Kinds of faults. Those left out mostly give a program that cannot run: an operator between types, a
-# number put for None, a decorator removed.
+# Kinds of faults. Those left out mostly give a program that cannot run: an operator between types,
+# a number put for None, a decorator removed.
 OPERATORS = re.compile(
     r"core/(ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Is_IsNot|IsNot_Is|Lt_GtE|Gt_LtE)"
     r"|ReplaceBinaryOperator_(Add_Sub|Sub_Add|FloorDiv_Mul|Mul_FloorDiv|Mod_FloorDiv|RShift_LShift)"
@@ -92,21 +101,39 @@ OPERATORS = re.compile(
     r"|ReplaceUnaryOperator_Delete_Not|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop)"
 )
 
-# Faults that change nothing that could be tested: how the module's path begins, the kind, a part of the
-# line as it is without the fault, and the reason.
+# Faults that change nothing that could be tested: how the module's path begins, the kind, a part of
+# the line as it is without the fault, and the reason.
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
-    ("", "ReplaceTrueWithFalse", ", strict=True", "it asserts of zip that the lengths agree, and they do"),
+    (
+        "",
+        "ReplaceTrueWithFalse",
+        ", strict=True",
+        "it asserts of zip that the lengths agree, and they do",
+    ),
 )
 
 
 def main() -> int:
     """Runs the sample and returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "modules", nargs="*", metavar="FILE", help="modules or folders to plant faults in; default: all rooms"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sample", type=int, default=SAMPLE, metavar="N", help=f"number of faults; default: {SAMPLE}")
-    parser.add_argument("--seed", type=int, default=SEED, metavar="N", help=f"seed of the draw; default: {SEED}")
+    parser.add_argument(
+        "modules",
+        nargs="*",
+        metavar="FILE",
+        help="modules or folders to plant faults in; default: all rooms",
+    )
+    parser.add_argument(
+        "--sample",
+        type=int,
+        default=SAMPLE,
+        metavar="N",
+        help=f"number of faults; default: {SAMPLE}",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, metavar="N", help=f"seed of the draw; default: {SEED}"
+    )
     arguments = parser.parse_args()
     if arguments.sample < 1:
         parser.error(f"--sample must be at least 1, got {arguments.sample}")
@@ -114,7 +141,9 @@ def main() -> int:
     modules = modules_under(arguments.modules or [f"jaxpage/{room}" for room in TESTS])
     for module in modules:
         if room_of(module) is None or not (ROOT / module).is_file():
-            parser.error(f"{module} is no module of {', '.join(f'jaxpage/{room}/' for room in TESTS)}")
+            parser.error(
+                f"{module} is no module of {', '.join(f'jaxpage/{room}/' for room in TESTS)}"
+            )
     with tempfile.TemporaryDirectory(prefix="jaxpage-mutate-") as directory:
         copy_tracked_files(Path(directory))
         os.chdir(directory)
@@ -123,7 +152,9 @@ def main() -> int:
 
 def modules_under(names: Sequence[str]) -> list[Path]:
     """Returns modules, relative to the root, from names of modules and of folders."""
-    paths = (path for name in names for path in (sorted((ROOT / name).rglob("*.py")) or [ROOT / name]))
+    paths = (
+        path for name in names for path in (sorted((ROOT / name).rglob("*.py")) or [ROOT / name])
+    )
     return [path.relative_to(ROOT) for path in paths]
 
 
@@ -134,7 +165,9 @@ def room_of(module: Path) -> str | None:
 
 def copy_tracked_files(directory: Path) -> None:
     """Copies what git knows of this repository, changes included: faults are planted in the copy."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +181,9 @@ def possible(modules: Sequence[Path]) -> Iterator[Any]:
     from cosmic_ray.plugins import get_operator, operator_names
     from cosmic_ray.work_item import MutationSpec
 
-    operators = {name: get_operator(name)() for name in sorted(operator_names()) if OPERATORS.fullmatch(name)}
+    operators = {
+        name: get_operator(name)() for name in sorted(operator_names()) if OPERATORS.fullmatch(name)
+    }
     for module in sorted(modules):
         nodes = list(ast_nodes(get_ast_from_path(module)))
         for name, operator in operators.items():
@@ -163,7 +198,12 @@ def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
     """Returns a sample of the faults that can be planted in the modules, in the order of the files."""
     faults = sorted(
         possible(modules),
-        key=lambda fault: (str(fault.module_path), fault.start_pos, fault.operator_name, fault.occurrence),
+        key=lambda fault: (
+            str(fault.module_path),
+            fault.start_pos,
+            fault.operator_name,
+            fault.occurrence,
+        ),
     )
     rooms = [room for room in TESTS if any(room_of(module) == room for module in modules)]
     chosen = []
@@ -172,7 +212,9 @@ def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
         inside = [fault for fault in faults if room_of(fault.module_path) == room]
         random.Random(f"{seed} {room}").shuffle(inside)
         chosen += list(itertools.islice(filter(is_a_program, inside), share))
-    print(f"{len(chosen)} of {len(faults)} faults in {len(modules)} modules, seed {seed}", flush=True)
+    print(
+        f"{len(chosen)} of {len(faults)} faults in {len(modules)} modules, seed {seed}", flush=True
+    )
     return sorted(chosen, key=faults.index)
 
 
@@ -204,7 +246,9 @@ def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
             print(f"equivalent {described}\n{'':<10} {reason}", flush=True)
             continue
         files = files_of_tests(fault.module_path)
-        with use_mutation(fault.module_path, get_operator(fault.operator_name)(), fault.occurrence) as versions:
+        with use_mutation(
+            fault.module_path, get_operator(fault.operator_name)(), fault.occurrence
+        ) as versions:
             failed = next(filter(None, map(run_tests, files)), "")
         if failed and not run_tests.passes(failed):
             print(f"{failed} fails without a fault, too")
@@ -225,9 +269,19 @@ class Tests:
     """
 
     def __init__(self) -> None:
-        os.environ.update(JAX_PLATFORMS="cpu", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HYPOTHESIS_PROFILE="planted")
-        os.environ.update(PYTHONPATH=os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")]))
-        sys.path[:] = [str(Path.cwd()), *(path for path in sys.path if Path(path).resolve() != ROOT)]
+        os.environ.update(
+            JAX_PLATFORMS="cpu",
+            OMP_NUM_THREADS="1",
+            HF_HUB_OFFLINE="1",
+            HYPOTHESIS_PROFILE="planted",
+        )
+        os.environ.update(
+            PYTHONPATH=os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+        )
+        sys.path[:] = [
+            str(Path.cwd()),
+            *(path for path in sys.path if Path(path).resolve() != ROOT),
+        ]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._passes: dict[str, bool] = {}
@@ -275,7 +329,16 @@ def run_pytest(sender: Connection, names: Sequence[str]) -> None:
     with open("output.txt", "w", encoding="utf-8") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
-        options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        options = [
+            "-q",
+            "-x",
+            "-n",
+            "0",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
         options += ["-k", "not planted and not mistake"]  # those plant faults of their own
         status = pytest.main([*options, *names], plugins=[Failures()])
     sender.send("" if status == 0 else failed[0] if failed else names[0])
@@ -291,7 +354,9 @@ def reason_for(fault: Any, line: str) -> str:
     """Returns why a fault changes nothing that could be tested; "" if it does."""
     name, kind = str(fault.module_path), fault.operator_name.removeprefix("core/")
     known: Iterable[str] = (
-        reason for start, of, part, reason in EQUIVALENT if name.startswith(start) and kind == of and part in line
+        reason
+        for start, of, part, reason in EQUIVALENT
+        if name.startswith(start) and kind == of and part in line
     )
     return next(iter(known), "")
 
@@ -301,13 +366,21 @@ def files_of_tests(module: Path) -> list[list[str]]:
     room = room_of(module)
     assert room is not None
     name = module.relative_to("jaxpage").as_posix()
-    first = " ".join(files for start, files in FIRST_TESTS.items() if name.startswith(start)).split()
+    first = " ".join(
+        files for start, files in FIRST_TESTS.items() if name.startswith(start)
+    ).split()
     package = ".".join(module.parent.parts)
-    imports = re.compile(rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)")
+    imports = re.compile(
+        rf"{re.escape(package)}(\.{module.stem}\b| import [^\n]*\b{module.stem}\b)"
+    )
     others = TESTS[room].split()
     for file, record in json.loads(Path("tests/durations.json").read_text())["files"].items():
         path = Path("tests", file)
-        if record["seconds"] <= MOST_SECONDS and path.is_file() and imports.search(path.read_text(encoding="utf-8")):
+        if (
+            record["seconds"] <= MOST_SECONDS
+            and path.is_file()
+            and imports.search(path.read_text(encoding="utf-8"))
+        ):
             others.append(path.stem.removeprefix("test_"))
     parts = first, [other for other in dict.fromkeys(others) if other not in first]
     return [[f"tests/test_{one}.py" for one in part] for part in parts if part]

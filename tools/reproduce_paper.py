@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels import paged_attention
 from tools.paper.block_sizes import AttentionTime
@@ -39,7 +40,9 @@ def measure_attention(contexts: Sequence[int], nums_rows: Sequence[int]) -> list
     return times
 
 
-def _microseconds(num_rows: int, context: int, block_sizes: Sequence[int], backend: str) -> list[float]:
+def _microseconds(
+    num_rows: int, context: int, block_sizes: Sequence[int], backend: str
+) -> list[float]:
     """Medians of rounds in which the block sizes take turns."""
     calls = []
     for block_size in block_sizes:
@@ -48,10 +51,17 @@ def _microseconds(num_rows: int, context: int, block_sizes: Sequence[int], backe
         shape = (1 + num_rows * num_blocks, block_size, NUM_HEADS, HEAD_WIDTH)
         k, v = (jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(2))
         q = jnp.asarray(random.standard_normal((num_rows, NUM_HEADS, HEAD_WIDTH), np.float32))
-        table = 1 + random.permutation(num_rows * num_blocks).reshape(num_rows, num_blocks).astype(np.int32)
-        lengths, starts = jnp.full(num_rows, context, jnp.int32), jnp.arange(num_rows + 1, dtype=jnp.int32)
+        table = 1 + random.permutation(num_rows * num_blocks).reshape(num_rows, num_blocks).astype(
+            np.int32
+        )
+        lengths, starts = (
+            jnp.full(num_rows, context, jnp.int32),
+            jnp.arange(num_rows + 1, dtype=jnp.int32),
+        )
         function = jax.jit(
-            lambda *arrays: paged_attention(*arrays, scale=HEAD_WIDTH**-0.5, backend=backend, max_query_len=1)
+            lambda *arrays: paged_attention(
+                *arrays, scale=HEAD_WIDTH**-0.5, backend=backend, max_query_len=1
+            )
         )
         calls.append((function, (q, k, v, jnp.asarray(table), lengths, starts)))
         jax.block_until_ready(function(*calls[-1][1]))

@@ -140,11 +140,18 @@ def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
         page.select_option("#pace", "0.25")
         post(
             page,
-            [f"{name} was a rabbit who lived in an old house by the sea. One day" for name in ["Ben", "Mia", "Tom"]],
+            [
+                f"{name} was a rabbit who lived in an old house by the sea. One day"
+                for name in ["Ben", "Mia", "Tom"]
+            ],
         )
-        page.wait_for_function("() => document.querySelector('#queue').textContent.includes('3 running')")
+        page.wait_for_function(
+            "() => document.querySelector('#queue').textContent.includes('3 running')"
+        )
         start_tour(page, "Fork three samples")
-        page.wait_for_function("() => document.querySelector('#step-numbers').textContent.includes('copied')")
+        page.wait_for_function(
+            "() => document.querySelector('#step-numbers').textContent.includes('copied')"
+        )
         page.wait_for_timeout(150)
         page.screenshot(path=out / f"page-{scheme}.png")
 
@@ -165,7 +172,10 @@ def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
     with opened(browser, address, scheme, PHONE) as page:
         chunk = {"choices": [{"index": 0, "delta": {"content": MARKDOWN}, "finish_reason": "stop"}]}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
-        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+        page.route(
+            "**/v1/chat/completions",
+            lambda route: route.fulfill(body=body, content_type="text/event-stream"),
+        )
         page.fill("#prompt", "What is paged attention?")
         page.click("#send")
         page.wait_for_selector(".markdown table")
@@ -178,9 +188,15 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
     with opened(browser, address, scheme, DESKTOP) as page:
         page.select_option("#pace", "0.5")
         post(
-            page, [[(7 * number + 13 * place) % 2000 + 5 for place in range(200 + 3 * number)] for number in range(40)]
+            page,
+            [
+                [(7 * number + 13 * place) % 2000 + 5 for place in range(200 + 3 * number)]
+                for number in range(40)
+            ],
         )
-        page.wait_for_function("() => parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500")
+        page.wait_for_function(
+            "() => parseInt(document.querySelector('#numbers').textContent.replace(',', '')) > 500"
+        )
         page.wait_for_timeout(1500)
         page.locator(".requests button").nth(2).hover()
         page.wait_for_timeout(300)
@@ -208,7 +224,9 @@ def record(path: Path) -> None:
 
 def record_failure(directory: Path) -> Path:
     """The incident that a server's engine writes by itself when step STEP raises an error, planted here."""
-    server = ServerConfig(incident_steps=STEP // 2, incident_token_ids=True, incident_directory=str(directory))
+    server = ServerConfig(
+        incident_steps=STEP // 2, incident_token_ids=True, incident_directory=str(directory)
+    )
     with LLM("demo", **SIZES) as llm:
         built: Any = SimpleNamespace(engine=llm._engine, spec=llm.spec, model=llm._model)
         open_incidents(built, llm.config, server)
@@ -246,9 +264,15 @@ def take_all(playwright: Playwright, chromium: str, out: Path, logs: dict[str, P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/images"), help="default: docs/images")
-    parser.add_argument("--chromium", default="/usr/bin/chromium", help="default: /usr/bin/chromium")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/images"), help="default: docs/images"
+    )
+    parser.add_argument(
+        "--chromium", default="/usr/bin/chromium", help="default: /usr/bin/chromium"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "log.jsonl"

@@ -90,7 +90,10 @@ def walk(name: str, value: Any) -> list[tuple[str, str]]:
             if code.co_qualname == END:
                 raise Arrived
             if any(map(carries, arguments_of(frame))):
-                under_way[frame] = str(Path(code.co_filename).relative_to(PACKAGE)), code.co_qualname
+                under_way[frame] = (
+                    str(Path(code.co_filename).relative_to(PACKAGE)),
+                    code.co_qualname,
+                )
                 stays.append(under_way[frame])
         elif event == "return" and frame in under_way:
             del under_way[frame]
@@ -108,7 +111,9 @@ def walk(name: str, value: Any) -> list[tuple[str, str]]:
     raise AssertionError("an engine was made without executables")
 
 
-def _caller(frame: FrameType, under_way: dict[FrameType, tuple[str, str]]) -> tuple[str, str] | None:
+def _caller(
+    frame: FrameType, under_way: dict[FrameType, tuple[str, str]]
+) -> tuple[str, str] | None:
     """Returns the nearest function that took the setting and is still under way."""
     outer = frame.f_back
     while outer is not None and outer not in under_way:
@@ -118,7 +123,8 @@ def _caller(frame: FrameType, under_way: dict[FrameType, tuple[str, str]]) -> tu
 
 @functools.cache
 def _is_ours(code: CodeType) -> bool:
-    is_part = code.co_name.startswith("<") and code.co_name != "<lambda>"  # of a function: a comprehension
+    # of a function: a comprehension
+    is_part = code.co_name.startswith("<") and code.co_name != "<lambda>"
     return code.co_filename.startswith(f"{PACKAGE}/") and not is_part
 
 
@@ -155,7 +161,9 @@ def counts(stays: list[tuple[str, str]]) -> dict[str, int]:
 
 def main() -> None:
     """Prints the walk of each setting, or of those that are given."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("settings", nargs="*", default=SETTINGS, metavar="NAME=VALUE")
     parser.add_argument("--list", action="store_true", help="every stay, in order")
     arguments = parser.parse_args()

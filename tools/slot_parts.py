@@ -83,17 +83,31 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
         Part(check.part("parity", name, needs_s=45, limit_s=170), shows, may_lack=name == SWEPT)
         for name in KERNEL_BACKENDS
     ]
-    yield [*right, Part(check.part("pages", needs_s=40, limit_s=150), "writes and copies of pages against XLA")]
+    yield [
+        *right,
+        Part(
+            check.part("pages", needs_s=40, limit_s=150), "writes and copies of pages against XLA"
+        ),
+    ]
     for name in PRODUCTS_AND_SAMPLER:
-        yield [Part(check.part(name, needs_s=40, limit_s=100, seconds=80, alone=True), f"GPU check: {name}")]
+        yield [
+            Part(
+                check.part(name, needs_s=40, limit_s=100, seconds=80, alone=True),
+                f"GPU check: {name}",
+            )
+        ]
     yield from _whole_steps(check, sizes)
     contiguous = ["--specs", sizes.specs, *sizes.contiguous.split()]
-    tool = check.tool("contiguous", "time_contiguous_attention.py", *contiguous, needs_s=30, limit_s=70)
+    tool = check.tool(
+        "contiguous", "time_contiguous_attention.py", *contiguous, needs_s=30, limit_s=70
+    )
     yield [Part(tool, "torch's attention over contiguous keys and values", may_lack=True)]
     specs = ["--specs", sizes.specs]
     for name in KERNEL_BACKENDS:
         if name != SWEPT:
-            timed = check.part("bench", name, *specs, needs_s=40, limit_s=110, seconds=95, alone=True)
+            timed = check.part(
+                "bench", name, *specs, needs_s=40, limit_s=110, seconds=95, alone=True
+            )
             yield [Part(timed, "attention alone, beside measured ceilings")]
     yield from _engine(check, sizes)
     swept = ["--splits", "1,2,4,8,16", *specs]
@@ -108,7 +122,11 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
         "triton" if check.interpret else "triton,fa3,mosaic",
     ]
     tune += ["--specs", "llama-3-8b decode 1x2048" if check.interpret else sizes.specs]
-    yield [Part(check.tool("tune", "bench_kernels.py", *tune, needs_s=120, limit_s=140), "faster tiles")]
+    yield [
+        Part(
+            check.tool("tune", "bench_kernels.py", *tune, needs_s=120, limit_s=140), "faster tiles"
+        )
+    ]
 
 
 def _whole_steps(check: Check, sizes: Sizes) -> Iterator[list[Part]]:
@@ -116,16 +134,30 @@ def _whole_steps(check: Check, sizes: Sizes) -> Iterator[list[Part]]:
     steps = check.tool("steps", "bench_step.py", *sizes.steps.split(), needs_s=90, limit_s=180)
     yield [Part(steps, "whole steps of an 8B shape, and their parts")]
     plain = check.tool("steps without graphs", "bench_step.py", *few, needs_s=40, limit_s=100)
-    yield [Part(_with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="steps")]
+    yield [
+        Part(_with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="steps")
+    ]
     skipping = check.tool("steps skip-profiled", "bench_step.py", *few, needs_s=40, limit_s=90)
     yield [Part(_with_flag(skipping, SKIP_PROFILED), "whether updates of graphs cost time")]
 
 
 def _engine(check: Check, sizes: Sizes) -> Iterator[list[Part]]:
-    engine = check.tool("engine", "bench_engine.py", *sizes.engine.split(), needs_s=150, limit_s=250)
+    engine = check.tool(
+        "engine", "bench_engine.py", *sizes.engine.split(), needs_s=150, limit_s=250
+    )
     yield [Part(engine, "LLM.generate: rows, a prompt, top-p, a trace")]
-    plain = check.tool("engine without graphs", "bench_engine.py", *sizes.few_engine.split(), needs_s=80, limit_s=130)
-    yield [Part(_with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="engine")]
+    plain = check.tool(
+        "engine without graphs",
+        "bench_engine.py",
+        *sizes.few_engine.split(),
+        needs_s=80,
+        limit_s=130,
+    )
+    yield [
+        Part(
+            _with_flag(plain, NO_GRAPHS), "whether CUDA graphs were the reason", if_failed="engine"
+        )
+    ]
 
 
 def _with_flag(child: Child, flag: str) -> Child:
@@ -135,6 +167,9 @@ def _with_flag(child: Child, flag: str) -> Child:
 
 def _sharing(child: Child, state: Path) -> Child:
     """Returns the process with the cache of what others have compiled, and with nearly all memory if it runs alone."""
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(state / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(state / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     memory = {"XLA_CLIENT_MEM_FRACTION": "0.92"} if child.alone else {}
     return dataclasses.replace(child, environment={**child.environment, **cache, **memory})

@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tools.kernel_lab.environment import commit
-from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, read, worst
+from tools.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    append,
+    first_line,
+    read,
+    worst,
+)
 from tools.kernel_lab.parts import bench_tables
 from tools.kernel_lab.record import append_section, counted, section
 
@@ -31,7 +40,9 @@ class Screen:
         self._full = False
 
     def say(self, text: str) -> None:
-        cut = "\n".join(line if len(line) <= LINE else f"{line[: LINE - 3]}..." for line in text.splitlines())
+        cut = "\n".join(
+            line if len(line) <= LINE else f"{line[: LINE - 3]}..." for line in text.splitlines()
+        )
         if self._full or len(cut) + 1 > self._left:
             if not self._full:
                 print(f"(the rest is in {REPORT})", flush=True)
@@ -71,7 +82,9 @@ class Results:
     def end(self, part: str, found: Sequence[Finding], seconds: float) -> Finding:
         """Takes what a part found in place of what it found before, and returns its verdict."""
         cut = any(one.check == part and one.status == LEFT_OUT for one in found)
-        verdict = Finding(f"part {part}", LEFT_OUT if cut else worst(found), counted(found), seconds)
+        verdict = Finding(
+            f"part {part}", LEFT_OUT if cut else worst(found), counted(found), seconds
+        )
         if not (cut and len(found) == 1 and part in self.parts):  # else it was not even begun
             self.put(part, [_of(part, finding) for finding in (*found, verdict)])
         return verdict
@@ -108,7 +121,9 @@ class Results:
         try:
             return report(self.findings, small=self._small)
         except Exception as error:
-            self.problem = f"the report could not be made, {RESULTS} has everything: {first_line(error)}"
+            self.problem = (
+                f"the report could not be made, {RESULTS} has everything: {first_line(error)}"
+            )
             return self.problem + "\n"
 
 
@@ -126,14 +141,22 @@ def by_part(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
 def _logs(findings: Sequence[Finding]) -> str:
     """Returns what failures printed and raised."""
     failed = [finding for finding in findings if finding.status == FAILED]
-    texts = [(one, one.data[key]) for one in failed for key in ("traceback", "log") if one.data.get(key)]
-    return "\n".join(f"== {one.data['part']}: {one.check}: {one.summary}\n{text}" for one, text in texts)
+    texts = [
+        (one, one.data[key]) for one in failed for key in ("traceback", "log") if one.data.get(key)
+    ]
+    return "\n".join(
+        f"== {one.data['part']}: {one.check}: {one.summary}\n{text}" for one, text in texts
+    )
 
 
 def lines(part: str, findings: Sequence[Finding]) -> list[str]:
     """Returns what the screen shows of a part."""
     quiet = part.startswith(QUIET)
-    return [f"  {one.status}: {one.check}: {one.summary}" for one in findings if one.status == FAILED or not quiet]
+    return [
+        f"  {one.status}: {one.check}: {one.summary}"
+        for one in findings
+        if one.status == FAILED or not quiet
+    ]
 
 
 def machine(findings: Sequence[Finding]) -> dict[str, str]:
@@ -157,7 +180,9 @@ def report(findings: Sequence[Finding], *, small: bool) -> str:
 def _titled(finding: Finding) -> Finding:
     """Returns the finding with tables that say which part they are of: two parts may time the same."""
     part = finding.data.get("part", "")
-    tables = [dataclasses.replace(table, title=f"{part}: {table.title}") for table in finding.tables]
+    tables = [
+        dataclasses.replace(table, title=f"{part}: {table.title}") for table in finding.tables
+    ]
     return dataclasses.replace(finding, tables=tables)
 
 
@@ -174,7 +199,9 @@ def record(results: Path, document: Path) -> str:
     where = machine(findings)
     if where.get("platform") != "gpu":
         device = where.get("device", "no machine")
-        raise ValueError(f"{results} holds results of {device}, not of a GPU: {document} takes none but a GPU's")
+        raise ValueError(
+            f"{results} holds results of {device}, not of a GPU: {document} takes none but a GPU's"
+        )
     before = document.read_text(encoding="utf-8") if document.exists() else ""
     if NO_RESULTS.search(before):
         document.write_text(NO_RESULTS.sub("", before, count=1), encoding="utf-8")

@@ -29,12 +29,18 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.soak_requests import Ask, asks
 
 ROOT = Path(__file__).parents[1]
-SETTINGS = {"max-num-seqs": 8, "max-num-batched-tokens": 64, "max-model-len": 256, "dtype": "float32"}
+SETTINGS = {
+    "max-num-seqs": 8,
+    "max-num-batched-tokens": 64,
+    "max-model-len": 256,
+    "dtype": "float32",
+}
 ANSWER_SECONDS = 120.0  # for one answer; longer is a hang
 START_SECONDS = 300.0
 QUIET_SECONDS = 30.0  # in which an idle server has given everything back
@@ -89,7 +95,9 @@ class Served:
         deadline = time.monotonic() + QUIET_SECONDS
         while True:
             metrics = self._metrics()
-            busy = metrics["jaxpage_num_requests_running"] or metrics["jaxpage_num_requests_waiting"]
+            busy = (
+                metrics["jaxpage_num_requests_running"] or metrics["jaxpage_num_requests_waiting"]
+            )
             if not busy or time.monotonic() > deadline:
                 break
             time.sleep(0.1)
@@ -111,7 +119,9 @@ class Served:
         found: defaultdict[str, float] = defaultdict(float)
         for family in text_string_to_metric_families(fetch(self.address, "/metrics")):
             for sample in family.samples:
-                name = f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
+                name = (
+                    f"{sample.name} {sample.labels['le']}" if "le" in sample.labels else sample.name
+                )
                 found[name] += sample.value
         return dict(found)
 
@@ -156,8 +166,14 @@ def answer(address: str, ask: Ask) -> tuple[int, str] | None:
     """Status and body; None if the client left before. Raises OSError or HTTPException."""
     connection = HTTPConnection(address, timeout=ANSWER_SECONDS)
     try:
-        body = None if ask.body is None else json.dumps({k: v for k, v in ask.body.items() if v is not None})
-        connection.request("GET" if body is None else "POST", ask.path, body, {"Content-Type": "application/json"})
+        body = (
+            None
+            if ask.body is None
+            else json.dumps({k: v for k, v in ask.body.items() if v is not None})
+        )
+        connection.request(
+            "GET" if body is None else "POST", ask.path, body, {"Content-Type": "application/json"}
+        )
         if ask.leaves_after is None:
             response = connection.getresponse()
             return response.status, response.read().decode()
@@ -201,7 +217,9 @@ def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | No
     return None
 
 
-def run(address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]) -> None:
+def run(
+    address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]
+) -> None:
     """Asks everything, `num_clients` at a time."""
 
     def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
@@ -220,7 +238,9 @@ def run(address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar
                 tally.left[ask.kind] += 1
             elif (wrong := judge(ask, *result, tally.anchors)) is not None:
                 tally.errors[wrong] += 1
-            bar.set_postfix_str(f"{sum(tally.left.values())} left, {sum(tally.errors.values())} wrong")
+            bar.set_postfix_str(
+                f"{sum(tally.left.values())} left, {sum(tally.errors.values())} wrong"
+            )
             bar.update()
 
 
@@ -250,9 +270,13 @@ def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list
     if end.metrics["jaxpage_compile_total"] != warm.metrics["jaxpage_compile_total"]:
         found.append("something was compiled in service")
     if end.resident_bytes > max(GROWTH * warm.resident_bytes, warm.resident_bytes + GROWTH_BYTES):
-        found.append(f"memory grew from {warm.resident_bytes >> 20} to {end.resident_bytes >> 20} MiB")
+        found.append(
+            f"memory grew from {warm.resident_bytes >> 20} to {end.resident_bytes >> 20} MiB"
+        )
     if end.num_files > warm.num_files + 2 or end.num_threads > warm.num_threads + 2:
-        found.append(f"files {warm.num_files} -> {end.num_files}, threads {warm.num_threads} -> {end.num_threads}")
+        found.append(
+            f"files {warm.num_files} -> {end.num_files}, threads {warm.num_threads} -> {end.num_threads}"
+        )
     if not end.metrics["jaxpage_num_preemptions_total"]:
         found.append("no request was preempted: the pool is too large for this soak")
     if status != 0:
@@ -287,17 +311,29 @@ def report(looks: list[Look], tally: Tally, seconds: float) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=10_000, help="default: %(default)s")
-    parser.add_argument("--warm-up", type=int, help="requests before the first look; default: a tenth")
-    parser.add_argument("--clients", type=int, default=24, help="that ask at the same time; default: %(default)s")
-    parser.add_argument("--leaving", type=float, default=0.15, help="share that leaves early; default: %(default)s")
-    parser.add_argument("--num-blocks", type=int, default=25, help="of the KV pool; default: %(default)s")
+    parser.add_argument(
+        "--warm-up", type=int, help="requests before the first look; default: a tenth"
+    )
+    parser.add_argument(
+        "--clients", type=int, default=24, help="that ask at the same time; default: %(default)s"
+    )
+    parser.add_argument(
+        "--leaving", type=float, default=0.15, help="share that leaves early; default: %(default)s"
+    )
+    parser.add_argument(
+        "--num-blocks", type=int, default=25, help="of the KV pool; default: %(default)s"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     count, warm_up = arguments.requests, arguments.warm_up or arguments.requests // 10
     ends = [warm_up, *(warm_up + (count - warm_up) * quarter // 4 for quarter in (1, 2, 3, 4))]
     tally, looks = Tally(), []
     everything = list(asks(count, arguments.seed, arguments.leaving))
-    flags = {**SETTINGS, "num-blocks": arguments.num_blocks, "max-queued-requests": 4 * arguments.clients}
+    flags = {
+        **SETTINGS,
+        "num-blocks": arguments.num_blocks,
+        "max-queued-requests": 4 * arguments.clients,
+    }
     with server(flags) as served:
         address, began = served.address, time.monotonic()
         with tqdm(total=count, unit=" requests", disable=None) as bar:

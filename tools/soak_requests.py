@@ -7,7 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-WORDS = ("Alice", "rabbit", "the queen", "of hearts", "said", "and", "a little", "door", "ran", "tea", "again", "why")
+WORDS = (
+    "Alice",
+    "rabbit",
+    "the queen",
+    "of hearts",
+    "said",
+    "and",
+    "a little",
+    "door",
+    "ran",
+    "tea",
+    "again",
+    "why",
+)
 
 
 @dataclass(frozen=True)
@@ -32,17 +45,27 @@ def asks(count: int, seed: int, leaving: float) -> Iterator[Ask]:
         make = chance.choices([make for make, _ in MIX], [weight for _, weight in MIX])[0]
         ask = make(chance)
         if ask.body is not None and ask.status == (200,) and chance.random() < leaving:
-            ask = Ask(ask.kind, ask.path, ask.body, ask.status, chance.choice((0.0, 0.01, 0.05, 0.2, 0.5)))
+            ask = Ask(
+                ask.kind, ask.path, ask.body, ask.status, chance.choice((0.0, 0.01, 0.05, 0.2, 0.5))
+            )
         yield ask
 
 
 def _prompt(chance: random.Random) -> str:
-    shared = "Alice was beginning to get very tired of sitting by her sister on the bank. " * chance.randint(0, 1)
+    shared = (
+        "Alice was beginning to get very tired of sitting by her sister on the bank. "
+        * chance.randint(0, 1)
+    )
     return shared + " ".join(chance.choices(WORDS, k=chance.randint(1, 24)))
 
 
 def _completion(kind: str, chance: random.Random, **fields: Any) -> Ask:
-    body = {"model": "demo", "prompt": _prompt(chance), "max_tokens": chance.randint(1, 48), **fields}
+    body = {
+        "model": "demo",
+        "prompt": _prompt(chance),
+        "max_tokens": chance.randint(1, 48),
+        **fields,
+    }
     return Ask(kind, "/v1/completions", body)
 
 
@@ -52,7 +75,9 @@ def _anchor(chance: random.Random) -> Ask:
 
 
 def _sampled(chance: random.Random) -> Ask:
-    return _completion("sampled", chance, seed=chance.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20)
+    return _completion(
+        "sampled", chance, seed=chance.randrange(2**32), stop=["\n"], presence_penalty=0.5, top_k=20
+    )
 
 
 def _streamed(chance: random.Random) -> Ask:
@@ -72,8 +97,13 @@ def _beams(chance: random.Random) -> Ask:
 
 
 def _tokens(chance: random.Random) -> Ask:
-    prompts = [[chance.randrange(1, 2048) for _ in range(chance.randint(1, 40))] for _ in range(chance.randint(1, 3))]
-    return _completion("token ids", chance, prompt=prompts, cache_salt=chance.choice(("a", "b", None)))
+    prompts = [
+        [chance.randrange(1, 2048) for _ in range(chance.randint(1, 40))]
+        for _ in range(chance.randint(1, 3))
+    ]
+    return _completion(
+        "token ids", chance, prompt=prompts, cache_salt=chance.choice(("a", "b", None))
+    )
 
 
 def _scored(chance: random.Random) -> Ask:
@@ -89,12 +119,19 @@ def _structured(chance: random.Random) -> Ask:
             {"json": {"type": "object", "properties": {f"field_{number}": {"type": "integer"}}}},
         )
     )
-    return _completion("structured", chance, structured_outputs=wanted, stream=chance.random() < 0.5)
+    return _completion(
+        "structured", chance, structured_outputs=wanted, stream=chance.random() < 0.5
+    )
 
 
 def _chat(chance: random.Random) -> Ask:
     messages = [{"role": "user", "content": _prompt(chance)} for _ in range(chance.randint(1, 2))]
-    body = {"model": "demo", "messages": messages, "max_tokens": chance.randint(1, 24), "logprobs": True}
+    body = {
+        "model": "demo",
+        "messages": messages,
+        "max_tokens": chance.randint(1, 24),
+        "logprobs": True,
+    }
     return Ask("chat", "/v1/chat/completions", {**body, "stream": chance.random() < 0.5})
 
 
@@ -111,11 +148,23 @@ def _wrong(chance: random.Random) -> Ask:
             {"suffix": "x"},
         )
     )
-    return Ask("refused", "/v1/completions", {**(_completion("", chance).body or {}), **fields}, status=(400,))
+    return Ask(
+        "refused",
+        "/v1/completions",
+        {**(_completion("", chance).body or {}), **fields},
+        status=(400,),
+    )
 
 
 def _other(chance: random.Random) -> Ask:
-    paths = ("/health", "/metrics", "/v1/models", "/v1/models/none", f"/{chance.random()}", "/tokenize")
+    paths = (
+        "/health",
+        "/metrics",
+        "/v1/models",
+        "/v1/models/none",
+        f"/{chance.random()}",
+        "/tokenize",
+    )
     path = chance.choice(paths)
     if path == "/tokenize":
         return Ask("other", path, {"prompt": _prompt(chance)})
@@ -123,6 +172,14 @@ def _other(chance: random.Random) -> Ask:
 
 
 MIX: tuple[tuple[Callable[[random.Random], Ask], int], ...] = (
-    *((_anchor, 10), (_sampled, 20), (_streamed, 20), (_chat, 12), (_samples, 8), (_best, 3), (_beams, 5)),
+    *(
+        (_anchor, 10),
+        (_sampled, 20),
+        (_streamed, 20),
+        (_chat, 12),
+        (_samples, 8),
+        (_best, 3),
+        (_beams, 5),
+    ),
     *((_tokens, 6), (_scored, 3), (_structured, 5), (_wrong, 5), (_other, 3)),
 )

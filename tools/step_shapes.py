@@ -21,7 +21,8 @@ from jaxpage.models.base import abstract_model
 from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.registry import load_family
 
-LLAMA_3_8B: Mapping[str, Any] = {  # config.json of meta-llama/Meta-Llama-3-8B, as far as it gives shapes
+# config.json of meta-llama/Meta-Llama-3-8B, as far as it gives shapes
+LLAMA_3_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_act": "silu",
@@ -60,7 +61,8 @@ QWEN3_30B_A3B: Mapping[str, Any] = {  # of Qwen/Qwen3-30B-A3B
     "vocab_size": 151936,
 }
 
-FP8_BLOCKS: Mapping[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}  # as DeepSeek's and Qwen's
+# as DeepSeek's and Qwen's
+FP8_BLOCKS: Mapping[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 BUCKETS = {
     "decode": Bucket(num_tokens=16, num_rows=16, max_query_len=1),
@@ -113,7 +115,9 @@ def step_shapes(
     spec = family.Spec.from_config(config)
     stored = {"quantization_config": quantization} if isinstance(quantization, Mapping) else {}
     scheme = quantization_of(stored, quantization if isinstance(quantization, str) else None)
-    graph, parameters = abstract_model(family, spec, jnp.dtype(dtype), None if scheme is None else scheme.rule)
+    graph, parameters = abstract_model(
+        family, spec, jnp.dtype(dtype), None if scheme is None else scheme.rule
+    )
     table_width = -(-spec.max_position_embeddings // block_size)
     options = StepOptions(
         graph=graph,

@@ -34,7 +34,13 @@ from tools.step_shapes import LLAMA_3_8B, StepShapes, step_shapes
 
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "8b": LLAMA_3_8B,
-    "1b": {**LLAMA_3_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    "1b": {
+        **LLAMA_3_8B,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+    },
     "tiny": {
         **LLAMA_3_8B,
         **{"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512},
@@ -78,7 +84,10 @@ class StepCase:
     @property
     def config(self) -> Mapping[str, Any]:
         config = MODELS[self.model]
-        return {**config, "max_position_embeddings": max(self.context, config["max_position_embeddings"])}
+        return {
+            **config,
+            "max_position_embeddings": max(self.context, config["max_position_embeddings"]),
+        }
 
     @property
     def blocks_per_row(self) -> int:
@@ -110,7 +119,9 @@ class StepTimes:
         return max(0.0, self.read - self.step)
 
 
-def time_step(case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16", round_s: float = 0.1) -> StepTimes:
+def time_step(
+    case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16", round_s: float = 0.1
+) -> StepTimes:
     """Compiles and times a case and its parts on JAX's first device. round_s: of each of the rounds whose median counts."""
     shapes = step_shapes(
         case.bucket,
@@ -163,35 +174,61 @@ class _Parts:
     """Parts of the step of a case, as functions to compile, and its packed input."""
 
     def __init__(self, case: StepCase, shapes: StepShapes, backend: str, dtype: str):
-        config = case.config if case.num_layers is None else {**case.config, "num_hidden_layers": case.num_layers}
+        config = (
+            case.config
+            if case.num_layers is None
+            else {**case.config, "num_hidden_layers": case.num_layers}
+        )
         family = load_family(config)
         self.case, self.spec = case, family.Spec.from_config(config)
         self.graph, _ = abstract_model(family, self.spec, jnp.dtype(dtype))
         self.tables = TableShape(1, -(-self.spec.max_position_embeddings // BLOCK_SIZE))
-        self.backend, self.dtype, self.num_layers = Backend(backend), jnp.dtype(dtype), shapes.num_layers
+        self.backend, self.dtype, self.num_layers = (
+            Backend(backend),
+            jnp.dtype(dtype),
+            shapes.num_layers,
+        )
         menu = BucketMenu(decode=(case.bucket,), chunk=(case.bucket,))
         blocks = [range(1, case.num_blocks)]
         builder = BatchBuilder(
-            menu, table_width=self.tables.width, block_size=BLOCK_SIZE, blocks=blocks, vocab_size=self.spec.vocab_size
+            menu,
+            table_width=self.tables.width,
+            block_size=BLOCK_SIZE,
+            blocks=blocks,
+            vocab_size=self.spec.vocab_size,
         )
         self.packed = builder.build(self._plan()).packed
 
     def _plan(self) -> StepPlan:
         case, width = self.case, self.case.blocks_per_row
         new = case.chunk or 1
-        tables = [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(1 if case.chunk else case.rows)]
-        rows = tuple(Row(number, case.context - new, (3,) * new, (table,)) for number, table in enumerate(tables))
+        tables = [
+            tuple(range(1 + row * width, 1 + (row + 1) * width))
+            for row in range(1 if case.chunk else case.rows)
+        ]
+        rows = tuple(
+            Row(number, case.context - new, (3,) * new, (table,))
+            for number, table in enumerate(tables)
+        )
         params = SAMPLING[case.sampling]
-        samples = [Sample(number, new - 1, number, params, number, 0, case.context) for number in range(len(rows))]
+        samples = [
+            Sample(number, new - 1, number, params, number, 0, case.context)
+            for number in range(len(rows))
+        ]
         return StepPlan(0, rows, tuple(samples))
 
     def q_TNH(self) -> jax.Array:
-        return jnp.ones((self.case.bucket.num_tokens, self.spec.num_query_heads, self.spec.kv.head_width), self.dtype)
+        return jnp.ones(
+            (self.case.bucket.num_tokens, self.spec.num_query_heads, self.spec.kv.head_width),
+            self.dtype,
+        )
 
     def attention(self, pages: Any, packed: jax.Array, q_TNH: jax.Array) -> tuple[jax.Array, Any]:
         inputs = unpack(packed, self.case.bucket, self.tables)
         layer_groups = (0,) * self.num_layers
-        attend = make_attend(inputs, backend=self.backend, bucket=self.case.bucket, layer_groups=layer_groups)
+        attend = make_attend(
+            inputs, backend=self.backend, bucket=self.case.bucket, layer_groups=layer_groups
+        )
         written, options = [], AttentionOptions(scale=q_TNH.shape[2] ** -0.5)
         for layer, layer_pages in enumerate(pages):
             kv_TKH = q_TNH[:, : self.spec.kv.num_kv_heads]
@@ -202,17 +239,23 @@ class _Parts:
     def products(self, parameters: Any, packed: jax.Array) -> jax.Array:
         inputs = unpack(packed, self.case.bucket, self.tables)
 
-        def skip(layer: int, q: jax.Array, k: jax.Array, v: Any, pages: Any, options: AttentionOptions, /) -> Any:
+        def skip(
+            layer: int, q: jax.Array, k: jax.Array, v: Any, pages: Any, options: AttentionOptions, /
+        ) -> Any:
             return q, pages
 
         model = nnx.merge(self.graph, parameters)
-        hidden_TD, *_ = model(inputs.token_ids_T, (None,) * self.num_layers, ForwardContext(inputs.positions_T, skip))
+        hidden_TD, *_ = model(
+            inputs.token_ids_T, (None,) * self.num_layers, ForwardContext(inputs.positions_T, skip)
+        )
         logits: jax.Array = model.logits(hidden_TD[inputs.drawn_token_R])
         return logits
 
     def sampler(self, logits: jax.Array, packed: jax.Array, neutral: Any) -> jax.Array:
         with selection_kernels(self.backend):
-            return draw(logits, unpack(packed, self.case.bucket, self.tables), neutral, by_row=False)
+            return draw(
+                logits, unpack(packed, self.case.bucket, self.tables), neutral, by_row=False
+            )
 
     def bytes_read(self, shapes: StepShapes) -> int:
         """The token table counts where the head is tied to it; keys and values by what the rows see."""
@@ -241,7 +284,11 @@ def drawn(shapes: Any) -> Any:
     )
     leaves, tree = jax.tree.flatten(shapes)
     return jax.tree.unflatten(
-        tree, [normal(jax.random.key(index), leaf.shape, leaf.dtype) for index, leaf in enumerate(leaves)]
+        tree,
+        [
+            normal(jax.random.key(index), leaf.shape, leaf.dtype)
+            for index, leaf in enumerate(leaves)
+        ],
     )
 
 
@@ -262,7 +309,11 @@ def _seconds(run: Callable[[], Any], round_s: float) -> float:
 
 def cells(case: StepCase, times: StepTimes) -> list[str]:
     parts = (times.step, times.products, times.attention, times.sampler, times.host_gap, times.call)
-    return [str(case), *(f"{1e3 * part:.3f}" for part in parts), f"{times.bytes_read / times.step / 1e9:.0f}"]
+    return [
+        str(case),
+        *(f"{1e3 * part:.3f}" for part in parts),
+        f"{times.bytes_read / times.step / 1e9:.0f}",
+    ]
 
 
 COLUMNS = ["step", "ms", "products", "attention", "sampler", "host gap", "call", "GB/s"]

@@ -16,7 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where jaxpage is not installed
+# so that it runs where jaxpage is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line
 from tools.kernel_lab.kernel_cases import label
@@ -47,16 +48,24 @@ def inputs(spec: Spec, layers: int, device: str) -> tuple[Any, list[tuple[Any, A
     """q [B, N, Q, H], and per layer keys and values [B, K, C, H], views of [B, C, K, H]."""
     rows, context, queries = len(spec.contexts), spec.contexts[0], spec.queries[0]
     dtype = getattr(torch, spec.dtype)
-    q = torch.randn(rows, queries, spec.num_heads, spec.head_width, dtype=dtype, device=device).transpose(1, 2)
+    q = torch.randn(
+        rows, queries, spec.num_heads, spec.head_width, dtype=dtype, device=device
+    ).transpose(1, 2)
     shape = (rows, context, spec.num_kv_heads, spec.head_width)
-    made = [[torch.randn(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)] for _ in range(layers)]
+    made = [
+        [torch.randn(shape, dtype=dtype, device=device).transpose(1, 2) for _ in range(2)]
+        for _ in range(layers)
+    ]
     return q, [(k, v) for k, v in made]
 
 
 def attend(spec: Spec, q: Any, layers: list[tuple[Any, Any]]) -> Any:
     """One call per layer, each on the output of the one before."""
     queries, context = spec.queries[0], spec.contexts[0]
-    options: dict[str, Any] = {"scale": spec.head_width**-0.5, "enable_gqa": spec.num_heads != spec.num_kv_heads}
+    options: dict[str, Any] = {
+        "scale": spec.head_width**-0.5,
+        "enable_gqa": spec.num_heads != spec.num_kv_heads,
+    }
     if queries == context and queries > 1:
         options["is_causal"] = True
     elif queries > 1:
@@ -97,7 +106,11 @@ def _round(graph: Any, replays: int) -> float:
 
 def fastest(spec: Spec, layers: int, device: str) -> tuple[float | None, str]:
     """(seconds, the backend), or (None, why each refused)."""
-    names = ("MATH",) if device == "cpu" else ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+    names = (
+        ("MATH",)
+        if device == "cpu"
+        else ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION")
+    )
     found: dict[str, float] = {}
     refused = []
     for name in names:
@@ -124,9 +137,18 @@ def others() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--specs", default="short", help="texts of names, comma-separated, or all; default: short")
-    parser.add_argument("--to", type=Path, required=True, help="file to which findings are appended as lines of JSON")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--specs", default="short", help="texts of names, comma-separated, or all; default: short"
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        help="file to which findings are appended as lines of JSON",
+    )
     parser.add_argument("--small", action="store_true", help="on CPU, with specs cut small")
     arguments = parser.parse_args(argv)
     append(arguments.to, Finding("other kernels", LEFT_OUT, others()))
@@ -135,7 +157,9 @@ def main(argv: list[str] | None = None) -> None:
         append(arguments.to, Finding("contiguous", LEFT_OUT, reason))
         return
     device = "cpu" if arguments.small else "cuda"
-    table = Table("Attention over contiguous keys and values (torch)", ["spec", "us", "backend, or why not"])
+    table = Table(
+        "Attention over contiguous keys and values (torch)", ["spec", "us", "backend, or why not"]
+    )
     found: dict[str, float] = {}
     for spec in chosen(arguments.specs):
         name = label(spec)
@@ -148,7 +172,12 @@ def main(argv: list[str] | None = None) -> None:
         table.rows.append([name, "-" if taken is None else f"{taken * 1e6:.1f}", how])
     text = f"{len(found)} specs timed with torch {torch.__version__}"
     status = PASSED if found else LEFT_OUT
-    append(arguments.to, Finding("contiguous", status, text, tables=[table], data={"seconds": {"contiguous": found}}))
+    append(
+        arguments.to,
+        Finding(
+            "contiguous", status, text, tables=[table], data={"seconds": {"contiguous": found}}
+        ),
+    )
 
 
 if __name__ == "__main__":

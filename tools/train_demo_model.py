@@ -20,7 +20,8 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs where only jaxpage is installed
+# so that it runs where only jaxpage is installed
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training
 from tools.demo_model.model import ModelSpec, init_params, next_token_loss
@@ -43,22 +44,44 @@ class Data:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, help="wall time to aim at (default 45); of each drafter")
-    length.add_argument("--steps", type=int, help="exact number of steps: the reproducible form; of each drafter")
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the corpus, the first weights and the batches (default 0)"
+    length.add_argument(
+        "--minutes", type=float, help="wall time to aim at (default 45); of each drafter"
     )
-    parser.add_argument("--output", type=Path, default=ROOT / "jaxpage" / "demo", help="the model's directory")
-    parser.add_argument(
-        "--scratch", type=Path, default=Path("/tmp") / f"jaxpage-demo-{os.getuid()}", help="for checkpoints"
+    length.add_argument(
+        "--steps", type=int, help="exact number of steps: the reproducible form; of each drafter"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --scratch")
     parser.add_argument(
-        "--prepare-only", action="store_true", help="write the tokenizer and the manifest, do not train"
+        "--seed",
+        type=int,
+        default=0,
+        help="of the corpus, the first weights and the batches (default 0)",
     )
-    parser.add_argument("--export-only", action="store_true", help="write the model from the checkpoint in --scratch")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "jaxpage" / "demo", help="the model's directory"
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path("/tmp") / f"jaxpage-demo-{os.getuid()}",
+        help="for checkpoints",
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on from the checkpoint in --scratch"
+    )
+    parser.add_argument(
+        "--prepare-only",
+        action="store_true",
+        help="write the tokenizer and the manifest, do not train",
+    )
+    parser.add_argument(
+        "--export-only",
+        action="store_true",
+        help="write the model from the checkpoint in --scratch",
+    )
     parser.add_argument(
         "--drafters",
         nargs="*",
@@ -78,7 +101,10 @@ def prepare(seed: int) -> Data:
         "synthetic": tokenizer.encode_stream(made, texts.synthetic_validation),
     }
     sizes = {"human": texts.human_validation, "synthetic": texts.synthetic_validation}
-    ratio = {name: sum(len(d.encode()) for d in documents) / len(streams[name]) for name, documents in sizes.items()}
+    ratio = {
+        name: sum(len(d.encode()) for d in documents) / len(streams[name])
+        for name, documents in sizes.items()
+    }
     counts = {name: len(stream) for name, stream in streams.items()}
     manifest = {**texts.manifest, "tokens": counts}
     print(f"tokens: {counts}", flush=True)
@@ -89,11 +115,15 @@ def progress(spec: ModelSpec, data: Data, run: training.Run) -> str:
     """What is printed with every checkpoint: a quick validation loss and a sample."""
     loss = evaluation.mean_loss(spec, run.params, data.human_validation, most_tokens=16_384)
     prompt = data.tokenizer.encode("Once upon a time").ids
-    text = data.tokenizer.decode(evaluation.sample_text(spec, run.params, prompt, 60, 0.7, seed=run.step))
+    text = data.tokenizer.decode(
+        evaluation.sample_text(spec, run.params, prompt, 60, 0.7, seed=run.step)
+    )
     return f"step {run.step}: {loss:.3f} nats/token on held-out novels\n{text}\n"
 
 
-def train_or_resume(spec: ModelSpec, data: Data, options: argparse.Namespace) -> tuple[training.Plan, training.Run]:
+def train_or_resume(
+    spec: ModelSpec, data: Data, options: argparse.Namespace
+) -> tuple[training.Plan, training.Run]:
     """Carry out what the command line asks for, up to the finished run."""
     checkpoint, longest = options.scratch / "run.npz", spec.max_positions
     objective = functools.partial(next_token_loss, spec)
@@ -101,16 +131,23 @@ def train_or_resume(spec: ModelSpec, data: Data, options: argparse.Namespace) ->
     if options.resume or options.export_only:
         plan, run = training.load_run(checkpoint, params, options.steps)
         if plan.seed != options.seed:
-            sys.exit(f"{checkpoint} was trained with --seed {plan.seed}, and --seed is {options.seed}")
+            sys.exit(
+                f"{checkpoint} was trained with --seed {plan.seed}, and --seed is {options.seed}"
+            )
     else:
         plan = training.Plan(options.steps or 1, options.seed)
         if options.steps is None:
             minutes = DEFAULT_MINUTES if options.minutes is None else options.minutes
-            steps = training.steps_for_minutes(objective, params, plan, data.train, longest, minutes)
+            steps = training.steps_for_minutes(
+                objective, params, plan, data.train, longest, minutes
+            )
             plan = dataclasses.replace(plan, steps=steps)
         run = training.start_run(params, plan)
     if not options.export_only:
-        print(f"to repeat: python tools/train_demo_model.py --steps {plan.steps} --seed {plan.seed}", flush=True)
+        print(
+            f"to repeat: python tools/train_demo_model.py --steps {plan.steps} --seed {plan.seed}",
+            flush=True,
+        )
         report = functools.partial(progress, spec, data)
         run = training.train(objective, plan, run, data.train, longest, checkpoint, report)
     return plan, run

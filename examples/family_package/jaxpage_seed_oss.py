@@ -21,7 +21,8 @@ class Spec:
     def from_config(config: Mapping[str, Any]) -> RotaryDecoderSpec:
         defaults = {"head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524_288}
         as_llama = {**defaults, **config, "model_type": "llama", "attention_bias": False}
-        with Fields(config, "seed_oss") as fields:  # its end raises all that is wrong, here and in Llama's
+        # its end raises all that is wrong, here and in Llama's
+        with Fields(config, "seed_oss") as fields:
             on_input = fields.flag("attention_bias", True)
             on_output = fields.flag("attention_out_bias", False)
             llamas = llama.Spec.from_config(as_llama)

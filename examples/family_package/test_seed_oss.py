@@ -14,7 +14,9 @@ transformers = pytest.importorskip("transformers")
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
 
-@pytest.mark.parametrize("biases", [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}])
+@pytest.mark.parametrize(
+    "biases", [{}, {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}]
+)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[str, bool]) -> None:
     torch.manual_seed(0)
     config = transformers.SeedOssConfig(
@@ -37,8 +39,12 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, biases: dict[st
                 parameter.normal_()
     model.save_pretrained(tmp_path)
     ids = torch.tensor([PROMPT])
-    generated = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
+    generated = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+    )
     want = generated[0, len(PROMPT) :].tolist()
     with LLM(str(tmp_path), max_model_len=64, max_num_seqs=1) as llm:
-        (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+        (output,) = llm.generate(
+            PROMPT, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+        )
     assert output.outputs[0].token_ids == want

@@ -58,10 +58,15 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     """Puts an engine together. Raises ConfigError where the host's blocks cannot be in a file."""
     files, tokenizer, mesh, lora = opened.files, opened.tokenizer, opened.mesh, spec.described.lora
     strategies: dict[int, Strategy] = {}
-    parts: EngineParts = {"speculator": spec.described.drafting.speculator(spec, strategies), **hooks.parts}
+    parts: EngineParts = {
+        "speculator": spec.described.drafting.speculator(spec, strategies),
+        **hooks.parts,
+    }
     new_pages = functools.partial(mesh.zeros, compiled.pages)
     host_pages = _host_pages(spec, mesh)
-    runner = Runner(compiled.parameters, new_pages, compiled.executables, host_pages, compiled.adapters)
+    runner = Runner(
+        compiled.parameters, new_pages, compiled.executables, host_pages, compiled.adapters
+    )
     engine = Engine(
         scheduler=_scheduler(spec),
         builder=_builder(spec),
@@ -97,9 +102,13 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
             sliding_window=group.sliding_window,
             max_tokens=spec.limits.longest_row,
         )
-        for group, blocks, host_blocks in zip(spec.groups, spec.blocks, spec.host_blocks, strict=True)
+        for group, blocks, host_blocks in zip(
+            spec.groups, spec.blocks, spec.host_blocks, strict=True
+        )
     ]
-    manager = BlockManager(tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None)
+    manager = BlockManager(
+        tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None
+    )
     return Scheduler(
         spec.limits,
         manager,
@@ -133,7 +142,9 @@ def _host_pages(spec: EngineSpec, mesh: DeviceMesh) -> list[HostPages]:
             for group, blocks in zip(spec.groups, spec.host_blocks, strict=True)
         ]
     except OSError as error:
-        raise ConfigError(f"prefix_cache_directory {directory!r} cannot take swapped blocks: {error}") from None
+        raise ConfigError(
+            f"prefix_cache_directory {directory!r} cannot take swapped blocks: {error}"
+        ) from None
 
 
 def _of_cache(memory: MemoryPlan, executables: Executables) -> str:

@@ -23,7 +23,8 @@ class BuiltModel:
         self.tokenizer = built.tokenizer
         self.spec = built.spec
         self.memory = built.memory
-        self.sampling_defaults = built.sampling_defaults  # what the model's generation_config.json says of sampling
+        # what the model's generation_config.json says of sampling
+        self.sampling_defaults = built.sampling_defaults
         self._model = built.model
         self._embedder = built.new_embedder()
 
@@ -33,7 +34,10 @@ class BuiltModel:
         return dict(self._model.config)
 
     def chat_prompt(
-        self, messages: Any, tools: Sequence[Any] | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Any,
+        tools: Sequence[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """The prompt of a conversation.
 

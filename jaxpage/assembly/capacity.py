@@ -95,7 +95,12 @@ def _without_blocks(
     longest_row: int,
 ) -> MemoryPlan:
     """Returns what is known before the number of blocks. Arguments are those of `plan_memory`."""
-    config, device, layout, drafting = described.config, described.device, described.layout, described.drafting
+    config, device, layout, drafting = (
+        described.config,
+        described.device,
+        described.layout,
+        described.drafting,
+    )
     first, *further = groups
     longest = config.max_model_len or described.model.max_position_embeddings
     workspace_bytes = _workspace_estimate(described.model, longest, menu)
@@ -117,7 +122,9 @@ def _without_blocks(
         num_blocks=0,
         num_devices=layout.tensor_parallel_size,
         max_model_len=longest,
-        most_sequence_blocks=None if first.sliding_window is None else at_a_time(first.sliding_window),
+        most_sequence_blocks=None
+        if first.sliding_window is None
+        else at_a_time(first.sliding_window),
         windows=tuple(
             WindowBlocks(
                 group.sliding_window,
@@ -130,7 +137,10 @@ def _without_blocks(
             if group.sliding_window is not None
         ),
         unaddressable=unaddressable_blocks(
-            config.attention_backend, device.platform, max(group.array_elements for group in groups), page_dtype
+            config.attention_backend,
+            device.platform,
+            max(group.array_elements for group in groups),
+            page_dtype,
         ),
     )
 
@@ -152,7 +162,11 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
 
 def notices(described: Described, plan: MemoryPlan) -> list[str]:
     """Returns warnings about settings whose effect is not what their values suggest."""
-    config, device, longest = described.config, described.device, described.model.max_position_embeddings
+    config, device, longest = (
+        described.config,
+        described.device,
+        described.model.max_position_embeddings,
+    )
     found = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(
@@ -209,6 +223,8 @@ def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
     num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)
     logits = max(9 * max(num_draws), 3 * min(tokens, SCORED_AT_ONCE)) * spec.vocab_size
-    shapes = [processor_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws]
+    shapes = [
+        processor_shapes(draws, vocab_size=spec.vocab_size, context=context) for draws in num_draws
+    ]
     neutral: int = sum(math.prod(array.shape) for each in shapes for array in each)
     return 4 * (logits + 24 * tokens * spec.model_width + neutral)

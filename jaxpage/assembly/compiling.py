@@ -44,9 +44,16 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
 
     Raises UnsupportedError, with the reasons of all kernel sets, where none takes a step.
     """
-    files, mesh, drafting, lora = opened.files, opened.mesh, spec.described.drafting, spec.described.lora
+    files, mesh, drafting, lora = (
+        opened.files,
+        opened.mesh,
+        spec.described.drafting,
+        spec.described.lora,
+    )
     hooks.phase(PHASES[3])
-    adapters = adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
+    adapters = (
+        adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
+    )
     parameters = {
         "target": load_model(files, spec, mesh, adapters, progress=hooks.progress),
         "drafter": drafting.load(spec.layout.dtype, mesh.put, progress=hooks.progress),
@@ -66,7 +73,9 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # every backend's reason
-        raise UnsupportedError(f"attention_backend {spec.config.attention_backend!r}: {refusal}") from refusal
+        raise UnsupportedError(
+            f"attention_backend {spec.config.attention_backend!r}: {refusal}"
+        ) from refusal
     return Compiled(parameters, adapters, pages, executables)
 
 
@@ -82,7 +91,9 @@ def load_model(
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
-        weights = load_shards(files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress)
+        weights = load_shards(
+            files.plan, dtype, divided, mesh.put, mesh.put_shards, progress=progress
+        )
     else:
         weights = load_weights(files.plan, dtype, mesh.put, progress=progress)
     places = [(place, weight.axis is not None) for weight in adapters for place in weight.places]
@@ -96,11 +107,17 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
     """Returns the parameters of a divided model that have parts of each weight of the checkpoint."""
     rule = with_sharding(spec.sharding, files.rule)
     _, shapes = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
-    return sharded_weights([filled.weight for filled in files.plan.parameters], shapes, spec.sharding)
+    return sharded_weights(
+        [filled.weight for filled in files.plan.parameters], shapes, spec.sharding
+    )
 
 
 def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepOptions:
-    lora, kernels, drafter = spec.described.lora, spec.described.kernels, spec.described.drafting.drafter
+    lora, kernels, drafter = (
+        spec.described.lora,
+        spec.described.kernels,
+        spec.described.drafting.drafter,
+    )
     assert kernels is not None, "the device is at hand"
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)

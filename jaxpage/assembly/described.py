@@ -40,8 +40,12 @@ def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1)
     num_devices: how many there are, all alike. Those that are made of one CPU share its memory.
     """
     notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
-    available = available_bytes(device, utilization) // (num_devices if device.platform == "cpu" else 1)
-    return DeviceSpec(f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device))
+    available = available_bytes(device, utilization) // (
+        num_devices if device.platform == "cpu" else 1
+    )
+    return DeviceSpec(
+        f"{device.platform} ({device.device_kind})", available, notice, has_bfloat16(device)
+    )
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,9 @@ class Opened:
     mesh: DeviceMesh
 
 
-def describe(config: EngineConfig, hooks: Hooks, files: ModelFiles | None, tokenizer: Any | None) -> Opened:
+def describe(
+    config: EngineConfig, hooks: Hooks, files: ModelFiles | None, tokenizer: Any | None
+) -> Opened:
     """Finds the model and the devices. Arguments and errors are those of `build_engine`."""
     open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
     hooks.phase(PHASES[0])
@@ -77,7 +79,9 @@ def opened_files(config: EngineConfig) -> ModelFiles:
     """Returns the model's files, after everything that can be refused before they are read."""
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
-        raise ConfigError(f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}")
+        raise ConfigError(
+            f"load_format is {config.load_format!r}, but {files.directory} holds {files.plan.layout}"
+        )
     if kinds := files.rounded_before:
         text = "quantization=%r rounds weights a second time that the file has in %s; quantization='gguf' keeps them as they are"
         logger.warning(text, config.quantization, ", ".join(kinds))
@@ -135,7 +139,11 @@ def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
         return f"the checkpoint is in {stored}"
     products = cpu_products()
     times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
-    hint = "" if products.prefer_bfloat16 or sys.version_info >= (3, 12) else "; with Python 3.12 a newer JAX is faster"
+    hint = (
+        ""
+        if products.prefer_bfloat16 or sys.version_info >= (3, 12)
+        else "; with Python 3.12 a newer JAX is faster"
+    )
     return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
 
 
@@ -147,7 +155,8 @@ def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec
 
 
 def _use_compile_cache() -> None:
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:  # what a program has set stands
+    # what a program has set stands
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         use_compile_cache(compile_cache_directory())
 
 
@@ -161,15 +170,24 @@ def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
     tokenizer = load_tokenizer(directory)
     if tokenizer is None:
         if asked:
-            raise CheckpointError(f"tokenizer = {asked!r}: there are no tokenizer files in {directory}")
+            raise CheckpointError(
+                f"tokenizer = {asked!r}: there are no tokenizer files in {directory}"
+            )
         return None
     last = files.spec.vocab_size - 1
-    largest = max(tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values(), default=0)
+    largest = max(
+        tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).values(), default=0
+    )
     if largest > last:
-        raise CheckpointError(f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}")
+        raise CheckpointError(
+            f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}"
+        )
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
-        # Published models have such: special tokens that were never trained. A prompt that uses one is refused.
+        # Published models have such: special tokens that were never trained. A prompt that uses one
+        # is refused.
         logger.warning(
-            "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d", listed(added), last
+            "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d",
+            listed(added),
+            last,
         )
     return tokenizer

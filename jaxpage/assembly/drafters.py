@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer branches where there are fewer drafts.
+# Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer
+# branches where there are fewer drafts.
 DEEPEST_TREE = 6
 MOST_BRANCHES = 8
 
@@ -86,7 +87,9 @@ class HeadFiles:
         return load_medusa(self.files, dtype, put, progress=progress)
 
     def make(self, spec: EngineSpec) -> HeadDrafter:
-        return HeadDrafter(abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates)
+        return HeadDrafter(
+            abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +151,9 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
     most_rows = max(bucket.num_rows for bucket in menu.verify)
     if not any(bucket.trees for bucket in menu.verify):
         return TreeShape(most_drafts, 1, most_rows)
-    return TreeShape(min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows)
+    return TreeShape(
+        min(most_drafts, DEEPEST_TREE), min(MOST_BRANCHES, 1 + math.isqrt(most_drafts)), most_rows
+    )
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
@@ -156,11 +161,19 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
     directory, spec = drafter_directory(config), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
-    accuracies = [row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)]
-    choices = choices_of(config.medusa_choices, accuracies, max(config.draft_lengths), tree=config.tree)
+    accuracies = [
+        row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)
+    ]
+    choices = choices_of(
+        config.medusa_choices, accuracies, max(config.draft_lengths), tree=config.tree
+    )
     deepest = max(map(len, choices))
     if deepest > num_heads or (wanted != "auto" and len(choices) < wanted):
-        asked = f"medusa_choices goes {deepest} deep" if deepest > num_heads else f"num_speculative_tokens is {wanted}"
+        asked = (
+            f"medusa_choices goes {deepest} deep"
+            if deepest > num_heads
+            else f"num_speculative_tokens is {wanted}"
+        )
         raise ConfigError(
             f"speculative_config: {asked}, but of the {num_heads} heads in {directory} each predicts one place, which gives "
             f"{len(choices)} drafts at most"
@@ -177,7 +190,9 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
     directory = drafter_directory(config)
     files = open_eagle(directory, cast(Method, config.method), target)
     load = functools.partial(load_eagle, files)
-    return ModelDrafterFiles(files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load)
+    return ModelDrafterFiles(
+        files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load
+    )
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
@@ -198,7 +213,9 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
     return ModelDrafterFiles(
         files.spec.kv,
         None,
-        lambda dtype: DraftModel(files.family, files.spec, files.rule, vocab_size=target.spec.vocab_size, dtype=dtype),
+        lambda dtype: DraftModel(
+            files.family, files.spec, files.rule, vocab_size=target.spec.vocab_size, dtype=dtype
+        ),
         files.plan.num_bytes,
         read,
     )
@@ -211,26 +228,41 @@ def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
     """
     sizes = (files.spec.vocab_size, target.spec.vocab_size)
     tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
-    differ = f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
+    differ = (
+        f"the draft model in {files.directory} has {sizes[0]} tokens, and the model has {sizes[1]}"
+    )
     if None in tokenizers:
-        raise CheckpointError(f"{differ}: without both tokenizers it cannot be told whether the rest is padding")
+        raise CheckpointError(
+            f"{differ}: without both tokenizers it cannot be told whether the rest is padding"
+        )
     first, second = (
-        {(token, token_id) for token, token_id in tokenizer.get_vocab().items() if token_id < min(sizes)}
+        {
+            (token, token_id)
+            for token, token_id in tokenizer.get_vocab().items()
+            if token_id < min(sizes)
+        }
         for tokenizer in tokenizers
         if tokenizer is not None
     )
     if first != second:
         token, token_id = min(first ^ second, key=lambda pair: pair[1])
-        raise CheckpointError(f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}")
+        raise CheckpointError(
+            f"{differ}, and only one of their tokenizers knows {token!r} as {token_id}"
+        )
 
 
-_HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {"heads": MEDUSA_FILES, "eagle_head": EAGLE_FILES}
+_HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {
+    "heads": MEDUSA_FILES,
+    "eagle_head": EAGLE_FILES,
+}
 
 
 def drafter_directory(config: SpeculativeConfig) -> Path:
     """Returns the directory of a method that has weights of its own. Raises ModelNotFoundError."""
     assert config.model is not None, "checked with the settings"
-    return resolve_model(config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES))
+    return resolve_model(
+        config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES)
+    )
 
 
 _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {

@@ -52,7 +52,11 @@ class Drafting:
     @property
     def may_be_off(self) -> bool:
         """Returns whether a drafter on the device may have no part in a step."""
-        return self.drafter is not None and self.config is not None and self.config.num_speculative_tokens == "auto"
+        return (
+            self.drafter is not None
+            and self.config is not None
+            and self.config.num_speculative_tokens == "auto"
+        )
 
     def num_bytes(self, dtype: str) -> int:
         """Returns the bytes of the drafter's weights."""
@@ -66,13 +70,17 @@ class Drafting:
         """Returns the drafter's parameters, each one `put(array)`, or None."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def pages(self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
+    def pages(
+        self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
+    ) -> KVPages:
         """Returns the shapes of the pages of the drafter's layers. num_blocks: of the pool of each layer."""
         counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
         return tuple(
             layer
             for kv in self.kvs
-            for layer in kv_pages.page_shapes(kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype)
+            for layer in kv_pages.page_shapes(
+                kv, [*itertools.islice(counts, kv.num_layers)], block_size, dtype
+            )
         )
 
     def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
@@ -113,5 +121,7 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
     if config is None:
         return Drafting()
     if config.acceptance == "typical":
-        logger.warning("acceptance 'typical' is lossy: sampled texts do not follow the model's distribution")
+        logger.warning(
+            "acceptance 'typical' is lossy: sampled texts do not follow the model's distribution"
+        )
     return Drafting(config, open_drafter(config, target))

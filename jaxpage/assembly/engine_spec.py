@@ -54,7 +54,8 @@ class EngineSpec:
     menu: BucketMenu
     limits: StepLimits
     memory: MemoryPlan
-    attention: str = ""  # the kernel sets that compute it, by kind of step; "": not known without the device
+    # the kernel sets that compute it, by kind of step; "": not known without the device
+    attention: str = ""
     quantization: str = ""  # of the weights, described; "": none
 
     @property
@@ -104,7 +105,9 @@ class EngineSpec:
         """Returns the shapes of the pages of the model's layers, in one of its shards."""
         kv = self.described.model.kv
         num_blocks = [self.num_blocks[group] for group in self.layer_groups[: kv.num_layers]]
-        return kv_pages.page_shapes(kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype)
+        return kv_pages.page_shapes(
+            kv_of_shard(kv, self.sharding), num_blocks, self.memory.block_size, self.page_dtype
+        )
 
     def pages(self, mesh: DeviceMesh) -> KVPages:
         """Returns the shapes of the pages of all layers.
@@ -115,7 +118,10 @@ class EngineSpec:
         pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
         if not (drafting := self.described.drafting).kvs:
             return pages
-        num_blocks = [self.num_blocks[group] for group in self.layer_groups[self.described.model.kv.num_layers :]]
+        num_blocks = [
+            self.num_blocks[group]
+            for group in self.layer_groups[self.described.model.kv.num_layers :]
+        ]
         own = drafting.pages(self.menu, num_blocks, self.memory.block_size, self.page_dtype)
         drafters: KVPages = mesh.whole(own)
         return pages + drafters
@@ -124,7 +130,11 @@ class EngineSpec:
     def page_groups(self) -> tuple[int, ...]:
         """Returns the cache group of each of `pages`: see `StepOptions.layer_groups`."""
         num_layers = self.described.model.kv.num_layers
-        of_model = (group for group in self.layer_groups[:num_layers] for _ in range(self.sharding.num_local))
+        of_model = (
+            group
+            for group in self.layer_groups[:num_layers]
+            for _ in range(self.sharding.num_local)
+        )
         return (*of_model, *self.layer_groups[num_layers:])
 
     def rows(self) -> Iterator[tuple[str, str]]:
@@ -135,11 +145,16 @@ class EngineSpec:
         yield "dtype", f"{dtype} ({reason})" if reason else dtype
         if self.quantization:
             yield "quantization", self.quantization
-        yield "KV dtype", dtype if cache == "auto" else f"{cache}, a float32 scale per token and head"
+        yield (
+            "KV dtype",
+            dtype if cache == "auto" else f"{cache}, a float32 scale per token and head",
+        )
         if self.attention:
             yield (
                 "attention",
-                self.attention + " (interpreted)" * bool(self.described.kernels and self.described.kernels.interpret),
+                self.attention
+                + " (interpreted)"
+                * bool(self.described.kernels and self.described.kernels.interpret),
             )
         if self.sharding.is_divided:
             yield "reduction", self._reduction
@@ -160,7 +175,8 @@ class EngineSpec:
             "num_blocks": memory.num_blocks,
             "swap_space_blocks": memory.num_host_blocks,
             "cache_groups": [
-                [group.sliding_window, len(blocks)] for group, blocks in zip(self.groups, self.blocks, strict=True)
+                [group.sliding_window, len(blocks)]
+                for group, blocks in zip(self.groups, self.blocks, strict=True)
             ],
             "vocab_size": self.vocab_size,
             "limits": asdict(self.limits),
@@ -179,7 +195,9 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     assert kernels is not None, "the device is at hand"
     check_graphs(config.graphs, first.platform)
     if kernels.interpret:
-        logger.warning("attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name)
+        logger.warning(
+            "attention_backend %r is interpreted on CPU: for tests, many times slower", kernels.name
+        )
     spec = engine_spec_of(described)
     if hooks.planned and (sizes := hooks.planned(spec)):
         spec = engine_spec_of(replace(described, config=config.replace(**sizes)))
@@ -187,7 +205,9 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     layers = zip(spec.pages_of_shard, files.spec.kv.sliding_windows, strict=True)
     spec = replace(
         spec,
-        attention=attention_sets(kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype),
+        attention=attention_sets(
+            kernels, first, layers, spec.menu.buckets, num_heads, spec.layout.dtype
+        ),
         quantization=files.quantization.described if files.quantization else "",
     )
     for warning in (*_warnings_of_model(files, spec.layout), *notices(spec.described, spec.memory)):
@@ -233,7 +253,9 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         )
     mixed = mixes(config, described.device)
     sharding = choose_sharding(described)
-    weights_bytes = described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
+    weights_bytes = (
+        described.weights_bytes + described.drafting.num_bytes(layout.dtype) * sharding.num_devices
+    )
     if described.lora:
         weights_bytes += described.lora.num_bytes(layout.dtype) * sharding.num_shards
     kvs = (kv_of_shard(model.kv, sharding), *described.drafting.kvs)
@@ -248,7 +270,9 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         dtype=kv_pages.page_dtype(layout.kv_cache_dtype, layout.dtype),
         num_shards=sharding.num_local,
     )
-    memory = plan_memory(described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps)
+    memory = plan_memory(
+        described, weights_bytes, groups, menu, longest_row=limits.longest_row, swaps=swaps
+    )
     if memory.num_host_blocks or config.prefix_cache_directory:
         menu = replace(menu, num_swapped=swapped_at_once(memory.block_bytes))
     return EngineSpec(described, sharding, groups, menu, limits, memory)
@@ -256,9 +280,15 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
 
 def choose_sharding(described: Described) -> Sharding:
     """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
-    asked, num_devices = described.config.tensor_parallel_reduction, described.layout.tensor_parallel_size
+    asked, num_devices = (
+        described.config.tensor_parallel_reduction,
+        described.layout.tensor_parallel_size,
+    )
     invariant = asked == "invariant" or (
-        asked == "auto" and described.device.is_cpu and num_devices > 1 and LOGICAL_SHARDS % num_devices == 0
+        asked == "auto"
+        and described.device.is_cpu
+        and num_devices > 1
+        and LOGICAL_SHARDS % num_devices == 0
     )
     return make_sharding(described.model, num_devices, invariant=invariant)
 

@@ -10,7 +10,9 @@ from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 
 
-def check_recurrent(model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()) -> None:
+def check_recurrent(
+    model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()
+) -> None:
     """Raises UnsupportedError for settings that recurrent layers do not take.
 
     model: its name, for the error. drafters: what their layers keep.
@@ -45,9 +47,17 @@ def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KV
 
     model: its name, for the error. kvs: of the model, and of a drafter.
     """
-    if config is None or not config.branches or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs):
+    if (
+        config is None
+        or not config.branches
+        or not any(any(kv.sliding_windows) or any(kv.states) for kv in kvs)
+    ):
         return
-    what, instead = ("tree=True", "tree=False") if config.tree else (f"method {config.method!r}", "a method of chains")
+    what, instead = (
+        ("tree=True", "tree=False")
+        if config.tree
+        else (f"method {config.method!r}", "a method of chains")
+    )
     raise UnsupportedError(
         f"speculative_config: {what} is not supported for {model}: its layers, or those of what drafts for it, have sliding "
         f"windows or states; use {instead}"

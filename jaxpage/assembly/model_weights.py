@@ -20,17 +20,27 @@ from jaxpage.settings.argument_checks import check_choice
 Mode = Literal["wait", "abort"]  # what happens to requests that run
 
 
-def whole_weights(files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]) -> dict[Any, Any]:
+def whole_weights(
+    files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]
+) -> dict[Any, Any]:
     """Returns the weights as the checkpoint has them."""
-    return joined(shards_of_weights(files, spec), parameters) if spec.sharding.is_divided else parameters
+    return (
+        joined(shards_of_weights(files, spec), parameters)
+        if spec.sharding.is_divided
+        else parameters
+    )
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
     """Raises UnsupportedError where weights cannot be replaced. name: of what replaces them."""
     if model.quantization is not None:
-        raise UnsupportedError(f"{name} is not supported for quantised weights ({model.quantization.described})")
+        raise UnsupportedError(
+            f"{name} is not supported for quantised weights ({model.quantization.described})"
+        )
     if event_log is not None:
-        raise UnsupportedError(f"{name} is not supported with event_log: a log has one set of weights")
+        raise UnsupportedError(
+            f"{name} is not supported with event_log: a log has one set of weights"
+        )
 
 
 def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:

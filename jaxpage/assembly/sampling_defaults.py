@@ -16,14 +16,23 @@ logger = logging.getLogger(__name__)
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request looks at
 # What changes the text in transformers and is no default here, and the values that change nothing.
-_LEFT_OUT = ("num_beams", "no_repeat_ngram_size", "typical_p", "bad_words_ids", "suppress_tokens", "sequence_bias")
+_LEFT_OUT = (
+    "num_beams",
+    "no_repeat_ngram_size",
+    "typical_p",
+    "bad_words_ids",
+    "suppress_tokens",
+    "sequence_bias",
+)
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
-# Of a chat, where generation_config.json is silent. Text drawn from the whole vocabulary at temperature 1 is poor reading.
+# Of a chat, where generation_config.json is silent. Text drawn from the whole vocabulary at
+# temperature 1 is poor reading.
 CHAT = {"temperature": 0.7, "top_p": 0.9}
 
 
-# Numbers that transformers takes and a request cannot have: what may stay, and what is taken in place of the others.
+# Numbers that transformers takes and a request cannot have: what may stay, and what is taken in
+# place of the others.
 _OUT_OF_RANGE: tuple[tuple[str, Callable[[float], bool], float], ...] = (
     ("temperature", lambda value: value <= 2.0, 2.0),
     ("top_p", lambda value: value != 0.0, 1e-6),  # of all tokens the likeliest one
@@ -32,7 +41,11 @@ _OUT_OF_RANGE: tuple[tuple[str, Callable[[float], bool], float], ...] = (
 
 def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults of a chat where the model has none. stated: as `read_sampling_defaults` gives it."""
-    return {} if stated.get("temperature") == 0 else {name: CHAT[name] for name in CHAT if name not in stated}
+    return (
+        {}
+        if stated.get("temperature") == 0
+        else {name: CHAT[name] for name in CHAT if name not in stated}
+    )
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
@@ -46,15 +59,21 @@ def read_sampling_defaults(directory: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{directory}: generation_config.json: do_sample must be true or false, not {do_sample!r}"
         )
-    if left_out := [f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL]:
+    if left_out := [
+        f"{name}={asked[name]!r:.80}" for name in _LEFT_OUT if asked.get(name) not in _NEUTRAL
+    ]:
         logger.warning("generation_config.json asks for %s, which is left out", ", ".join(left_out))
     values = {name: asked[name] for name in _NAMES if asked.get(name) is not None}
     for name, is_kept, meant in _OUT_OF_RANGE:
         if _is_number(values.get(name)) and not is_kept(values[name]):
-            logger.warning("generation_config.json: %s = %r is taken as %s", name, values[name], meant)
+            logger.warning(
+                "generation_config.json: %s = %r is taken as %s", name, values[name], meant
+            )
             values[name] = meant
     if do_sample is False:
-        values = {"temperature": 0.0} | {name: values[name] for name in values if name not in _OF_DRAWS}
+        values = {"temperature": 0.0} | {
+            name: values[name] for name in values if name not in _OF_DRAWS
+        }
     try:
         SamplingParams(**values)
     except (TypeError, ValueError) as error:

@@ -26,8 +26,16 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
     """
     deepest, costs = max(controller.depths, default=0), controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
-    buckets = [*builder.menu.decode, *builder.menu.verify, *(builder.menu.chunk[-1:] if deepest else ())]
-    plans = [replace(full_step(builder, bucket), draft_depth=depth) for bucket in buckets for depth in (None, *depths)]
+    buckets = [
+        *builder.menu.decode,
+        *builder.menu.verify,
+        *(builder.menu.chunk[-1:] if deepest else ()),
+    ]
+    plans = [
+        replace(full_step(builder, bucket), draft_depth=depth)
+        for bucket in buckets
+        for depth in (None, *depths)
+    ]
     seconds = np.reshape(_fastest(builder, runner, plans), (len(buckets), -1))
     for bucket, (alone, *by_depth) in zip(buckets, seconds.tolist(), strict=True):
         if bucket in builder.menu.chunk:
@@ -63,7 +71,12 @@ def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
     rows, samples = [], []
     for number in range(bucket.num_rows):
         places = range(number * width, (number + 1) * width)
-        tables = tuple(tuple(blocks[place % len(blocks)] for place in places) for blocks in builder.blocks)
+        tables = tuple(
+            tuple(blocks[place % len(blocks)] for place in places) for blocks in builder.blocks
+        )
         rows.append(Row(number, context, (0,) * size, tables, parents))
-        samples += [Sample(number, at, number, SamplingParams(temperature=0.0), 0, 0, context + at + 1) for at in drawn]
+        samples += [
+            Sample(number, at, number, SamplingParams(temperature=0.0), 0, 0, context + at + 1)
+            for at in drawn
+        ]
     return StepPlan(0, tuple(rows), tuple(samples))

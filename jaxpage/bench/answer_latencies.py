@@ -17,7 +17,9 @@ GOALS = ("ttft", "tpot", "e2el")  # what an SLO can bound
 _PERCENTILES = (50, 90, 99)
 
 
-def summary(answers: Sequence[Answer], duration: float, goals: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summary(
+    answers: Sequence[Answer], duration: float, goals: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """TTFT, TPOT and ITL as in vLLM: to the first output; the rest by the other tokens; between outputs. Normalised latency as in the
     PagedAttention paper: from end to end, by the output tokens.
 
@@ -34,7 +36,11 @@ def summary(answers: Sequence[Answer], duration: float, goals: Mapping[str, floa
         "e2el": [_of(answer)["e2el"] for answer in done],
         "normalized_latency": [_of(answer)["e2el"] / answer.num_output_tokens for answer in done],
     }
-    kept = [answer for answer in done if all(1000 * _of(answer)[name] <= most for name, most in (goals or {}).items())]
+    kept = [
+        answer
+        for answer in done
+        if all(1000 * _of(answer)[name] <= most for name, most in (goals or {}).items())
+    ]
     return {
         "completed": len(done),
         "failed": len(answers) - len(done),
@@ -69,7 +75,10 @@ def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float]]:
 def rate_held(answers: Sequence[Answer], start: float) -> dict[str, Any]:
     """The rate of the arrivals that were drawn, the one at which requests were sent, and whether that is as much. Nothing where all were
     due at once."""
-    due, sent = (max(times) - start for times in zip(*((answer.due, answer.sent) for answer in answers), strict=True))
+    due, sent = (
+        max(times) - start
+        for times in zip(*((answer.due, answer.sent) for answer in answers), strict=True)
+    )
     if due <= 0:
         return {}
     return {
@@ -90,6 +99,8 @@ def goals_of(words: Sequence[str]) -> dict[str, float]:
         except ValueError:
             milliseconds = 0.0
         if name not in GOALS or not milliseconds > 0:
-            raise UsageError(f"--goodput takes NAME:MILLISECONDS with {', '.join(GOALS)}, got {word!r}")
+            raise UsageError(
+                f"--goodput takes NAME:MILLISECONDS with {', '.join(GOALS)}, got {word!r}"
+            )
         goals[name] = milliseconds
     return goals

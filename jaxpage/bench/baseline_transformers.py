@@ -15,10 +15,17 @@ from jaxpage.bench.report import Measurement
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints.gguf_header import is_gguf
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {
+    "auto": torch.float32,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
-def run_baseline(directory: Path, workload: Sequence[WorkItem], *, batch_size: int, dtype: str) -> Measurement:
+def run_baseline(
+    directory: Path, workload: Sequence[WorkItem], *, batch_size: int, dtype: str
+) -> Measurement:
     """Batches in the order of the requests; each ends with its longest output. `dtype` "auto" is float32."""
     start = time.perf_counter()
     place = {"gguf_file": directory.name} if is_gguf(directory) else {}
@@ -65,4 +72,7 @@ def _generate(model: Any, batch: Sequence[WorkItem]) -> list[list[int]]:
         mask[row, width - len(item.prompt_token_ids) :] = 1
     num_tokens = max(item.num_output_tokens for item in batch)
     result = model.generate(input_ids=token_ids, attention_mask=mask, max_new_tokens=num_tokens)
-    return [result[row, width : width + item.num_output_tokens].tolist() for row, item in enumerate(batch)]
+    return [
+        result[row, width : width + item.num_output_tokens].tolist()
+        for row, item in enumerate(batch)
+    ]

@@ -73,13 +73,16 @@ class Comparison:
     notes: tuple[str, ...]  # what differs besides jaxpage
 
     def described(self) -> str:
-        shown = (
-            f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
-        )
+        shown = f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
         return "\n".join([shown, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
-        return {"baseline": self.baseline, "ratio": self.ratio, "lowest": self.lowest, "highest": self.highest}
+        return {
+            "baseline": self.baseline,
+            "ratio": self.ratio,
+            "lowest": self.lowest,
+            "highest": self.highest,
+        }
 
 
 def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
@@ -111,9 +114,15 @@ def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
 def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, Any]) -> None:
     """Raises UsageError if the baseline did other work. `work`: as far as it is known, under the names of the result, and `model`."""
     before = {**baseline, "model": Path(baseline["config"]["model"]).name}
-    other = [f"{name} {before[name]!r}, now {value!r}" for name, value in work.items() if before[name] != value]
+    other = [
+        f"{name} {before[name]!r}, now {value!r}"
+        for name, value in work.items()
+        if before[name] != value
+    ]
     if other:
-        raise UsageError(f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs")
+        raise UsageError(
+            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs"
+        )
 
 
 def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -> Comparison:
@@ -138,7 +147,9 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         if baseline["config"].get(name) != result["config"].get(name)
     ]
     if min(len(ours), len(theirs)) == 1:
-        notes.insert(0, "one run has no spread: use --repeats for both, and work that takes some seconds")
+        notes.insert(
+            0, "one run has no spread: use --repeats for both, and work that takes some seconds"
+        )
     # Of an even number of runs the slower one is shown; of latencies the median.
     middle = statistics.median if "latencies" in result else statistics.median_low
     return Comparison(
@@ -153,5 +164,10 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
 def _speeds(result: Mapping[str, Any]) -> Sequence[float]:
     """Output tokens per second of each run, or of each batch whose latency was measured."""
     if "latencies" in result:
-        return [result["batch_size"] * result["output_len"] / seconds for seconds in result["latencies"]]
-    return [result["total_output_tokens"] / seconds for seconds in result.get("durations") or [result["duration"]]]
+        return [
+            result["batch_size"] * result["output_len"] / seconds for seconds in result["latencies"]
+        ]
+    return [
+        result["total_output_tokens"] / seconds
+        for seconds in result.get("durations") or [result["duration"]]
+    ]

@@ -42,11 +42,21 @@ def check_workload(arguments: argparse.Namespace) -> None:
 
 
 def workload_of(
-    arguments: argparse.Namespace, *, vocab_size: int, max_input: int, max_output: int, tokenizer: Any | None
+    arguments: argparse.Namespace,
+    *,
+    vocab_size: int,
+    max_input: int,
+    max_output: int,
+    tokenizer: Any | None,
 ) -> list[WorkItem]:
     """Raises UsageError if the file is none, or needs a tokenizer and there is none, or the prompts leave no room."""
     kind, count = arguments.dataset, arguments.num_prompts
-    sizes = {"seed": arguments.seed, "vocab_size": vocab_size, "max_input": max_input, "max_output": max_output}
+    sizes = {
+        "seed": arguments.seed,
+        "vocab_size": vocab_size,
+        "max_input": max_input,
+        "max_output": max_output,
+    }
     if arguments.dataset_path:
 
         def encode(text: str) -> list[int]:
@@ -60,8 +70,12 @@ def workload_of(
         return read_workload(kind, arguments.dataset_path, count, **sizes, encode=encode)
     if kind == "prefix_repetition":
         if arguments.prefix_len >= max_input:
-            raise UsageError(f"--prefix-len {arguments.prefix_len} leaves nothing of --max-input {max_input}")
-        return prefix_repetition(count, **sizes, num_prefixes=arguments.num_prefixes, prefix_len=arguments.prefix_len)
+            raise UsageError(
+                f"--prefix-len {arguments.prefix_len} leaves nothing of --max-input {max_input}"
+            )
+        return prefix_repetition(
+            count, **sizes, num_prefixes=arguments.num_prefixes, prefix_len=arguments.prefix_len
+        )
     if kind == "chat":
         if max_input < 2 * arguments.num_rounds:
             raise UsageError(
@@ -73,7 +87,11 @@ def workload_of(
 
 def asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
     """What a result says of its workload, but for the caps."""
-    of_kind = {name: getattr(arguments, name) for name, (of, _) in _OF_KIND.items() if of == arguments.dataset}
+    of_kind = {
+        name: getattr(arguments, name)
+        for name, (of, _) in _OF_KIND.items()
+        if of == arguments.dataset
+    }
     path = {"dataset_path": arguments.dataset_path} if arguments.dataset_path else {}
     return {"dataset": arguments.dataset, **path, **of_kind, "seed": arguments.seed}
 

@@ -36,11 +36,14 @@ class EngineInTurns:
 
     def start(self, config: EngineConfig) -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        self._llm = LLM(**config.given(), use_tqdm=False, start=False)  # which stands still unless it is asked to go on
+        # which stands still unless it is asked to go on
+        self._llm = LLM(**config.given(), use_tqdm=False, start=False)
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
         self._before = self._llm.stats()
-        self._streams = [self._llm.stream(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        self._streams = [
+            self._llm.stream(prompt, param) for prompt, param in zip(prompts, params, strict=True)
+        ]
         self._outputs: list[list[int]] = [[] for _ in prompts]
         self._seconds = 0.0
 
@@ -55,7 +58,9 @@ class EngineInTurns:
 
     def end(self) -> Run:
         now = self._llm.stats()
-        num_tokens, num_rows = (now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total"))
+        num_tokens, num_rows = (
+            now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total")
+        )
         return Run(self._seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
 
     def shutdown(self) -> None:
@@ -72,15 +77,21 @@ _Process.register("engine", EngineInTurns)
 @contextmanager
 def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
     """What goes wrong there is raised here. Raises JaxpageError if the process ends of itself."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # on a GPU the first would take what others need
-    with _Process(ctx=get_context("spawn")) as process:  # a fork would inherit jax's threads, of which it has none
+    # on a GPU the first would take what others need
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    # a fork would inherit jax's threads, of which it has none
+    with _Process(ctx=get_context("spawn")) as process:
         try:
             engine = process.engine()
             engine.start(config)
             yield engine
-            engine.shutdown()  # after an error the reply to another call may be under way: leaving ends the process in any case
+            # after an error the reply to another call may be under way: leaving ends the process in
+            # any case
+            engine.shutdown()
         except (EOFError, ConnectionError) as error:
-            raise JaxpageError("The process of an engine ended; too little memory is a likely reason") from error
+            raise JaxpageError(
+                "The process of an engine ended; too little memory is a likely reason"
+            ) from error
 
 
 def _end_with_parent() -> None:

@@ -41,12 +41,20 @@ class Client:
         """Raises UsageError if it is no URL."""
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise UsageError(f"--base-url must be a URL such as http://127.0.0.1:8000, got {base_url!r}")
+            raise UsageError(
+                f"--base-url must be a URL such as http://127.0.0.1:8000, got {base_url!r}"
+            )
         self._host, self._is_secure = url.hostname, url.scheme == "https"
         self._port = url.port or (443 if self._is_secure else 80)
         self._path = url.path.rstrip("/").removesuffix("/v1")
-        key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0] or os.environ.get("OPENAI_API_KEY", "")
-        self._headers = [("host", url.netloc), ("connection", "close"), ("content-type", "application/json")]
+        key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0] or os.environ.get(
+            "OPENAI_API_KEY", ""
+        )
+        self._headers = [
+            ("host", url.netloc),
+            ("connection", "close"),
+            ("content-type", "application/json"),
+        ]
         self._headers += [("authorization", f"Bearer {key}")] if key else []
 
     async def get(self, path: str) -> dict[str, Any]:
@@ -54,7 +62,9 @@ class Client:
         try:
             answer: dict[str, Any] = json.loads(await self._read(path))
         except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
-            raise UsageError(f"{path} of the server cannot be had: {error or type(error).__name__}") from None
+            raise UsageError(
+                f"{path} of the server cannot be had: {error or type(error).__name__}"
+            ) from None
         return answer
 
     async def text(self, path: str) -> str | None:
@@ -81,7 +91,8 @@ class Client:
                         raise ValueError(error.get("message"))
                     for choice in event.get("choices") or ():
                         token_ids = choice.get("token_ids") or []
-                        if token_ids or choice.get("text"):  # the last event of some servers says only why it ended
+                        # the last event of some servers says only why it ended
+                        if token_ids or choice.get("text"):
                             answer.outputs.append(now)
                             answer.token_ids += token_ids
                     if usage := event.get("usage"):

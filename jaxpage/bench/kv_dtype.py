@@ -31,7 +31,8 @@ from jaxpage.tables import aligned
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 STEP_TOKENS = 128
-_BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)  # as many rows as tokens, so that every token's logits come out
+# as many rows as tokens, so that every token's logits come out
+_BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)
 Logits = npt.NDArray[np.float32]  # [T, V]
 
 DIFFERENCES = (
@@ -60,18 +61,33 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     columns: dict[str, dict[str, float]] = {}
     for kv_cache_dtype in KV_CACHE_DTYPES:
         page_dtype = kv_pages.page_dtype(kv_cache_dtype, dtype)
-        logits_TV = position_logits(config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype)
+        logits_TV = position_logits(
+            config, files, parameters, token_ids, dtype=dtype, page_dtype=page_dtype
+        )
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(files.spec.kv, config.block_size, page_dtype)
+        block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(
+            files.spec.kv, config.block_size, page_dtype
+        )
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),
             "bytes_per_token": block_bytes / config.block_size,
             "sequences_per_gib": (2**30 // block_bytes - 1) // -(-longest // config.block_size),
         }
-    print(table(_ROWS, {dtype if name == "auto" else name: column for name, column in columns.items()}))
-    print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens")
-    context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
+    print(
+        table(
+            _ROWS, {dtype if name == "auto" else name: column for name, column in columns.items()}
+        )
+    )
+    print(
+        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; sequences of {longest:,} tokens"
+    )
+    context = {
+        "num_tokens": len(token_ids),
+        "text": arguments.text,
+        "seed": arguments.seed,
+        "dtype": dtype,
+    }
     result = {**columns, **context, "config": config.model_dump(), "environment": environment()}
     print_result(result, arguments)
 
@@ -91,29 +107,43 @@ def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -
 
 def _log_softmax(logits_TV: Logits) -> npt.NDArray[np.float64]:
     shifted_TV = logits_TV.astype(np.float64) - logits_TV.max(-1, keepdims=True)
-    logprobs_TV: npt.NDArray[np.float64] = shifted_TV - np.log(np.exp(shifted_TV).sum(-1, keepdims=True))
+    logprobs_TV: npt.NDArray[np.float64] = shifted_TV - np.log(
+        np.exp(shifted_TV).sum(-1, keepdims=True)
+    )
     return logprobs_TV
 
 
-def text_tokens(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
+def text_tokens(
+    arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles
+) -> list[int]:
     """Of the text that is asked for, or random ones. Raises UsageError for less than two."""
-    token_ids = _token_ids(arguments, config, files)[: min(arguments.num_tokens, _longest(config, files))]
+    token_ids = _token_ids(arguments, config, files)[
+        : min(arguments.num_tokens, _longest(config, files))
+    ]
     if len(token_ids) < 2:
         raise UsageError(f"at least 2 tokens are needed, got {len(token_ids)}")
     return token_ids
 
 
 def _longest(config: EngineConfig, files: ModelFiles) -> int:
-    return min(files.spec.max_position_embeddings, config.max_model_len or files.spec.max_position_embeddings)
+    return min(
+        files.spec.max_position_embeddings,
+        config.max_model_len or files.spec.max_position_embeddings,
+    )
 
 
 def _token_ids(arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles) -> list[int]:
     for name, least in (("num_tokens", 2), ("seed", 0)):
         if getattr(arguments, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}"
+            )
     if arguments.text is None:
         draw = np.random.default_rng(arguments.seed)
-        return [int(token_id) for token_id in draw.integers(0, files.spec.vocab_size, arguments.num_tokens)]
+        return [
+            int(token_id)
+            for token_id in draw.integers(0, files.spec.vocab_size, arguments.num_tokens)
+        ]
     return read_token_ids(arguments.text, config)
 
 
@@ -141,7 +171,9 @@ def position_logits(
         sample_by_row=True,
     )
 
-    def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
+    def step(
+        parameters: Any, pages: kv_pages.KVPages, packed: jax.Array
+    ) -> tuple[jax.Array, kv_pages.KVPages]:
         return logits_step(
             {"target": parameters},
             pages,
@@ -151,7 +183,9 @@ def position_logits(
         )
 
     compiled = jax.jit(step, donate_argnums=1)
-    pages = make_mesh().zeros(kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype))
+    pages = make_mesh().zeros(
+        kv_pages.page_shapes(files.spec.kv, width + 1, config.block_size, page_dtype)
+    )
     rows = []
     for start in range(0, len(token_ids), STEP_TOKENS):
         part = token_ids[start : start + STEP_TOKENS]

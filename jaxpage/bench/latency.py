@@ -40,13 +40,18 @@ class Latencies:
 
     def as_dict(self) -> dict[str, Any]:
         """Under the names of vLLM's benchmark results."""
-        percentiles = np.percentile(self.seconds, PERCENTILES).tolist() if len(self.seconds) > 1 else []
+        percentiles = (
+            np.percentile(self.seconds, PERCENTILES).tolist() if len(self.seconds) > 1 else []
+        )
         return {
             "engine": self.engine,
             "avg_latency": self.mean,
             "latencies": list(self.seconds),
             **self.dtypes,
-            "percentiles": {str(percent): value for percent, value in zip(PERCENTILES, percentiles, strict=False)},
+            "percentiles": {
+                str(percent): value
+                for percent, value in zip(PERCENTILES, percentiles, strict=False)
+            },
         }
 
 
@@ -55,12 +60,22 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     _check(arguments)
     earlier = read_baseline(arguments.compare, "latency") if arguments.compare else None
     if earlier is not None:
-        now = {name: getattr(arguments, name) for name in ("batch_size", "input_len", "output_len", "seed")}
+        now = {
+            name: getattr(arguments, name)
+            for name in ("batch_size", "input_len", "output_len", "seed")
+        }
         check_same_work(arguments.compare, earlier, {**now, "model": Path(config.model).name})
-    settings = [("jaxpage", config), *((text, config.replace(**changes_of(text))) for text in arguments.versus)]
+    settings = [
+        ("jaxpage", config),
+        *((text, config.replace(**changes_of(text))) for text in arguments.versus),
+    ]
     directory = resolve_model(config.model, config.revision)
     draw = np.random.default_rng(arguments.seed)
-    shape = (arguments.num_iters_warmup + arguments.num_iters, arguments.batch_size, arguments.input_len)
+    shape = (
+        arguments.num_iters_warmup + arguments.num_iters,
+        arguments.batch_size,
+        arguments.input_len,
+    )
     prompts = draw.integers(0, read_config(directory)["vocab_size"], shape).tolist()
     measured = []
     for name, one in settings:
@@ -68,9 +83,13 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             _check_length(arguments, llm)
             measured.append(_measured(llm, name, arguments, prompts))
     if arguments.baseline:
-        items = [WorkItem(tuple(prompt), arguments.output_len) for batch in prompts for prompt in batch]
+        items = [
+            WorkItem(tuple(prompt), arguments.output_len) for batch in prompts for prompt in batch
+        ]
         arguments.baseline_batch_size = arguments.batch_size
-        beside = baseline(arguments, config, directory, items[-arguments.num_iters * arguments.batch_size :])
+        beside = baseline(
+            arguments, config, directory, items[-arguments.num_iters * arguments.batch_size :]
+        )
         measured.append(Latencies(beside.engine, (beside.duration / arguments.num_iters,)))
     print(_table(measured), "\n")
     names = ("batch_size", "input_len", "output_len", "num_iters", "seed")
@@ -97,7 +116,9 @@ def _check(arguments: argparse.Namespace) -> None:
         ("num_iters_warmup", 0),
     ):
         if getattr(arguments, name) < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}"
+            )
     if arguments.seed < 0:
         raise UsageError(f"--seed must not be negative, got {arguments.seed}")
     check_baseline(arguments)
@@ -112,7 +133,9 @@ def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
         )
 
 
-def _measured(llm: LLM, name: str, arguments: argparse.Namespace, prompts: Sequence[list[list[int]]]) -> Latencies:
+def _measured(
+    llm: LLM, name: str, arguments: argparse.Namespace, prompts: Sequence[list[list[int]]]
+) -> Latencies:
     """The first iterations warm up. No iteration finds what another computed: every prompt is new, and so is the prefix cache."""
     seconds = []
     for batch in tqdm(prompts, desc=name, unit="batch", disable=None):
@@ -126,8 +149,13 @@ def _measured(llm: LLM, name: str, arguments: argparse.Namespace, prompts: Seque
 
 
 def _table(measured: Sequence[Latencies]) -> str:
-    rows = [["", *(one.engine for one in measured)], ["mean (s)", *(f"{one.mean:.4f}" for one in measured)]]
+    rows = [
+        ["", *(one.engine for one in measured)],
+        ["mean (s)", *(f"{one.mean:.4f}" for one in measured)],
+    ]
     results = [one.as_dict()["percentiles"] for one in measured]
     for percent in map(str, PERCENTILES):
-        rows.append([f"p{percent} (s)", *(f"{r[percent]:.4f}" if percent in r else "-" for r in results)])
+        rows.append(
+            [f"p{percent} (s)", *(f"{r[percent]:.4f}" if percent in r else "-" for r in results)]
+        )
     return "\n".join(aligned(rows, num_words=1))

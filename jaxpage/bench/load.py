@@ -25,7 +25,12 @@ class Endpoint:
 
     def body(self, item: WorkItem, prompt: Sequence[int]) -> dict[str, Any]:
         """Greedy, and always as many tokens, where the server has a field for it."""
-        asked = {"model": self.model, "prompt": list(prompt), "max_tokens": item.num_output_tokens, "temperature": 0}
+        asked = {
+            "model": self.model,
+            "prompt": list(prompt),
+            "max_tokens": item.num_output_tokens,
+            "temperature": 0,
+        }
         return {**asked, **self.extensions}
 
 
@@ -111,7 +116,8 @@ class Places:
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         if not self._whole or not self._taken:
-            asyncio.get_running_loop().call_soon(self._admit)  # with those that come at the same time
+            # with those that come at the same time
+            asyncio.get_running_loop().call_soon(self._admit)
         await place
 
     def give_back(self) -> None:

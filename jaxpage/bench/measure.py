@@ -25,14 +25,20 @@ def warm_up(llm: LLM, workload: Sequence[WorkItem]) -> float:
     items = workload[: llm.config.max_num_seqs]
     prompts = [list(item.prompt_token_ids) for item in items]
     lengths = [
-        min(item.num_output_tokens, 1 + (len(items) // place).bit_length()) for place, item in enumerate(items, 1)
+        min(item.num_output_tokens, 1 + (len(items) // place).bit_length())
+        for place, item in enumerate(items, 1)
     ]
     llm.generate(prompts, [parameters(length) for length in lengths], use_tqdm=False)
     return time.perf_counter() - start
 
 
 def run_workload(
-    llm: LLM, workload: Sequence[WorkItem], *, load_seconds: float, name: str = "jaxpage", repeats: int = 1
+    llm: LLM,
+    workload: Sequence[WorkItem],
+    *,
+    load_seconds: float,
+    name: str = "jaxpage",
+    repeats: int = 1,
 ) -> Measurement:
     """All requests at once, until the last has finished: the run whose time is the median of `repeats` (of an even number, the slower one).
 
@@ -44,13 +50,16 @@ def run_workload(
     return replace(median, durations=tuple(run.duration for run in runs))
 
 
-def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_seconds: float, name: str) -> Measurement:
+def _run(
+    llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_seconds: float, name: str
+) -> Measurement:
     llm.reset_prefix_cache()  # the run before computed these prompts
     llm.memory_report(reset=True)
     before = llm.stats()
     start = time.perf_counter()
     outputs = llm.generate(
-        [list(item.prompt_token_ids) for item in workload], [parameters(item.num_output_tokens) for item in workload]
+        [list(item.prompt_token_ids) for item in workload],
+        [parameters(item.num_output_tokens) for item in workload],
     )
     duration = time.perf_counter() - start
     after = llm.stats()
@@ -68,7 +77,8 @@ def _run(llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_sec
             "num_preemptions": sum(after["num_preemptions_total"].values())
             - sum(before["num_preemptions_total"].values()),
             "num_cached_tokens": num_cached,
-            "prefix_cache_hit_rate": num_cached / sum(len(item.prompt_token_ids) for item in workload),
+            "prefix_cache_hit_rate": num_cached
+            / sum(len(item.prompt_token_ids) for item in workload),
             "num_steps": after["engine_steps_total"] - before["engine_steps_total"],
             **_of_decoding(before, after),
             **dtypes(llm),

@@ -8,8 +8,14 @@ from matplotlib.ticker import PercentFormatter
 
 from jaxpage.memory import MemoryReport
 
-# Of the palette of Okabe and Ito, whose colours differ for every eye; free memory is nothing, and looks like it.
-COLOURS = {"token states": "#0072B2", "reserved": "#E69F00", "internal fragmentation": "#D55E00", "free": "#EFEFEF"}
+# Of the palette of Okabe and Ito, whose colours differ for every eye; free memory is nothing, and
+# looks like it.
+COLOURS = {
+    "token states": "#0072B2",
+    "reserved": "#E69F00",
+    "internal fragmentation": "#D55E00",
+    "free": "#EFEFEF",
+}
 
 
 def draw(report: MemoryReport, *, title: str) -> Figure:
@@ -19,7 +25,9 @@ def draw(report: MemoryReport, *, title: str) -> Figure:
     axes.set_title(title, loc="left", fontsize=13, pad=28)
     _draw_areas(axes, report)
     counts = f"{report.num_steps:,} steps, {report.num_preemptions:,} preemptions"
-    axes.set_xlabel(f"time in steps (s)   ·   {counts}   ·   shares in the legend: means over this time")
+    axes.set_xlabel(
+        f"time in steps (s)   ·   {counts}   ·   shares in the legend: means over this time"
+    )
     axes.set_ylabel(f"KV pool of {report.num_blocks:,} blocks × {report.block_size} slots")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.margins(x=0)
@@ -46,5 +54,13 @@ def _draw_areas(axes: Axes, report: MemoryReport) -> None:
     if report.saved_by_sharing:
         unshared = [split.unshared_blocks / report.num_blocks for split in splits]
         label = f"without sharing (saved {report.saved_by_sharing:.1%})"
-        axes.step(seconds, unshared, where="post", color="black", linewidth=1.2, linestyle=(0, (4, 2)), label=label)
+        axes.step(
+            seconds,
+            unshared,
+            where="post",
+            color="black",
+            linewidth=1.2,
+            linestyle=(0, (4, 2)),
+            label=label,
+        )
         axes.set_ylim(0, max(1, *(1.02 * share for share in unshared)))

@@ -14,7 +14,14 @@ import jax
 from tqdm import tqdm
 
 from jaxpage.assembly import choose_dtype, device_spec_of
-from jaxpage.bench.kv_dtype import DIFFERENCES, Logits, differences, position_logits, table, text_tokens
+from jaxpage.bench.kv_dtype import (
+    DIFFERENCES,
+    Logits,
+    differences,
+    position_logits,
+    table,
+    text_tokens,
+)
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.roofline import STEPS, start_decoding
 from jaxpage.bench.throughput import check_writable
@@ -64,17 +71,35 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
             **_decoding_rates(asked, arguments.batches),
         }
     rates = [
-        (f"decoding, {rows} sequences, tokens/s", f"tokens_per_second_{rows}", ",.0f") for rows in arguments.batches
+        (f"decoding, {rows} sequences, tokens/s", f"tokens_per_second_{rows}", ",.0f")
+        for rows in arguments.batches
     ]
     print(
         table(
-            (*DIFFERENCES, ("perplexity", "perplexity", ".3f"), ("weights (MiB)", "weights_mib", ",.1f"), *rates),
+            (
+                *DIFFERENCES,
+                ("perplexity", "perplexity", ".3f"),
+                ("weights (MiB)", "weights_mib", ",.1f"),
+                *rates,
+            ),
             columns,
         )
     )
-    print(f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding behind {CONTEXT} tokens")
-    context = {"num_tokens": len(token_ids), "text": arguments.text, "seed": arguments.seed, "dtype": dtype}
-    result: dict[str, Any] = {**columns, **context, "config": config.model_dump(), "environment": environment()}
+    print(
+        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding behind {CONTEXT} tokens"
+    )
+    context = {
+        "num_tokens": len(token_ids),
+        "text": arguments.text,
+        "seed": arguments.seed,
+        "dtype": dtype,
+    }
+    result: dict[str, Any] = {
+        **columns,
+        **context,
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
     print_result(result, arguments)
 
 

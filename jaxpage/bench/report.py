@@ -45,7 +45,11 @@ class Measurement:
 
     @classmethod
     def of(
-        cls, engine: str, workload: Sequence[WorkItem], outputs: Sequence[Sequence[int]], **rest: Any
+        cls,
+        engine: str,
+        workload: Sequence[WorkItem],
+        outputs: Sequence[Sequence[int]],
+        **rest: Any,
     ) -> Measurement:
         """Checks that the work was done as asked: a shorter output would make a faster engine."""
         for index, (item, output) in enumerate(zip(workload, outputs, strict=True)):
@@ -73,7 +77,8 @@ class Measurement:
             "total_output_tokens": self.total_output_tokens,
             "request_throughput": self.completed / self.duration,
             "output_throughput": self.total_output_tokens / self.duration,
-            "total_token_throughput": (self.total_input_tokens + self.total_output_tokens) / self.duration,
+            "total_token_throughput": (self.total_input_tokens + self.total_output_tokens)
+            / self.duration,
             "load_seconds": self.load_seconds,
             "compile_seconds": self.compile_seconds,
             "warmup_seconds": self.warmup_seconds,
@@ -117,7 +122,9 @@ def table(measurements: Sequence[Measurement]) -> str:
     columns = [measurement.as_dict() for measurement in measurements]
     rows = [["", *(column["engine"] for column in columns)]]
     for label, key, form in _ROWS:
-        rows.append([label, *(format(column[key], form) if key in column else "-" for column in columns)])
+        rows.append(
+            [label, *(format(column[key], form) if key in column else "-" for column in columns)]
+        )
     return "\n".join(aligned(rows, num_words=1))
 
 
@@ -139,7 +146,11 @@ def print_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> No
     Args:
         arguments: `json` and `output_json`, the name of the file or None.
     """
-    hashes = {f"{name}_hash": fingerprint(result[name]) for name in ("config", "environment") if result.get(name)}
+    hashes = {
+        f"{name}_hash": fingerprint(result[name])
+        for name in ("config", "environment")
+        if result.get(name)
+    }
     line = json.dumps({**result, **hashes}, allow_nan=False)
     if arguments.output_json:
         Path(arguments.output_json).write_text(line + "\n", encoding="utf-8")
@@ -156,7 +167,10 @@ def fingerprint(values: Mapping[str, Any]) -> str:
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:
     """How many outputs of the first measurement each of the others has too."""
     first, *others = measurements
-    return [sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True)) for other in others]
+    return [
+        sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True))
+        for other in others
+    ]
 
 
 def environment(*, with_device: bool = True) -> dict[str, Any]:
@@ -168,7 +182,14 @@ def environment(*, with_device: bool = True) -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
-        **({"device": f"{device.platform}: {device.device_kind}", "num_devices": len(jax.devices())} if device else {}),
+        **(
+            {
+                "device": f"{device.platform}: {device.device_kind}",
+                "num_devices": len(jax.devices()),
+            }
+            if device
+            else {}
+        ),
         "cpu": processor() or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
     }
@@ -180,7 +201,12 @@ def _commit() -> str | None:
     try:
         commit, changes = (
             subprocess.run(
-                ["git", *words], cwd=directory, capture_output=True, text=True, check=True, timeout=10
+                ["git", *words],
+                cwd=directory,
+                capture_output=True,
+                text=True,
+                check=True,
+                timeout=10,
             ).stdout
             for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
         )

@@ -55,15 +55,27 @@ class Work:
 
 
 def work_of(
-    spec: ModelSpec, weights: ProductWeights, page_dtype: Any, *, num_rows: int, num_tokens: int, context: int
+    spec: ModelSpec,
+    weights: ProductWeights,
+    page_dtype: Any,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    context: int,
 ) -> Work:
     """num_tokens: of each row, behind `context` others."""
-    positions = sum(min(context + num_tokens, window or context + num_tokens) for window in spec.kv.sliding_windows)
+    positions = sum(
+        min(context + num_tokens, window or context + num_tokens)
+        for window in spec.kv.sliding_windows
+    )
     pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
-    seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers  # of a token, in the mean; windows see less
+    # of a token, in the mean; windows see less
+    seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers
     widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # of keys and values
     attention = 2 * spec.num_query_heads * widths * seen
-    return Work(weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention))
+    return Work(
+        weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention)
+    )
 
 
 class ProductWeights(NamedTuple):
@@ -73,11 +85,16 @@ class ProductWeights(NamedTuple):
     num_bytes: int
 
 
-def product_weights(family: Family, spec: ModelSpec, dtype: str, rule: Rule | None = None) -> ProductWeights:
+def product_weights(
+    family: Family, spec: ModelSpec, dtype: str, rule: Rule | None = None
+) -> ProductWeights:
     """rule: of modules with quantised weights."""
     looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.model_width
     number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
-    return ProductWeights(number, num_bytes(_tables(family, spec, rule), dtype) - looked_up * jnp.dtype(dtype).itemsize)
+    return ProductWeights(
+        number,
+        num_bytes(_tables(family, spec, rule), dtype) - looked_up * jnp.dtype(dtype).itemsize,
+    )
 
 
 def _tables(family: Family, spec: ModelSpec, rule: Rule | None) -> list[Weight]:
@@ -101,10 +118,14 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     model = describe_model(resolve_model(config.model, config.revision), config.quantization)
     spec = model.spec
     refuse_recurrent("bench roofline", spec.kv)
-    longest = min(spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings)
+    longest = min(
+        spec.max_position_embeddings, config.max_model_len or spec.max_position_embeddings
+    )
     most = longest - 4 * STEPS
     if most < 1:
-        raise UsageError(f"max_model_len must be at least {4 * STEPS + 1} for bench roofline, and is {longest}")
+        raise UsageError(
+            f"max_model_len must be at least {4 * STEPS + 1} for bench roofline, and is {longest}"
+        )
     if arguments.context > most:
         raise UsageError(f"--context must be at most {most}: max_model_len is {longest}")
     config = config.replace(enable_prefix_caching=False, event_log=None)
@@ -120,11 +141,15 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
         measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
     chunk = min(built.spec.menu.chunk[-1].num_tokens, longest - 1)
     one = work(num_rows=1, num_tokens=chunk, context=0)
-    measured.append(_measured(engine, f"chunk of {chunk}", one, lambda: start_request(engine, chunk, 1)))
+    measured.append(
+        _measured(engine, f"chunk of {chunk}", one, lambda: start_request(engine, chunk, 1))
+    )
     rate = product_rate(built.spec.layout.dtype)
     rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
     library = f", {cpu_products().library or 'plain XLA'}" if jax.default_backend() == "cpu" else ""
-    print(f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s{library}\n\n{_table(rows)}\n")
+    print(
+        f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s{library}\n\n{_table(rows)}\n"
+    )
     result = {
         "steps": rows,
         "context": arguments.context,
@@ -139,7 +164,9 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     if min(arguments.batches) < 1 or arguments.context < 1:
         raise UsageError("--batches and --context must be at least 1")
     if config.speculative_config is not None:
-        raise UsageError("bench roofline has no use for speculative_config: `bench speculation` measures that")
+        raise UsageError(
+            "bench roofline has no use for speculative_config: `bench speculation` measures that"
+        )
     if config.num_scheduler_steps > 1:
         raise UsageError(
             f"bench roofline measures single steps: num_scheduler_steps is {config.num_scheduler_steps}; use 1"
@@ -149,7 +176,8 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
     """Computes prompts of `context` tokens, so that the next steps compute a token of each."""
-    reporters = [start_request(engine, context, 4 * STEPS) for _ in range(num_rows)]  # they run until they are aborted
+    # they run until they are aborted
+    reporters = [start_request(engine, context, 4 * STEPS) for _ in range(num_rows)]
     while not all(reporter.num_output_tokens for reporter in reporters):
         engine.step()
 
@@ -157,7 +185,9 @@ def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
 def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
     """Of random tokens."""
     request_id = str(uuid.uuid4())
-    prompt = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
+    prompt = (
+        np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
+    )
     return engine.add(request_id, engine.prepare(None, prompt, parameters(num_output_tokens)))
 
 
@@ -178,7 +208,9 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
         middle = int(np.argsort(seconds["step"])[STEPS // 2])
         plain = {part: each[middle] for part, each in seconds.items()}
         seconds.clear()
-        executable = engine.runner.executables.step(batches[-1].bucket, batches[-1].draft_depth).executable
+        executable = engine.runner.executables.step(
+            batches[-1].bucket, batches[-1].draft_depth
+        ).executable
         scopes = profiled(steps, executable.as_text())
     engine.abort_all()
     scale = plain["run"] / sum(seconds["run"])  # a profiler takes time too
@@ -212,11 +244,15 @@ def _timed_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[
             ("batch", engine.builder, "build"),
             ("run", engine.runner, "run"),
         ):
-            stack.enter_context(mock.patch.object(owner, method, timed(name, getattr(owner, method))))
+            stack.enter_context(
+                mock.patch.object(owner, method, timed(name, getattr(owner, method)))
+            )
         yield seconds, batches
 
 
-def _as_dict(measured: Measured, bytes_per_second: float, operations_per_second: float) -> dict[str, Any]:
+def _as_dict(
+    measured: Measured, bytes_per_second: float, operations_per_second: float
+) -> dict[str, Any]:
     limit = measured.work.seconds(bytes_per_second, operations_per_second)
     return {
         "name": measured.name,
@@ -239,7 +275,10 @@ def _table(steps: Sequence[Mapping[str, Any]]) -> str:
         ("roofline (ms)", lambda step: f"{step['roofline_seconds'] * 1e3:.2f}"),
         ("step (ms)", lambda step: f"{step['seconds'] * 1e3:.2f}"),
         ("share of the roofline", lambda step: f"{step['share']:.2f}"),
-        *((f"  {part} (ms)", lambda step, part=part: f"{step['parts'][part] * 1e3:.2f}") for part in PARTS),
+        *(
+            (f"  {part} (ms)", lambda step, part=part: f"{step['parts'][part] * 1e3:.2f}")
+            for part in PARTS
+        ),
     ]
     rows = [["", *(step["name"] for step in steps)]]
     rows += [[label, *(show(step) for step in steps)] for label, show in shown]

@@ -16,7 +16,13 @@ from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_o
 from jaxpage.bench.http_client import Client
 from jaxpage.bench.load import Endpoint, Load
 from jaxpage.bench.report import environment, print_result
-from jaxpage.bench.serve_comparison import COMPARED, check_same_work, compare, described, read_baseline
+from jaxpage.bench.serve_comparison import (
+    COMPARED,
+    check_same_work,
+    compare,
+    described,
+    read_baseline,
+)
 from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
@@ -42,8 +48,15 @@ def run(arguments: argparse.Namespace) -> int:
     print(table(measured), "\n")
     results = [result for _, result in measured if "request_rate" in result]
     print("".join(f"{note}\n" for result in results for note in rate_notes(result)), end="")
-    baselines = [{"engine": name, **result} for name, result in measured if "request_rate" not in result]
-    result = {**results[0], **context, "baselines": baselines, "environment": environment(with_device=False)}
+    baselines = [
+        {"engine": name, **result} for name, result in measured if "request_rate" not in result
+    ]
+    result = {
+        **results[0],
+        **context,
+        "baselines": baselines,
+        "environment": environment(with_device=False),
+    }
     if len(results) > 1:
         result["sweep"] = results
     if earlier:
@@ -60,7 +73,9 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
     """Returns the goals of the goodput."""
     check_workload(arguments)
     if arguments.dataset == "trace" and arguments.request_rate:
-        raise UsageError("--request-rate does not go with --dataset trace, which has times of its own")
+        raise UsageError(
+            "--request-rate does not go with --dataset trace, which has times of its own"
+        )
     rates = arguments.request_rate = arguments.request_rate or [math.inf]
     for name, values in (("request_rate", rates), ("burstiness", [arguments.burstiness])):
         for value in values:
@@ -76,7 +91,9 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
     if len(rates) > 1 and (arguments.baseline or arguments.compare):
         raise UsageError("--baseline and --compare go with one --request-rate")
     if arguments.baseline and arguments.dataset == "chat":
-        raise UsageError("--baseline static does not go with --dataset chat, whose rounds wait for each other")
+        raise UsageError(
+            "--baseline static does not go with --dataset chat, whose rounds wait for each other"
+        )
     check_writable("--output-json", arguments.output_json)
     return goals_of(arguments.goodput)
 
@@ -91,8 +108,15 @@ async def _measured(
     work, sizes = _workload(arguments, card, capabilities)
     rates = arguments.request_rate
     schedule = _arrivals(arguments)
-    context = {"base_url": arguments.base_url, "model_id": card["id"], **asked_for(arguments), **sizes}
-    context |= {name: getattr(arguments, name) for name in ("num_prompts", "burstiness", "max_concurrency")}
+    context = {
+        "base_url": arguments.base_url,
+        "model_id": card["id"],
+        **asked_for(arguments),
+        **sizes,
+    }
+    context |= {
+        name: getattr(arguments, name) for name in ("num_prompts", "burstiness", "max_concurrency")
+    }
     context |= {"arrivals": schedule, "goodput": goals or None, "config": capabilities or None}
     if earlier:
         rate = None if math.isinf(rates[0]) else rates[0]
@@ -117,7 +141,9 @@ async def _measured(
     return measured, context
 
 
-async def _run(client: Client, load: Load, work: Sequence[WorkItem], goals: dict[str, float]) -> dict[str, Any]:
+async def _run(
+    client: Client, load: Load, work: Sequence[WorkItem], goals: dict[str, float]
+) -> dict[str, Any]:
     async with MetricsPoller(client) as metrics:
         answers, start = await load.run()
         duration = perf_counter() - start
@@ -152,15 +178,22 @@ async def _capabilities(client: Client) -> dict[str, Any]:
 def _workload(
     arguments: argparse.Namespace, card: dict[str, Any], capabilities: dict[str, Any]
 ) -> tuple[list[WorkItem], dict[str, int]]:
-    tokenizer = load_tokenizer(resolve_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
+    tokenizer = (
+        load_tokenizer(resolve_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
+    )
     size = arguments.vocab_size or capabilities.get("model", {}).get("vocab_size")
-    size = size or (card.get("meta") or {}).get("n_vocab") or (len(tokenizer) if tokenizer else None)  # llama.cpp's
+    # llama.cpp's
+    size = (
+        size or (card.get("meta") or {}).get("n_vocab") or (len(tokenizer) if tokenizer else None)
+    )
     if not size:
         raise UsageError(
             "the server does not tell the size of its vocabulary: give --vocab-size N or --tokenizer MODEL"
         )
     max_input, max_output = capped(arguments, card.get("max_model_len") or _UNKNOWN_LENGTH)
-    work = workload_of(arguments, vocab_size=size, max_input=max_input, max_output=max_output, tokenizer=tokenizer)
+    work = workload_of(
+        arguments, vocab_size=size, max_input=max_input, max_output=max_output, tokenizer=tokenizer
+    )
     return work, {"max_input": max_input, "max_output": max_output}
 
 

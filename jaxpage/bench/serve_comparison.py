@@ -32,7 +32,16 @@ class _Result(_Numbers):
 
 COMPARED = tuple(_Numbers.model_fields)
 _WORK = (
-    *("dataset", "dataset_path", "num_prefixes", "prefix_len", "num_rounds", "seed", "num_prompts", "arrivals"),
+    *(
+        "dataset",
+        "dataset_path",
+        "num_prefixes",
+        "prefix_len",
+        "num_rounds",
+        "seed",
+        "num_prompts",
+        "arrivals",
+    ),
     *("request_rate", "burstiness", "max_concurrency", "max_input", "max_output"),
 )
 
@@ -45,10 +54,14 @@ def read_baseline(path: str) -> dict[str, Any]:
 def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises UsageError if the baseline had other requests at other times."""
     other = [
-        f"{name} {baseline.get(name)!r}, now {now.get(name)!r}" for name in _WORK if baseline.get(name) != now.get(name)
+        f"{name} {baseline.get(name)!r}, now {now.get(name)!r}"
+        for name in _WORK
+        if baseline.get(name) != now.get(name)
     ]
     if other:
-        raise UsageError(f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs")
+        raise UsageError(
+            f"--compare {path}: that was other work: {'; '.join(other)}. Use the same flags for both runs"
+        )
 
 
 def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -58,11 +71,17 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
         theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
         if min(*theirs, baseline[name]) > 0:
             lowest, highest = min(ours) / max(theirs), max(ours) / min(theirs)
-            ratios[name] = {"ratio": result[name] / baseline[name], "lowest": lowest, "highest": highest}
+            ratios[name] = {
+                "ratio": result[name] / baseline[name],
+                "lowest": lowest,
+                "highest": highest,
+            }
     return ratios
 
 
 def described(path: str, ratios: Mapping[str, Mapping[str, float]]) -> str:
     rows = [[f"compared with {path}", "ratio", "lowest", "highest"]]
-    rows += [[name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()]
+    rows += [
+        [name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()
+    ]
     return "\n".join(aligned(rows, num_words=1))

@@ -22,9 +22,21 @@ def draw(results: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
 def _latencies(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
     rates = [result.get("drawn_request_rate") or result["request_throughput"] for result in results]
     for label, style in (("mean", "-"), ("p99", ":")):
-        for name, colour in (("ttft", "#0072B2"), ("tpot", "#E69F00"), ("normalized_latency", "#D55E00")):
+        for name, colour in (
+            ("ttft", "#0072B2"),
+            ("tpot", "#E69F00"),
+            ("normalized_latency", "#D55E00"),
+        ):
             values = [result[f"{label}_{name}_ms"] for result in results]
-            axes.plot(rates, values, style, color=colour, marker="o", markersize=3, label=f"{name}, {label}")
+            axes.plot(
+                rates,
+                values,
+                style,
+                color=colour,
+                marker="o",
+                markersize=3,
+                label=f"{name}, {label}",
+            )
     axes.set_yscale("log")
     axes.set(xlabel="requests/s that were drawn", ylabel="ms (normalised: per output token)")
     axes.legend(frameon=False, fontsize=9, ncols=2)
@@ -32,13 +44,22 @@ def _latencies(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
 
 def _batch(axes: Any, results: Sequence[Mapping[str, Any]]) -> None:
     series = results[-1]["server_series"]
-    axes.plot(series["seconds"], series["num_requests_running"], color="#0072B2", label="requests running")
+    axes.plot(
+        series["seconds"], series["num_requests_running"], color="#0072B2", label="requests running"
+    )
     axes.set(
-        xlabel=f"seconds; {results[-1]['request_throughput']:.2f} requests/s", ylabel="requests running", ylim=(0, None)
+        xlabel=f"seconds; {results[-1]['request_throughput']:.2f} requests/s",
+        ylabel="requests running",
+        ylim=(0, None),
     )
     if "kv_cache_usage_perc" in series:
         other = axes.twinx()
-        other.plot(series["seconds"], series["kv_cache_usage_perc"], color="#D55E00", label="KV pool in use")
+        other.plot(
+            series["seconds"],
+            series["kv_cache_usage_perc"],
+            color="#D55E00",
+            label="KV pool in use",
+        )
         other.set(ylabel="KV pool in use", ylim=(0, 1))
         other.legend(loc="upper right", frameon=False, fontsize=9)
     axes.legend(loc="upper left", frameon=False, fontsize=9)

@@ -47,7 +47,9 @@ def table(measured: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
     for label, key, form in _ROWS:
         values = [result.get(key) for _, result in measured]
         if any(value is not None for value in values):
-            rows.append([label, *("-" if value is None else format(value, form) for value in values)])
+            rows.append(
+                [label, *("-" if value is None else format(value, form) for value in values)]
+            )
     return "\n".join(aligned(rows, num_words=1))
 
 

@@ -17,11 +17,19 @@ from jaxpage.bench.http_client import Client
 
 POLL_SECONDS = 0.25
 _PREFIXES = ("jaxpage_", "vllm:")
-_GAUGES = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting", "kv_saved_by_sharing_perc")
+_GAUGES = (
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_saved_by_sharing_perc",
+)
 _COUNTERS = {"num_preemptions": "num_preemptions_total", "compiles_during_run": "compile_total"}
 _RATIOS = {
     "prefix_cache_hit_rate": ("prefix_cache_hits_total", "prefix_cache_queries_total"),
-    "draft_acceptance_rate": ("spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
+    "draft_acceptance_rate": (
+        "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_draft_tokens_total",
+    ),
 }
 
 
@@ -48,13 +56,17 @@ class MetricsPoller:
         if not self._samples:
             return {}
         (_, first), (_, last) = self._samples[0], self._samples[-1]
-        during = self._samples[1:-1] or self._samples  # before the first request and after the last nothing runs
+        # before the first request and after the last nothing runs
+        during = self._samples[1:-1] or self._samples
         found: dict[str, Any] = {}
         series: dict[str, list[float]] = {"seconds": [seconds for seconds, _ in during]}
         for name in _GAUGES:
             if name in last:
                 series[name] = [sample.get(name, 0.0) for _, sample in during]
-                found |= {f"mean_{name}": sum(series[name]) / len(series[name]), f"max_{name}": max(series[name])}
+                found |= {
+                    f"mean_{name}": sum(series[name]) / len(series[name]),
+                    f"max_{name}": max(series[name]),
+                }
         for name, counter in _COUNTERS.items():
             if counter in last:
                 found[name] = int(last[counter] - first.get(counter, 0.0))

@@ -24,12 +24,15 @@ from jaxpage.tables import aligned
 
 NONE = "none"
 ALONE = NONE, ""
-CONTROL = NONE, "again"  # another engine without drafts: what the two differ by is not the doing of drafts
+# another engine without drafts: what the two differ by is not the doing of drafts
+CONTROL = NONE, "again"
 NUM_INPUT_TOKENS = 64  # of a prompt
-# Of each engine, at least: one sequence runs several times, or `auto` would be measured while it still finds out what pays.
+# Of each engine, at least: one sequence runs several times, or `auto` would be measured while it
+# still finds out what pays.
 TOKENS_OF_A_TURN = 512
 Way = tuple[str, str]  # a method, and a number of drafts or "auto"
-Pairs = list[tuple[Run, Run]]  # one that took as long as the mean of the two without drafts, and the one beside them
+# one that took as long as the mean of the two without drafts, and the one beside them
+Pairs = list[tuple[Run, Run]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Cell:
 
     batch: int
     method: str
-    num_speculative_tokens: str  # a number or "auto"; without drafts nothing, and "again" of the second engine
+    # a number or "auto"; without drafts nothing, and "again" of the second engine
+    num_speculative_tokens: str
     tokens_per_step: float  # of a sequence, behind its first token
     tokens_per_second: float
     ratio: float  # tokens per second to those of the two engines without drafts beside it
@@ -53,38 +57,65 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     configs = {way: _config(config, way) for way in ways}
     prompts = _prompts(arguments, config)
     params = [
-        SamplingParams(temperature=arguments.temperature, max_tokens=arguments.max_output, ignore_eos=True, seed=seed)
+        SamplingParams(
+            temperature=arguments.temperature,
+            max_tokens=arguments.max_output,
+            ignore_eos=True,
+            seed=seed,
+        )
         for seed in range(len(prompts))
     ]
-    pairs: dict[tuple[int, Way], Pairs] = {(batch, way): [] for batch in arguments.batches for way in ways}
+    pairs: dict[tuple[int, Way], Pairs] = {
+        (batch, way): [] for batch in arguments.batches for way in ways
+    }
     each_start = [
-        (start, way) for start in range(1, 1 + arguments.starts) for way in ways if way not in (ALONE, CONTROL)
+        (start, way)
+        for start in range(1, 1 + arguments.starts)
+        for way in ways
+        if way not in (ALONE, CONTROL)
     ]
     with tqdm(total=len(each_start) * (1 + len(arguments.batches)), disable=None) as bar:
         for start, way in each_start:
             bar.set_description(f"Start {start} of {arguments.starts}, {' '.join(way)}")
             with ExitStack() as stack:
-                engines = {each: stack.enter_context(engine_process(configs[each])) for each in (ALONE, way, CONTROL)}
+                engines = {
+                    each: stack.enter_context(engine_process(configs[each]))
+                    for each in (ALONE, way, CONTROL)
+                }
                 bar.update()
                 for batch in arguments.batches:
-                    for each, more in measure(engines, prompts[:batch], params[:batch], arguments.repeats).items():
+                    for each, more in measure(
+                        engines, prompts[:batch], params[:batch], arguments.repeats
+                    ).items():
                         pairs[batch, each] += more
                     bar.update()
-    cells = [_cell(batch, way, batch * arguments.max_output, runs) for (batch, way), runs in pairs.items()]
+    cells = [
+        _cell(batch, way, batch * arguments.max_output, runs)
+        for (batch, way), runs in pairs.items()
+    ]
     print(table(cells))
     print(
         f"{arguments.max_output} tokens of each sequence, temperature {arguments.temperature:g}; ratio: to the mean of none and none again"
     )
     context = {
-        name: getattr(arguments, name) for name in ("temperature", "max_output", "starts", "repeats", "text", "seed")
+        name: getattr(arguments, name)
+        for name in ("temperature", "max_output", "starts", "repeats", "text", "seed")
     }
     results = [asdict(cell) for cell in cells]
-    result = {"cells": results, **context, "config": config.model_dump(), "environment": environment()}
+    result = {
+        "cells": results,
+        **context,
+        "config": config.model_dump(),
+        "environment": environment(),
+    }
     print_result(result, arguments)
 
 
 def measure(
-    engines: dict[Way, EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams], repeats: int
+    engines: dict[Way, EngineInTurns],
+    prompts: Prompts,
+    params: Sequence[SamplingParams],
+    repeats: int,
 ) -> dict[Way, Pairs]:
     """One batch: drafts beside the two engines without. The first of the turns is not counted."""
     pairs: dict[Way, Pairs] = {way: [] for way in engines}
@@ -92,7 +123,9 @@ def measure(
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for index in range((1 + repeats) * runs_of_a_turn):
         ways.append(ways.pop(0))  # another one begins
-        runs = dict(zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True))
+        runs = dict(
+            zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True)
+        )
         if index >= runs_of_a_turn:
             seconds = (runs[ALONE].seconds + runs[CONTROL].seconds) / 2
             for each, run in runs.items():
@@ -100,7 +133,9 @@ def measure(
     return pairs
 
 
-def _run_together(engines: Sequence[EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams]) -> list[Run]:
+def _run_together(
+    engines: Sequence[EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams]
+) -> list[Run]:
     """In turns of a few milliseconds: a token of each sequence of the engine that has had the least time so far.
 
     So whatever else the machine does slows all alike. One whole run behind the other may differ by a tenth for that alone.
@@ -136,25 +171,45 @@ def table(cells: Sequence[Cell]) -> str:
     for cell in cells:
         best = max(other.ratio for other in cells if other.batch == cell.batch)
         way = f"{cell.method} {cell.num_speculative_tokens}".strip()
-        numbers = (f"{cell.tokens_per_step:.2f}", f"{cell.tokens_per_second:.1f}", f"{cell.ratio:.3f}")
+        numbers = (
+            f"{cell.tokens_per_step:.2f}",
+            f"{cell.tokens_per_second:.1f}",
+            f"{cell.ratio:.3f}",
+        )
         mark = "*" if cell.ratio == best else ""
-        rows.append([way, str(cell.batch), *numbers[:2], numbers[2] + mark, "yes" if cell.identical else "no"])
+        rows.append(
+            [
+                way,
+                str(cell.batch),
+                *numbers[:2],
+                numbers[2] + mark,
+                "yes" if cell.identical else "no",
+            ]
+        )
     return "\n".join(aligned(rows, num_words=1))
 
 
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     methods = [_method_and_model(asked)[0] for asked in arguments.methods]
     if NONE in methods:
-        raise UsageError("--methods none: engines without drafts run beside each method in any case")
+        raise UsageError(
+            "--methods none: engines without drafts run beside each method in any case"
+        )
     if config.speculative_config is not None and config.speculative_config.method not in methods:
         given = config.speculative_config.method
-        raise UsageError(f"--methods {' '.join(methods)}: speculative_config is for {given}, name it in --methods, too")
+        raise UsageError(
+            f"--methods {' '.join(methods)}: speculative_config is for {given}, name it in --methods, too"
+        )
     for name in ("batches", "num_speculative_tokens"):
         if min(getattr(arguments, name)) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be at least 1, got {min(getattr(arguments, name))}"
+            )
     for name in ("starts", "repeats", "max_output"):
         if getattr(arguments, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
+            raise UsageError(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}"
+            )
     if arguments.temperature < 0:
         raise UsageError(f"--temperature must not be negative, got {arguments.temperature:g}")
     if arguments.seed < 0:
@@ -171,7 +226,11 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
     """Pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
     ways = [(asked, number) for asked in arguments.methods for number in numbers]
-    ways = [(asked, number) for asked, number in ways if number != "auto" or _method_and_model(asked)[0] not in FIXED]
+    ways = [
+        (asked, number)
+        for asked, number in ways
+        if number != "auto" or _method_and_model(asked)[0] not in FIXED
+    ]
     return [ALONE, *ways, CONTROL]
 
 
@@ -179,7 +238,9 @@ def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
     """Just large enough, since three engines lie side by side in memory."""
     length = config.max_model_len or num_tokens
     num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
-    return config.replace(max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False)
+    return config.replace(
+        max_model_len=length, num_blocks=num_blocks, max_num_seqs=batch, enable_prefix_caching=False
+    )
 
 
 def _config(config: EngineConfig, way: Way) -> EngineConfig:
@@ -188,12 +249,16 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
     method, model = _method_and_model(asked)
     drafts: Any = None
     if method != NONE:
-        drafts = {"method": method, "num_speculative_tokens": number if number == "auto" else int(number)}
+        drafts = {
+            "method": method,
+            "num_speculative_tokens": number if number == "auto" else int(number),
+        }
         drafts |= {"tree": True} if asked.endswith("+tree") else {}
         drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
-            if given["method"] != method:  # how drafts are accepted holds for all methods, all else for its own
+            # how drafts are accepted holds for all methods, all else for its own
+            if given["method"] != method:
                 given = {name: value for name, value in given.items() if "acceptance" in name}
             drafts = {**given, **drafts}
     try:

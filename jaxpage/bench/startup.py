@@ -58,7 +58,10 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 def table(cold: Phases, warm: Phases, warm_total: float) -> str:
     """A row per phase. warm_total: the median of the sums, which is not the sum of the medians."""
-    rows = [["seconds", "cold", "warm"], *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold)]
+    rows = [
+        ["seconds", "cold", "warm"],
+        *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold),
+    ]
     rows.append(["total", f"{sum(cold.values()):.2f}", f"{warm_total:.2f}"])
     return "\n".join(aligned(rows, num_words=1))
 
@@ -71,9 +74,13 @@ def _start(config: EngineConfig, cache: Path) -> Phases:
     began = time.time()
     model = str(resolve_model(config.model)) if config.model in FETCHABLE else config.model
     settings = json.dumps(config.replace(event_log=None, model=model).given())
-    done = subprocess.run(command, input=settings, env=variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, input=settings, env=variables, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise JaxpageError(f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}")
+        raise JaxpageError(
+            f"A start failed with status {done.returncode}:\n{done.stderr.strip()[-2000:]}"
+        )
     answer = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise JaxpageError(answer["error"])

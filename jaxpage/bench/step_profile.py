@@ -14,9 +14,12 @@ from jax.profiler import ProfileData, ProfileOptions
 # The first of them that a path has counts: gathers are a part of attention.
 SCOPES = ("product", "gather", "attention", "sampling")
 OTHER = "other"
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?[\])}] (?P<opcode>[a-z][\w\-]*)\(", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?[\])}] (?P<opcode>[a-z][\w\-]*)\(", re.MULTILINE
+)
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_CONTAINERS = frozenset({"call", "conditional", "while"})  # the time of what is in them is counted there
+# the time of what is in them is counted there
+_CONTAINERS = frozenset({"call", "conditional", "while"})
 
 
 def profiled(run: Callable[[], None], code: str) -> dict[str, float]:

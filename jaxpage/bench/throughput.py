@@ -16,7 +16,14 @@ from jaxpage.bench.comparison import check_same_work, compare, read_baseline
 from jaxpage.bench.datasets import asked_for, capped, check_workload, workload_of
 from jaxpage.bench.history import check_record, record
 from jaxpage.bench.measure import run_workload
-from jaxpage.bench.report import Measurement, as_result, num_identical, print_result, table, too_short
+from jaxpage.bench.report import (
+    Measurement,
+    as_result,
+    num_identical,
+    print_result,
+    table,
+    too_short,
+)
 from jaxpage.bench.workloads import WorkItem
 from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.checkpoints.tokenizer_files import tokenizer_of
@@ -40,7 +47,10 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
     earlier = read_baseline(path) if path else None
     if earlier:
         check_same_work(path, earlier, _known_work(arguments, config))
-    others = [(text, config.replace(**{"event_log": None, **changes_of(text)})) for text in arguments.versus]
+    others = [
+        (text, config.replace(**{"event_log": None, **changes_of(text)}))
+        for text in arguments.versus
+    ]
     draw = _plotter(arguments.plot) if arguments.plot else None
     directory = resolve_model(config.model, config.revision)
     with started(config) as (llm, load_seconds):
@@ -54,7 +64,11 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         )
         if earlier:
             num_tokens = sum(len(item.prompt_token_ids) for item in workload)
-            sizes = {"max_input": max_input, "max_output": max_output, "total_input_tokens": num_tokens}
+            sizes = {
+                "max_input": max_input,
+                "max_output": max_output,
+                "total_input_tokens": num_tokens,
+            }
             check_same_work(path, earlier, sizes)
         measure = functools.partial(run_workload, workload=workload, repeats=arguments.repeats)
         measurements = [measure(llm, load_seconds=load_seconds)]
@@ -91,7 +105,12 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
     model = Path(config.model).name  # its directory may be another
-    return {"dataset": arguments.dataset, "seed": arguments.seed, "completed": arguments.num_prompts, "model": model}
+    return {
+        "dataset": arguments.dataset,
+        "seed": arguments.seed,
+        "completed": arguments.num_prompts,
+        "model": model,
+    }
 
 
 @contextlib.contextmanager
@@ -122,7 +141,9 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.fail_below and not arguments.compare:
         raise UsageError("--fail-below goes with --compare: it is a ratio to an earlier run")
     if arguments.baseline_batch_size < 1:
-        raise UsageError(f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}")
+        raise UsageError(
+            f"--baseline-batch-size must be at least 1, got {arguments.baseline_batch_size}"
+        )
     check_baseline(arguments)
     check_writable("--output-json", arguments.output_json)
     if arguments.record:
@@ -132,10 +153,14 @@ def _check(arguments: argparse.Namespace) -> None:
 def check_baseline(arguments: argparse.Namespace) -> None:
     """Raises UsageError for a baseline that cannot be run, before there is anything to be compared with it."""
     if arguments.baseline not in (None, *BASELINES):
-        raise UsageError(f"--baseline must be one of {', '.join(BASELINES)}, got {arguments.baseline!r}")
+        raise UsageError(
+            f"--baseline must be one of {', '.join(BASELINES)}, got {arguments.baseline!r}"
+        )
     # Looked for and not imported: the first engine runs without it.
     if arguments.baseline and importlib.util.find_spec("torch") is None:
-        raise UsageError("--baseline transformers needs torch, which is not installed: pip install torch")
+        raise UsageError(
+            "--baseline transformers needs torch, which is not installed: pip install torch"
+        )
 
 
 def check_writable(flag: str, path: str | None) -> None:
@@ -147,7 +172,9 @@ def check_writable(flag: str, path: str | None) -> None:
 def check_plot(path: str) -> None:
     """Raises UsageError if there is no matplotlib, or it writes no such file."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'")
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
+        )
     if Path(path).suffix not in PLOT_FORMATS:
         raise UsageError(f"--plot writes {', '.join(PLOT_FORMATS)}, got {path!r}")
     check_writable("--plot", path)
@@ -165,6 +192,9 @@ def baseline(
     arguments: argparse.Namespace, config: EngineConfig, directory: Path, workload: list[WorkItem]
 ) -> Measurement:
     """The same work by static batches of transformers."""
-    from jaxpage.bench.baseline_transformers import run_baseline  # torch is optional: see check_baseline
+    # torch is optional: see check_baseline
+    from jaxpage.bench.baseline_transformers import run_baseline
 
-    return run_baseline(directory, workload, batch_size=arguments.baseline_batch_size, dtype=config.dtype)
+    return run_baseline(
+        directory, workload, batch_size=arguments.baseline_batch_size, dtype=config.dtype
+    )

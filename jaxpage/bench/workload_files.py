@@ -17,7 +17,15 @@ TRACE_BLOCK = 512  # tokens of each of a trace's `hash_ids`
 
 
 def read_workload(
-    dataset: str, path: str, count: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, encode: Encode
+    dataset: str,
+    path: str,
+    count: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    max_input: int,
+    max_output: int,
+    encode: Encode,
 ) -> list[WorkItem]:
     """The first `count` requests of a file, in its order if it has times, shuffled by the seed otherwise; cut at the caps.
 
@@ -30,17 +38,25 @@ def read_workload(
         find = {"sharegpt": _sharegpt, "alpaca": _alpaca, "custom": _custom}
         work: list[WorkItem] = []
         for entry in entries:
-            found = _traced(entry, vocab_size, seed) if dataset == "trace" else find[dataset](entry, encode, max_output)
+            found = (
+                _traced(entry, vocab_size, seed)
+                if dataset == "trace"
+                else find[dataset](entry, encode, max_output)
+            )
             if found and found.prompt_token_ids and found.num_output_tokens > 0:
                 prompt = found.prompt_token_ids[:max_input]
-                work.append(WorkItem(prompt, min(found.num_output_tokens, max_output), found.seconds))
+                work.append(
+                    WorkItem(prompt, min(found.num_output_tokens, max_output), found.seconds)
+                )
             if len(work) == count:
                 return _from_zero(work)
     except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"--dataset-path {path}: not a file of --dataset {dataset}: {type(error).__name__}: {error}"
         ) from None
-    raise UsageError(f"--dataset-path {path} has {len(work)} requests, fewer than --num-prompts {count}")
+    raise UsageError(
+        f"--dataset-path {path} has {len(work)} requests, fewer than --num-prompts {count}"
+    )
 
 
 def _entries(dataset: str, path: str) -> Iterator[Any]:
@@ -81,7 +97,9 @@ def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
     if len(tokens) < length:
         draw = np.random.default_rng((seed, *json.dumps(entry, sort_keys=True).encode()))
         tokens += draw.integers(0, vocab_size, length - len(tokens)).tolist()
-    return WorkItem(tuple(tokens[:length]), int(entry["output_length"]), float(entry["timestamp"]) / 1000)
+    return WorkItem(
+        tuple(tokens[:length]), int(entry["output_length"]), float(entry["timestamp"]) / 1000
+    )
 
 
 def _from_zero(work: list[WorkItem]) -> list[WorkItem]:
@@ -89,5 +107,8 @@ def _from_zero(work: list[WorkItem]) -> list[WorkItem]:
     if not work or work[0].seconds is None:
         return work
     first = min(item.seconds or 0.0 for item in work)
-    moved = [WorkItem(item.prompt_token_ids, item.num_output_tokens, (item.seconds or 0.0) - first) for item in work]
+    moved = [
+        WorkItem(item.prompt_token_ids, item.num_output_tokens, (item.seconds or 0.0) - first)
+        for item in work
+    ]
     return sorted(moved, key=lambda item: item.seconds or 0.0)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 Lengths = npt.NDArray[np.int64]
 
-SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3  # lognormal; variation = standard deviation / mean
+# lognormal; variation = standard deviation / mean
+SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3
 SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
 ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
 ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
@@ -28,24 +29,32 @@ class WorkItem:
     num_output_tokens: int
     seconds: float | None = None  # of a timed trace: when it arrives, since the beginning
     after: int | None = (
-        None  # of a chat: the index of the round before; the prompt begins with that round's prompt and output
+        # of a chat: the index of the round before; the prompt begins with that round's prompt and
+        # output
+        None
     )
 
 
-def _sharegpt(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+def _sharegpt(
+    draw: np.random.Generator, count: int, max_input: int, max_output: int
+) -> tuple[Lengths, Lengths]:
     variance = np.log1p(SHAREGPT_INPUT_VARIATION**2)
     inputs = draw.lognormal(np.log(SHAREGPT_MEAN_INPUT) - variance / 2, np.sqrt(variance), count)
     outputs = draw.gamma(SHAREGPT_OUTPUT_SHAPE, SHAREGPT_MEAN_OUTPUT / SHAREGPT_OUTPUT_SHAPE, count)
     return _whole(inputs, max_input), _whole(outputs, max_output)
 
 
-def _alpaca(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+def _alpaca(
+    draw: np.random.Generator, count: int, max_input: int, max_output: int
+) -> tuple[Lengths, Lengths]:
     inputs = draw.gamma(ALPACA_INPUT_SHAPE, ALPACA_MEAN_INPUT / ALPACA_INPUT_SHAPE, count)
     outputs = draw.gamma(ALPACA_OUTPUT_SHAPE, ALPACA_MEAN_OUTPUT / ALPACA_OUTPUT_SHAPE, count)
     return _whole(inputs, max_input), _whole(outputs, max_output)
 
 
-def _random(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+def _random(
+    draw: np.random.Generator, count: int, max_input: int, max_output: int
+) -> tuple[Lengths, Lengths]:
     """Uniform from a tenth of the longest to the longest."""
     inputs = draw.integers(max(1, max_input // 10), max_input, count, endpoint=True)
     outputs = draw.integers(max(1, max_output // 10), max_output, count, endpoint=True)
@@ -76,7 +85,14 @@ def make_workload(
 
 
 def prefix_repetition(
-    num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, num_prefixes: int, prefix_len: int
+    num_prompts: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    max_input: int,
+    max_output: int,
+    num_prefixes: int,
+    prefix_len: int,
 ) -> list[WorkItem]:
     """`num_prefixes` prefixes in turn, each before a suffix of its own. Lengths as in `random`."""
     draw = np.random.default_rng(seed)
@@ -90,13 +106,21 @@ def prefix_repetition(
         max_output=max_output,
     )
     return [
-        WorkItem((*prefixes[index % num_prefixes], *suffix.prompt_token_ids), suffix.num_output_tokens)
+        WorkItem(
+            (*prefixes[index % num_prefixes], *suffix.prompt_token_ids), suffix.num_output_tokens
+        )
         for index, suffix in enumerate(suffixes)
     ]
 
 
 def chat(
-    num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int, num_rounds: int
+    num_prompts: int,
+    *,
+    seed: int,
+    vocab_size: int,
+    max_input: int,
+    max_output: int,
+    num_rounds: int,
 ) -> list[WorkItem]:
     """Conversations of `num_rounds`: the first rounds of all, then the second ones. Messages and answers have the lengths of `random`, so
     short that the last prompt has at most `max_input` tokens. What stands for the answers is random."""

@@ -5,7 +5,12 @@ Nothing here unpickles, runs code that comes with a model, or touches a device b
 
 import logging
 
-from jaxpage.checkpoints.config_file import eos_token_ids, read_config, read_generation_config, stated_dtype
+from jaxpage.checkpoints.config_file import (
+    eos_token_ids,
+    read_config,
+    read_generation_config,
+    stated_dtype,
+)
 from jaxpage.checkpoints.conversion import convert
 from jaxpage.checkpoints.fitting import LoadPlan, check_weights
 from jaxpage.checkpoints.in_memory import (
@@ -25,7 +30,12 @@ from jaxpage.checkpoints.opening import (
     weights_bytes,
     with_weights_of,
 )
-from jaxpage.checkpoints.resolve import local_model, resolve_model, resolve_model_config, resolve_tokenizer
+from jaxpage.checkpoints.resolve import (
+    local_model,
+    resolve_model,
+    resolve_model_config,
+    resolve_tokenizer,
+)
 
 __all__ = [
     "LoadPlan",
@@ -56,5 +66,8 @@ __all__ = [
     "with_weights_of",
 ]
 
-# transformers says when it is imported that models need PyTorch; here it reads tokenizers, which do not.
-logging.getLogger("transformers").addFilter(lambda record: "PyTorch was not found" not in str(record.msg))
+# transformers says when it is imported that models need PyTorch; here it reads tokenizers, which do
+# not.
+logging.getLogger("transformers").addFilter(
+    lambda record: "PyTorch was not found" not in str(record.msg)
+)

@@ -26,12 +26,18 @@ MAX_EXPERTS = 65536
 MAX_WIDTH = 2**24
 MAX_LENGTH = 2**31 - 1  # token ids and positions are int32 on the device
 
-# The largest value of each field that decides how much is allocated, long before any family reads it.
+# The largest value of each field that decides how much is allocated, long before any family reads
+# it.
 LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), MAX_LAYERS),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "head_dim"), MAX_WIDTH),
+    **dict.fromkeys(
+        ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "head_dim"), MAX_WIDTH
+    ),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), MAX_WIDTH),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), MAX_WIDTH),
+    **dict.fromkeys(
+        ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+        MAX_WIDTH,
+    ),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), MAX_EXPERTS),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads"), MAX_WIDTH),
     **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), MAX_LENGTH),
@@ -61,7 +67,9 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
         if config := gguf_config(directory, problems):
             check_sizes(config, problems)
         return config
-    if not has_file(directory, "config.json") and (files := sorted(file.name for file in directory.glob("*.gguf"))):
+    if not has_file(directory, "config.json") and (
+        files := sorted(file.name for file in directory.glob("*.gguf"))
+    ):
         problems.add(
             f"there is a GGUF file in it ({', '.join(map(quoted, files[:5]))}): name the file and not the directory"
         )
@@ -111,8 +119,13 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
     """Raises CheckpointError for a dtype that is none of torch's: what the weights have is read off them, whatever it says."""
     for name in ("dtype", "torch_dtype"):
         dtype = config.get(name)
-        if dtype is not None and str(dtype).removeprefix("torch.") not in (*DTYPES, *_DTYPES_OF_TORCH):
-            raise CheckpointError(f"config.json: {name} {quoted(dtype)} is not one of {', '.join(DTYPES)}")
+        if dtype is not None and str(dtype).removeprefix("torch.") not in (
+            *DTYPES,
+            *_DTYPES_OF_TORCH,
+        ):
+            raise CheckpointError(
+                f"config.json: {name} {quoted(dtype)} is not one of {', '.join(DTYPES)}"
+            )
 
 
 def stated_dtype(config: dict[str, Any]) -> str:
@@ -122,7 +135,9 @@ def stated_dtype(config: dict[str, Any]) -> str:
     """
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
-        raise CheckpointError(f"config.json: dtype {quoted(dtype)} is not one of {', '.join(DTYPES)}")
+        raise CheckpointError(
+            f"config.json: dtype {quoted(dtype)} is not one of {', '.join(DTYPES)}"
+        )
     return str(dtype)
 
 
@@ -150,7 +165,9 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
         listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
         for token_id in listed:
             if type(token_id) is not int or not 0 <= token_id <= MAX_LENGTH:
-                raise CheckpointError(f"{source}: eos_token_id {quoted(token_id)} is not a token id")
+                raise CheckpointError(
+                    f"{source}: eos_token_id {quoted(token_id)} is not a token id"
+                )
         if ids is not None:
             stated.append(frozenset(listed))
     return stated[0] if stated else frozenset()
@@ -161,10 +178,16 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
     if not config:
         problems.add("config.json is an empty object")
     for key in out_of_bounds(config):
-        problems.add(f"config.json: {key} is {quoted(config[key])}, not a whole number from 1 to {LIMITS[key]}")
+        problems.add(
+            f"config.json: {key} is {quoted(config[key])}, not a whole number from 1 to {LIMITS[key]}"
+        )
 
 
 def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
     """The fields that are not within `LIMITS`."""
     values = {key: config[key] for key in LIMITS if config.get(key) is not None}
-    return [key for key, value in values.items() if type(value) is not int or not 1 <= value <= LIMITS[key]]
+    return [
+        key
+        for key, value in values.items()
+        if type(value) is not int or not 1 <= value <= LIMITS[key]
+    ]

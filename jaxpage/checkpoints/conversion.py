@@ -26,8 +26,21 @@ from jaxpage.errors import CheckpointError
 
 # Everything of a model directory but its weights.
 COPIED = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
+    *(
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+    ),
+    *(
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "vocab.txt",
+        "tokenizer.model",
+        "spiece.model",
+    ),
     *("chat_template.jinja", "chat_template.json", "README.md", "LICENSE", "LICENSE.txt", "NOTICE"),
 )
 MAX_SHARD_BYTES = 5_000_000_000
@@ -53,7 +66,9 @@ def convert(
     if os.path.lexists(destination) and (
         destination.is_symlink() or not destination.is_dir() or any(destination.iterdir())
     ):
-        raise CheckpointError(f"{destination} exists and is not an empty directory; nothing was written")
+        raise CheckpointError(
+            f"{destination} exists and is not an empty directory; nothing was written"
+        )
     files = open_model(source)
     plan = files.plan
     temporary = destination.parent / f".{destination.name}.{secrets.token_hex(4)}.tmp"
@@ -63,8 +78,17 @@ def convert(
             _write_metadata(files, temporary)
         else:
             _copy_files(source, temporary)
-        total = sum(math.prod(info.shape) * NUMPY_DTYPES[info.dtype].itemsize for info in plan.tensors.values())
-        with tqdm(total=total, unit="B", unit_scale=True, desc="converting", disable=None if progress else True) as bar:
+        total = sum(
+            math.prod(info.shape) * NUMPY_DTYPES[info.dtype].itemsize
+            for info in plan.tensors.values()
+        )
+        with tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc="converting",
+            disable=None if progress else True,
+        ) as bar:
             if plan.layout == "safetensors":
                 _to_orbax(plan, temporary, bar)
                 bar.update(total - bar.n)
@@ -90,7 +114,10 @@ def _write_metadata(files: ModelFiles, destination: Path) -> None:
     from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 
     config = {**files.config, "dtype": _written_dtype(files.plan)}
-    contents = {"config.json": config, "generation_config.json": read_generation_config(files.directory)}
+    contents = {
+        "config.json": config,
+        "generation_config.json": read_generation_config(files.directory),
+    }
     for name, content in contents.items():
         (destination / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if tokenizer := gguf_tokenizer(files.directory):
@@ -115,7 +142,9 @@ def _to_orbax(plan: LoadPlan, destination: Path, bar: tqdm[Any]) -> None:
     save_orbax(destination, tree)
 
 
-def _to_safetensors(plan: LoadPlan, destination: Path, bar: tqdm[Any], max_shard_bytes: int) -> None:
+def _to_safetensors(
+    plan: LoadPlan, destination: Path, bar: tqdm[Any], max_shard_bytes: int
+) -> None:
     def arrays() -> Iterator[np.ndarray]:
         read = stored_arrays(plan)
         for info in plan.tensors.values():

@@ -20,7 +20,12 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 # Fields that would change the mathematics, and the one value that changes nothing.
-_NOT_HONOURED = {"use_aux_hidden_state": True, "add_para_norm": False, "logit_scale": 1, "parallel_drafting": False}
+_NOT_HONOURED = {
+    "use_aux_hidden_state": True,
+    "add_para_norm": False,
+    "logit_scale": 1,
+    "parallel_drafting": False,
+}
 
 
 class EagleConfig(ConfigFields):

@@ -61,14 +61,21 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
             spec = _spec(fields, method, stored, map_info, target, problems)
     plan, token_map = LoadPlan(directory, "safetensors"), None
     if spec is not None:
-        plan = fit_stored(plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems)
+        plan = fit_stored(
+            plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems
+        )
         if map_info is not None:
-            token_map = read_token_map(map_info, target.spec.vocab_size, problems, differences=method == "eagle3")
+            token_map = read_token_map(
+                map_info, target.spec.vocab_size, problems, differences=method == "eagle3"
+            )
     problems.raise_if_any()
     assert spec is not None
     if isinstance(spec, Eagle3Spec):
         logger.info(
-            "%s takes hidden states that enter layers %s of %d", directory, spec.aux_layers, target.spec.kv.num_layers
+            "%s takes hidden states that enter layers %s of %d",
+            directory,
+            spec.aux_layers,
+            target.spec.kv.num_layers,
         )
     return EagleFiles(spec, plan, token_map)
 
@@ -78,7 +85,9 @@ def load_eagle(
 ) -> dict[str, Any]:
     """The parameters as `models.drafter.join` takes them, each one `put(array)`."""
     parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
-    return parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
+    return (
+        parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
+    )
 
 
 def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
@@ -86,7 +95,9 @@ def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
 
     def plain(name: str) -> str:
         name = name.removeprefix("model.")
-        return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+        return (
+            f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
+        )
 
     return renamed(read_tensors(directory, problems), plain, problems)
 
@@ -112,7 +123,10 @@ def _spec(
     decoder = config.decoder(problems)
     if decoder is None:
         return None
-    has = {part: f"layers.0.self_attn.{part}" in stored for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")}
+    has = {
+        part: f"layers.0.self_attn.{part}" in stored
+        for part in ("q_proj.bias", "o_proj.bias", "q_norm.weight")
+    }
     decoder = replace(
         decoder,
         attention_input_bias=has["q_proj.bias"],
@@ -122,7 +136,10 @@ def _spec(
     )
     known = map_info.shape[0] if map_info is not None and map_info.shape else target.spec.vocab_size
     _check_sizes(config, method, decoder, map_info, known, target, problems)
-    shapes = {"tokens": (target.spec.vocab_size, decoder.model_width), "head": (known, decoder.model_width)}
+    shapes = {
+        "tokens": (target.spec.vocab_size, decoder.model_width),
+        "head": (known, decoder.model_width),
+    }
     own = {name: _own(name, shape, stored, target, problems) for name, shape in shapes.items()}
     spec = EagleSpec(
         decoder=decoder,
@@ -157,19 +174,31 @@ def _check_sizes(
     """known: tokens that the head chooses among."""
     vocab_size, width = target.spec.vocab_size, target.spec.model_width
     if decoder.vocab_size != vocab_size:
-        problems.add(f"config.json: vocab_size is {decoder.vocab_size}, but the model's is {vocab_size}")
+        problems.add(
+            f"config.json: vocab_size is {decoder.vocab_size}, but the model's is {vocab_size}"
+        )
     stated = config.field("target_hidden_size") if method == "eagle3" else None
     if (stated or decoder.model_width) != width:
         name = "hidden_size" if stated is None else "target_hidden_size"
-        problems.add(f"config.json: {name} is {stated or decoder.model_width}, but the model's width is {width}")
+        problems.add(
+            f"config.json: {name} is {stated or decoder.model_width}, but the model's width is {width}"
+        )
     for name in ("draft_vocab_size", "truncated_vocab_size"):
         if config.field(name, known) != known:
-            what = f"there is no {TOKEN_MAPS[method]}" if map_info is None else f"{map_info.name} has {known} tokens"
+            what = (
+                f"there is no {TOKEN_MAPS[method]}"
+                if map_info is None
+                else f"{map_info.name} has {known} tokens"
+            )
             problems.add(f"config.json: {name} is {config.field(name)!r}, but {what}")
 
 
 def _own(
-    name: str, shape: tuple[int, int], stored: dict[str, TensorInfo], target: ModelFiles, problems: Problems
+    name: str,
+    shape: tuple[int, int],
+    stored: dict[str, TensorInfo],
+    target: ModelFiles,
+    problems: Problems,
 ) -> bool:
     """Whether the head has a table of its own. A copy of the target's is none, and is taken out of `stored`."""
     tables = {

@@ -25,7 +25,12 @@ def file_in(directory: Path, name: str) -> Path:
     Raises CheckpointError when it is missing, is not a regular file (a pipe would block the reader), or lies outside of
     `directory`: an absolute path, a `..`, or a symbolic link leading out.
     """
-    if "\\" in name or "\0" in name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    if (
+        "\\" in name
+        or "\0" in name
+        or PurePosixPath(name).is_absolute()
+        or ".." in PurePosixPath(name).parts
+    ):
         raise CheckpointError(f"{quoted(name)} is a path that leaves the directory")
     file = directory / name
     try:
@@ -55,7 +60,9 @@ def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> 
     try:
         num_bytes = file.stat().st_size
         if num_bytes > max_bytes:
-            raise CheckpointError(f"{quoted(name)} is {num_bytes} bytes long, more than the {max_bytes} allowed")
+            raise CheckpointError(
+                f"{quoted(name)} is {num_bytes} bytes long, more than the {max_bytes} allowed"
+            )
         data = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{quoted(name)} cannot be read: {_reason(error)}") from error

@@ -18,7 +18,13 @@ from jaxpage.checkpoints.gguf_tensors import gguf_names, read_gguf_tensors, unde
 from jaxpage.checkpoints.layer_counts import layers_beyond
 from jaxpage.checkpoints.orbax_files import has_orbax, read_orbax_tensors
 from jaxpage.checkpoints.problems import Problems, quoted
-from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, has_safetensors, map_array, read_tensors
+from jaxpage.checkpoints.safetensors_files import (
+    INDEX,
+    NUMPY_DTYPES,
+    has_safetensors,
+    map_array,
+    read_tensors,
+)
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.models.quantization.registry import METHODS, SIZES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
@@ -58,7 +64,8 @@ class LoadPlan:
     parameters: tuple[Filled, ...] = ()
     # In a GGUF file, of the tensors that the model's family has other names for.
     names: Mapping[str, str] = field(default_factory=dict)
-    arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)  # of what is in memory
+    # of what is in memory
+    arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -79,7 +86,9 @@ class LoadPlan:
         return max(counts, key=lambda name: counts[name])
 
 
-def check_weights(directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()) -> LoadPlan:
+def check_weights(
+    directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()
+) -> LoadPlan:
     """Fit the checkpoint to `weights`; tensors whose names match a glob of `ignored` may stay unused.
 
     Raises one CheckpointError that lists every corrupt file, every missing, unexpected or misshapen tensor, every dtype
@@ -130,7 +139,11 @@ def fit_stored(
     if scheme:
         ignored = (*ignored, *scheme.ignored)
         known = {
-            name for weight in weights for source in weight.sources for piece in source.pieces for name in piece.names
+            name
+            for weight in weights
+            for source in weight.sources
+            for piece in source.pieces
+            for name in piece.names
         }
         if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
             problems.add(refusal)
@@ -138,7 +151,9 @@ def fit_stored(
     files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
-    other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(stored, weights, scheme, problems)
+    other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(
+        stored, weights, scheme, problems
+    )
     for weight in weights:
         pieces = []
         for piece in _chosen(weight.sources, stored).pieces:
@@ -150,13 +165,19 @@ def fit_stored(
             if not used.isdisjoint(piece.names):
                 continue  # another part of a tensor that has been looked at
             used.update(piece.names)
-            fitting = [info for info in found if info.name not in refused and _fits(weight, piece, info, problems)]
+            fitting = [
+                info
+                for info in found
+                if info.name not in refused and _fits(weight, piece, info, problems)
+            ]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
             # With no readable file at all, a list of every tensor tells nothing.
             if not found and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
-                problems.add(f"tensor {quoted(name)} of shape {piece.stored_shape} is missing{searched}")
+                problems.add(
+                    f"tensor {quoted(name)} of shape {piece.stored_shape} is missing{searched}"
+                )
             for copy in fitting[1:]:
                 if plan.layout == "orbax":
                     problems.add(f"{_both(fitting[0], copy)} are one parameter, kept twice")
@@ -171,7 +192,9 @@ def fit_stored(
     return replace(plan, parameters=tuple(parameters))
 
 
-def renamed(found: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems) -> dict[str, TensorInfo]:
+def renamed(
+    found: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems
+) -> dict[str, TensorInfo]:
     """Tensors by the names that `rename` gives them, of which there shall be one for each."""
     stored: dict[str, TensorInfo] = {}
     for name, info in found.items():
@@ -186,7 +209,9 @@ def read_layout(directory: Path, problems: Problems) -> tuple[str, Mapping[str, 
     if is_gguf(directory):
         return "gguf", read_gguf_tensors(directory, problems)
     if has_orbax(directory) and has_safetensors(directory):
-        problems.add("there are both safetensors files and an orbax directory: set load_format to one of them")
+        problems.add(
+            "there are both safetensors files and an orbax directory: set load_format to one of them"
+        )
         return "safetensors", {}
     if has_orbax(directory):
         return "orbax", read_orbax_tensors(directory, problems)
@@ -199,7 +224,10 @@ def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
         return False
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
     chunks = range(0, len(first), COMPARED_BYTES)
-    return all(np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES]) for at in chunks)
+    return all(
+        np.array_equal(first[at : at + COMPARED_BYTES], second[at : at + COMPARED_BYTES])
+        for at in chunks
+    )
 
 
 def _module(name: str) -> str:
@@ -207,14 +235,26 @@ def _module(name: str) -> str:
 
 
 def _of_other_form(
-    stored: Mapping[str, TensorInfo], weights: Sequence[Weight], scheme: Scheme | None, problems: Problems
+    stored: Mapping[str, TensorInfo],
+    weights: Sequence[Weight],
+    scheme: Scheme | None,
+    problems: Problems,
 ) -> set[str]:
     """Modules that are quantised where the model's are not, or not where they are: one sentence in place of a list of all their tensors."""
     pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
-    coded = {_module(piece.name) for piece in pieces if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}}
-    known, floats = {name for piece in pieces for name in piece.names}, [_CODES[name] for name in FLOATS]
+    coded = {
+        _module(piece.name)
+        for piece in pieces
+        if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}
+    }
+    known, floats = (
+        {name for piece in pieces for name in piece.names},
+        [_CODES[name] for name in FLOATS],
+    )
     plain = [
-        info for name in sorted(coded) if scheme and (info := stored.get(f"{name}.weight")) and info.dtype in floats
+        info
+        for name in sorted(coded)
+        if scheme and (info := stored.get(f"{name}.weight")) and info.dtype in floats
     ]
     if plain and scheme:
         problems.add(
@@ -224,14 +264,20 @@ def _of_other_form(
     found = [
         info
         for name, info in stored.items()
-        if info.dtype in CODES and (module := _module(name)) not in coded and f"{module}.weight" in known
+        if info.dtype in CODES
+        and (module := _module(name)) not in coded
+        and f"{module}.weight" in known
     ]
     modules = {_module(info.name) for info in found}
     if modules:
-        advice = "config.json has no quantization_config: add the one that belongs to the checkpoint"
+        advice = (
+            "config.json has no quantization_config: add the one that belongs to the checkpoint"
+        )
         if scheme and scheme.name in METHODS:
             module = _module(found[0].name)
-            advice = "quantization_config of config.json says that it is not quantised: correct that"
+            advice = (
+                "quantization_config of config.json says that it is not quantised: correct that"
+            )
             if module == "lm_head" or scheme.form_of(module):
                 advice = f"only those of linear layers and experts are supported: use a checkpoint where {module} is not quantised"
         problems.add(
@@ -242,13 +288,18 @@ def _of_other_form(
 
 
 def _of_other_sizes(
-    stored: Mapping[str, TensorInfo], weights: Sequence[Weight], scheme: Scheme | None, problems: Problems
+    stored: Mapping[str, TensorInfo],
+    weights: Sequence[Weight],
+    scheme: Scheme | None,
+    problems: Problems,
 ) -> set[str]:
     """Modules of which some tensors have the model's shapes and some not. If that is most of them: one sentence in place of a list."""
     if not scheme or scheme.name not in SIZES:
         return set()
     fitting, wrong = dict[str, set[bool]](), list[Piece]()
-    for piece in [piece for weight in weights for source in weight.sources for piece in source.pieces]:
+    for piece in [
+        piece for weight in weights for source in weight.sources for piece in source.pieces
+    ]:
         if piece.stored and (info := stored.get(piece.name)):
             fits = _has_shape(info, piece)
             fitting.setdefault(_module(piece.name), set()).add(fits)
@@ -281,7 +332,9 @@ def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Sour
     return next(filter(is_there, sources), sources[0])
 
 
-def _unexpected(stored: Mapping[str, TensorInfo], known: Set[str], ignored: Sequence[str]) -> list[str]:
+def _unexpected(
+    stored: Mapping[str, TensorInfo], known: Set[str], ignored: Sequence[str]
+) -> list[str]:
     return [
         name
         for name in sorted(stored.keys() - known)
@@ -294,7 +347,9 @@ def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) ->
     codes = [_CODES[name] for name in dtypes]
     has_shape = _has_shape(info, piece)
     if not has_shape:
-        problems.add(f"{info.described} has shape {info.shape}, and the model needs {piece.stored_shape}")
+        problems.add(
+            f"{info.described} has shape {info.shape}, and the model needs {piece.stored_shape}"
+        )
     if info.dtype not in codes:
         problems.add(
             f"{info.described} has dtype {info.dtype}, not {'one of ' if len(codes) > 1 else ''}{', '.join(codes)}"
@@ -319,15 +374,26 @@ def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Proble
 
 
 def _check_unused(
-    stored: Mapping[str, TensorInfo], scheme: Scheme, used: Set[str], passed: Set[str], problems: Problems
+    stored: Mapping[str, TensorInfo],
+    scheme: Scheme,
+    used: Set[str],
+    passed: Set[str],
+    problems: Problems,
 ) -> None:
     """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`; one sentence of each kind. passed: modules."""
     unused = sorted(stored.keys() - used)
     for check in scheme.checks:
         wrong: list[tuple[TensorInfo, str]] = []
-        for name in (name for name in unused if name.endswith(check.end) and _module(name) not in passed):
-            info, says = stored[name], f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}"
-            found = check.says(_module(name), map_array(info)) if info.dtype in check.codes else says
+        for name in (
+            name for name in unused if name.endswith(check.end) and _module(name) not in passed
+        ):
+            info, says = (
+                stored[name],
+                f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}",
+            )
+            found = (
+                check.says(_module(name), map_array(info)) if info.dtype in check.codes else says
+            )
             wrong += [(info, found)] if found else []
         if wrong:
             problems.add(f"{wrong[0][0].described} {wrong[0][1]} (such tensors: {len(wrong)})")

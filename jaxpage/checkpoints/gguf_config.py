@@ -18,7 +18,8 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# By GGUF's name; those whose files have the tensors and the mathematics of Hugging Face's class of that name.
+# By GGUF's name; those whose files have the tensors and the mathematics of Hugging Face's class of
+# that name.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -37,7 +38,8 @@ _OWN = {
     },
     "gemma3": _GEMMA,
 }
-# By layers: models whose scores are scaled by the model's width over its heads, and not by the width of a head. Files do not say so.
+# By layers: models whose scores are scaled by the model's width over its heads, and not by the
+# width of a head. Files do not say so.
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -46,7 +48,12 @@ _SIZES = {
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-_OPTIONAL = {"vocab_size", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"}
+_OPTIONAL = {
+    "vocab_size",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+}
 # Keys that may be there with this value only: another would ask for what is not computed.
 _NEUTRAL = {
     "expert_count": 0,
@@ -83,15 +90,23 @@ def gguf_generation_config(path: Path) -> dict[str, Any]:
     ids = [metadata[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in metadata]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
     prefix = "general.sampling."
-    asked = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    if left_out := [f"{prefix}{key}={value!r:.80}" for key, value in asked.items() if key not in _SAMPLING]:
+    asked = {
+        key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)
+    }
+    if left_out := [
+        f"{prefix}{key}={value!r:.80}" for key, value in asked.items() if key not in _SAMPLING
+    ]:
         logger.warning("%s asks for %s, which is left out", path.name, ", ".join(left_out))
-    return config | {_SAMPLING[key]: as_number(value) for key, value in asked.items() if key in _SAMPLING}
+    return config | {
+        _SAMPLING[key]: as_number(value) for key, value in asked.items() if key in _SAMPLING
+    }
 
 
 def _check_kind(file: GGUFFile) -> None:
     if file.metadata.get("general.type", "model") != "model":
-        raise UnsupportedError(f"general.type is {quoted(file.metadata['general.type'])}, and not a model")
+        raise UnsupportedError(
+            f"general.type is {quoted(file.metadata['general.type'])}, and not a model"
+        )
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
             f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; of GGUF files those of "
@@ -107,7 +122,9 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
     for key, name in _SIZES.items():
         value = file.of_model(key)
         if type(value) is not int or value < 1:
-            problems.add(f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero")
+            problems.add(
+                f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero"
+            )
         else:
             config[name] = value
     epsilon = file.of_model("attention.layer_norm_rms_epsilon")
@@ -144,7 +161,11 @@ def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
     config["dtype"] = _dtype(file)
     config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     own = _OWN.get(file.architecture, {})
-    config |= {name: as_number(value) for key, name in own.items() if (value := file.of_model(key)) is not None}
+    config |= {
+        name: as_number(value)
+        for key, name in own.items()
+        if (value := file.of_model(key)) is not None
+    }
     if file.architecture in _SCALED_BY_SHARE and "head_dim" in config:
         is_share = config["num_hidden_layers"] == _SCALED_BY_SHARE[file.architecture]
         share = config["hidden_size"] // config["num_attention_heads"]
@@ -160,7 +181,12 @@ def _check_others(file: GGUFFile, problems: Problems) -> None:
     own = f"{file.architecture}."
     for key, value in file.metadata.items():
         name = key.removeprefix(own)
-        known = name in {*_SIZES, *_OPTIONAL, *_OWN.get(file.architecture, {}), "attention.value_length"}
+        known = name in {
+            *_SIZES,
+            *_OPTIONAL,
+            *_OWN.get(file.architecture, {}),
+            "attention.value_length",
+        }
         known = known or name.startswith("rope.")
         if key.startswith(own) and not known and (name not in _NEUTRAL or value != _NEUTRAL[name]):
             problems.add(f"{key} = {quoted(value)} is not supported")
@@ -177,5 +203,7 @@ def _dtype(file: GGUFFile) -> str:
 def _count(file: GGUFFile, key: str, default: int) -> int:
     value = file.of_model(key)
     if value is not None and (type(value) is not int or value < 1):
-        raise CheckpointError(f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero")
+        raise CheckpointError(
+            f"{file.architecture}.{key} is {quoted(value)}, not a whole number above zero"
+        )
     return default if value is None else int(value)

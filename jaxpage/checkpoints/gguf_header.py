@@ -29,7 +29,19 @@ MAX_RANK = 4
 _ALIGNMENT = 32
 
 # The values of metadata by their number: how `struct` spells them.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _STRING, _ARRAY = 8, 9
 _ONE_MORE = ("gemma2", "gemma3")
 
@@ -117,7 +129,10 @@ def _read(path: Path, num_bytes: int, _: int) -> GGUFFile:
         return GGUFFile(metadata_problems=(f"{num_bytes} bytes are too short for a GGUF file",))
     metadata: dict[str, Any] = {}
     try:
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with (
+            path.open("rb") as stream,
+            mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        ):
             cursor = _Cursor(data, min(num_bytes, MAX_HEADER_BYTES))
             num_tensors, num_values = _read_counts(cursor)
             for _index in range(num_values):
@@ -165,7 +180,9 @@ class _Cursor:
             return self.string()
         if kind == _ARRAY:
             return self._array(self.scalar("I"), self.scalar("Q"))
-        raise ValueError(f"the value before byte {self.position} of its header has the unknown type {kind}")
+        raise ValueError(
+            f"the value before byte {self.position} of its header has the unknown type {kind}"
+        )
 
     def _array(self, kind: int, length: int) -> list[Any]:
         if kind in _SCALARS:
@@ -173,7 +190,9 @@ class _Cursor:
             return list(struct.unpack(f"<{length}{_SCALARS[kind]}", data))
         if kind == _STRING:
             return [self.string() for _ in range(length)]
-        raise ValueError(f"the list before byte {self.position} of its header has values of the unknown type {kind}")
+        raise ValueError(
+            f"the list before byte {self.position} of its header has values of the unknown type {kind}"
+        )
 
 
 @dataclass(frozen=True)
@@ -193,7 +212,9 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         kind = "is big-endian" if swapped in VERSIONS else f"has version {version}"
-        raise ValueError(f"{kind}; little-endian files of version {' or '.join(map(str, VERSIONS))} are read")
+        raise ValueError(
+            f"{kind}; little-endian files of version {' or '.join(map(str, VERSIONS))} are read"
+        )
     return cursor.scalar("Q"), cursor.scalar("Q")
 
 
@@ -205,10 +226,15 @@ def _read_entry(cursor: _Cursor) -> _Entry:
     return _Entry(name, sizes, cursor.scalar("I"), cursor.scalar("Q"))
 
 
-def _checked(path: Path, num_bytes: int, metadata: dict[str, Any], entries: list[_Entry], end: int) -> GGUFFile:
+def _checked(
+    path: Path, num_bytes: int, metadata: dict[str, Any], entries: list[_Entry], end: int
+) -> GGUFFile:
     alignment = metadata.get("general.alignment", _ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
-        return GGUFFile(metadata, metadata_problems=(f"general.alignment is {quoted(alignment)}, not a power of two",))
+        return GGUFFile(
+            metadata,
+            metadata_problems=(f"general.alignment is {quoted(alignment)}, not a power of two",),
+        )
     start, problems = end + -end % alignment, []
     tensors: dict[str, GGUFTensor] = {}
     types, wrong_types = tensor_types(), dict[str, int]()
@@ -228,12 +254,18 @@ def _checked(path: Path, num_bytes: int, metadata: dict[str, Any], entries: list
             length = math.prod(entry.sizes) // kind.block * kind.num_bytes
             place, heads = start + entry.offset, _interleaved_heads(metadata, entry.name)
             code = PLAIN.get(kind.name, "F32")
-            one_more = metadata.get("general.architecture") in _ONE_MORE and entry.name.endswith("norm.weight")
+            one_more = metadata.get("general.architecture") in _ONE_MORE and entry.name.endswith(
+                "norm.weight"
+            )
             order = kind.name, heads, one_more
-            tensors[entry.name] = GGUFTensor(entry.name, code, entry.sizes[::-1], path, place, length, *order)
+            tensors[entry.name] = GGUFTensor(
+                entry.name, code, entry.sizes[::-1], path, place, length, *order
+            )
     for name, count in wrong_types.items():
         read = ", ".join(kind.name for kind in types.values() if kind.is_read)
-        problems.append(f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: {read}")
+        problems.append(
+            f"{count} tensors are of the type {name}, which cannot be dequantised; those that can: {read}"
+        )
     problems += _misplaced(tensors, num_bytes)
     return GGUFFile(metadata, tensors, (), tuple(problems))
 

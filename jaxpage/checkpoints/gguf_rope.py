@@ -19,10 +19,20 @@ _YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-_NEUTRAL = {"attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
+_NEUTRAL = {
+    "attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_log_multiplier": 0.0,
+}
 _KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
-_THETA_OF_WINDOWS = {"gemma3": 10_000.0}  # of layers with a window, where they have another; a file need not say so
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# of layers with a window, where they have another; a file need not say so
+_THETA_OF_WINDOWS = {"gemma3": 10_000.0}
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
@@ -32,9 +42,13 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
     kind, factor = values.pop("type", "none"), values.pop("factor", None)
     values.pop("finetuned", None)  # of how the model was trained
     if unknown := [
-        key for key in _own(file) if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
+        key
+        for key in _own(file)
+        if key.removeprefix("rope.") not in _KNOWN and not key.startswith(_PREFIX)
     ]:
-        raise UnsupportedError(f"{file.architecture}.{unknown[0]} = {quoted(_own(file)[unknown[0]])} is not supported")
+        raise UnsupportedError(
+            f"{file.architecture}.{unknown[0]} = {quoted(_own(file)[unknown[0]])} is not supported"
+        )
     linear = as_number(file.of_model("rope.scale_linear"))  # of old files
     if kind == "none" and linear not in (None, 1.0):
         kind, factor = "linear", linear
@@ -50,24 +64,34 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         raise UnsupportedError(
             f"{file.architecture}.{_PREFIX}type is {quoted(kind)}; none, linear and yarn are supported"
         )
-    if others := {key: value for key, value in values.items() if kind != "none" and value != _NEUTRAL.get(key)}:
+    if others := {
+        key: value for key, value in values.items() if kind != "none" and value != _NEUTRAL.get(key)
+    }:
         raise UnsupportedError(
             f"{file.architecture}.{_PREFIX}{', '.join(others)} = {quoted([*others.values()])} is not supported"
         )
     if kind != "none":
         parameters |= {"rope_type": kind, "factor": factor}
     parameters |= _of_factors(file, parameters, head_width)
-    if (theta := file.of_model("rope.freq_base_swa") or _THETA_OF_WINDOWS.get(file.architecture)) is None:
+    if (
+        theta := file.of_model("rope.freq_base_swa") or _THETA_OF_WINDOWS.get(file.architecture)
+    ) is None:
         return parameters
     if file.architecture not in _THETA_OF_WINDOWS:
-        raise UnsupportedError(f"{file.architecture}.rope.freq_base_swa = {quoted(theta)} is not supported")
+        raise UnsupportedError(
+            f"{file.architecture}.rope.freq_base_swa = {quoted(theta)} is not supported"
+        )
     of_windows = {"rope_type": "default", "rope_theta": as_number(theta)}
     return {"full_attention": parameters, "sliding_attention": of_windows}
 
 
 def _own(file: GGUFFile) -> dict[str, Any]:
     prefix = f"{file.architecture}."
-    found = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    found = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
     return {key: value for key, value in found.items() if key.startswith("rope.")}
 
 
@@ -76,7 +100,11 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return {}
-    if parameters["rope_type"] != "default" or tensor.shape != (head_width // 2,) or tensor.dtype != "F32":
+    if (
+        parameters["rope_type"] != "default"
+        or tensor.shape != (head_width // 2,)
+        or tensor.dtype != "F32"
+    ):
         raise UnsupportedError(
             f"tensor 'rope_freqs.weight' of shape {tensor.shape} beside {parameters} is not supported"
         )

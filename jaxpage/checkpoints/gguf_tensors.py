@@ -55,7 +55,9 @@ def under_model_names(
     """`stored` by the family's names; what has none keeps its own, and is unexpected. Where weights are made of bytes, as bytes."""
     reverse = {inside: name for name, inside in names.items() if inside in stored}
     pieces = [piece for weight in weights for piece in weight.sources[0].pieces]
-    in_bytes = {piece.name for piece in pieces if piece.stored and piece.stored.dtypes == ("uint8",)}
+    in_bytes = {
+        piece.name for piece in pieces if piece.stored and piece.stored.dtypes == ("uint8",)
+    }
     found = {reverse.get(name, name): tensor for name, tensor in stored.items()}
     return {
         name: tensor.as_stored if name in in_bytes and isinstance(tensor, GGUFTensor) else tensor
@@ -69,7 +71,9 @@ def gguf_scheme(path: Path) -> Scheme:
     counts = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
 
     def kind_of(module: str) -> str | None:
-        tensor = file.tensors.get(_names_in(file).get_name(f"{module}.weight", try_suffixes=(".weight",)))
+        tensor = file.tensors.get(
+            _names_in(file).get_name(f"{module}.weight", try_suffixes=(".weight",))
+        )
         return tensor.kind if tensor else None
 
     return kept_scheme(counts, kind_of)
@@ -83,7 +87,8 @@ def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
         return array - np.float32(1)
     if not tensor.interleaved_heads:
         return array
-    # A head's rows are stored as pairs (i, i + H / 2) one behind the other; the model wants the first halves, then the second ones.
+    # A head's rows are stored as pairs (i, i + H / 2) one behind the other; the model wants the
+    # first halves, then the second ones.
     pairs = array.reshape(tensor.interleaved_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
@@ -97,7 +102,8 @@ def _dequantised(tensor: GGUFTensor) -> np.ndarray:
     step = max(1, _AT_ONCE // width)
     with np.errstate(all="ignore"):  # of what is stored
         for start in range(0, len(blocks_NB), step):
-            # As one row: the package goes through rows a few at a time, and small ones cost it more than their numbers.
+            # As one row: the package goes through rows a few at a time, and small ones cost it more
+            # than their numbers.
             numbers = kind.dequantise(blocks_NB[start : start + step].reshape(1, -1))
             result_NK[start : start + step] = numbers.reshape(-1, width)
     return result_NK.reshape(tensor.shape)

@@ -17,7 +17,8 @@ from jaxpage.checkpoints.problems import quoted
 from jaxpage.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED = 3, 4  # types of tokens: no text, and text that is one token wherever it stands
+# types of tokens: no text, and text that is one token wherever it stands
+_CONTROL, _USER_DEFINED = 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # How text is cut before its parts become tokens: the rules that the tokenizers were trained with.
@@ -35,8 +36,10 @@ _SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
 }
-_WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}  # a word that is a token is that token
-_WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}  # unless the file says otherwise
+# a word that is a token is that token
+_WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}
+# unless the file says otherwise
+_WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}
 _RULES = (*_SPLITS, "gpt-2", "smollm")
 
 
@@ -70,10 +73,14 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
 def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     rule = own.get("pre")
     if rule not in _RULES:
-        raise _refusal(path, f"{_KEY}pre is {quoted(rule)}: how text is cut is known for {', '.join(_RULES)}")
+        raise _refusal(
+            path, f"{_KEY}pre is {quoted(rule)}: how text is cut is known for {', '.join(_RULES)}"
+        )
     merges = [tuple(merge.split(" ")) for merge in _texts(path, own, "merges")]
     backend = Tokenizer(_bpe(path, vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS))
-    cut: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS)]
+    cut: list[Any] = [
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=rule not in _SPLITS)
+    ]
     if rule in _SPLITS:
         cut.insert(0, pre_tokenizers.Split(Regex(_SPLITS[rule]), behavior="isolated"))
     elif rule == "smollm":
@@ -92,17 +99,30 @@ def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int
     """
     scores = own.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary):
-        raise _refusal(path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens")
+        raise _refusal(
+            path, f"{_KEY}scores has not one number for each of the {len(vocabulary)} tokens"
+        )
     merges = _merges_by_score(vocabulary, scores)
     unknown = next(
-        (token for token, kind in zip(vocabulary, own.get("token_type", []), strict=False) if kind == 2), None
+        (
+            token
+            for token, kind in zip(vocabulary, own.get("token_type", []), strict=False)
+            if kind == 2
+        ),
+        None,
     )
-    backend = Tokenizer(_bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        _bpe(path, vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
     adds_space = own.get("add_space_prefix", True)
     mark = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), mark]) if adds_space else mark
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), mark]) if adds_space else mark
+    )
     parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*parts, decoders.Strip(content=" ", left=1)] if adds_space else parts)
+    backend.decoder = decoders.Sequence(
+        [*parts, decoders.Strip(content=" ", left=1)] if adds_space else parts
+    )
     return backend
 
 
@@ -128,13 +148,21 @@ def _bpe(path: Path, vocabulary: dict[str, int], merges: list[Any], **options: A
 
 def add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
     kinds = list(zip(tokens, types, strict=False))
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL])
-    backend.add_tokens([AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED])
+    backend.add_special_tokens(
+        [AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL]
+    )
+    backend.add_tokens(
+        [AddedToken(token, normalized=False) for token, kind in kinds if kind == _USER_DEFINED]
+    )
 
 
 def _texts(path: Path, own: Mapping[str, Any], key: str) -> list[str]:
     texts = own.get(key)
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+    if (
+        not isinstance(texts, list)
+        or not texts
+        or not all(isinstance(text, str) and text for text in texts)
+    ):
         raise _refusal(path, f"{_KEY}{key} is not a list of texts")
     return texts
 
@@ -144,7 +172,9 @@ def _token(path: Path, own: Mapping[str, Any], tokens: list[str], name: str) -> 
     if token_id is None:
         return None
     if type(token_id) is not int or not 0 <= token_id < len(tokens):
-        raise _refusal(path, f"{_KEY}{name}_token_id is {quoted(token_id)}, and there are {len(tokens)} tokens")
+        raise _refusal(
+            path, f"{_KEY}{name}_token_id is {quoted(token_id)}, and there are {len(tokens)} tokens"
+        )
     return tokens[token_id]
 
 
@@ -156,7 +186,11 @@ def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
         return template
     return {
         "default": template,
-        **{name: metadata[key] for name in names if (key := f"tokenizer.chat_template.{name}") in metadata},
+        **{
+            name: metadata[key]
+            for name in names
+            if (key := f"tokenizer.chat_template.{name}") in metadata
+        },
     }
 
 

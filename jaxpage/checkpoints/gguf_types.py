@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-# Types that hold numbers as they are, with the names that safetensors has for them. All others hold blocks of quantised numbers.
+# Types that hold numbers as they are, with the names that safetensors has for them. All others hold
+# blocks of quantised numbers.
 PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 
@@ -38,7 +39,10 @@ class TensorType:
 def tensor_types() -> dict[int, TensorType]:
     """By the numbers that files have for them."""
     sizes = _gguf().GGML_QUANT_SIZES
-    return {int(number): TensorType(number.name, sizes[number][0], sizes[number][1], number) for number in sizes}
+    return {
+        int(number): TensorType(number.name, sizes[number][0], sizes[number][1], number)
+        for number in sizes
+    }
 
 
 def tensor_type(name: str) -> TensorType:

@@ -39,7 +39,9 @@ ModelConfig = Mapping[str, Any] | HFConfig
 _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
 
 
-def open_parameters(config: ModelConfig, parameters: Parameters, quantization: str | None = None) -> ModelFiles:
+def open_parameters(
+    config: ModelConfig, parameters: Parameters, quantization: str | None = None
+) -> ModelFiles:
     """A model whose config.json is a dict or a config of transformers, and whose weights are arrays: in a flat or a nested dict, or a
     module of its family.
 
@@ -63,23 +65,37 @@ def open_parameters(config: ModelConfig, parameters: Parameters, quantization: s
 def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
     """The same model with other weights. Raises as `open_parameters`."""
     if not isinstance(parameters, Mapping | nnx.Module):
-        raise TypeError(f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}")
+        raise TypeError(
+            f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}"
+        )
     problems, weights = Problems(PLACE), model_weights(files.family, files.spec, files.rule)
     if isinstance(parameters, nnx.Module):
         return _with_module(files, parameters, weights, problems)
     arrays = dict(flat(parameters))
-    known = {name for one in weights for source in one.sources for piece in source.pieces for name in piece.names}
+    known = {
+        name
+        for one in weights
+        for source in one.sources
+        for piece in source.pieces
+        for name in piece.names
+    }
     if arrays and arrays.keys() == {_place(one) for one in weights} and known.isdisjoint(arrays):
-        problems.add("these are parameters as TrainableModel.load returns them: give model.named(parameters)")
+        problems.add(
+            "these are parameters as TrainableModel.load returns them: give model.named(parameters)"
+        )
         problems.raise_if_any()
     plan = _fitted(files, arrays, weights, problems)
     return replace(files, directory=PLACE, plan=plan)
 
 
-def _with_module(files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems) -> ModelFiles:
+def _with_module(
+    files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems
+) -> ModelFiles:
     """Each parameter is one tensor, whose name is its path in the module."""
     if files.quantization is not None:
-        raise UnsupportedError("a module cannot be quantised; give its arrays under the names of the checkpoint")
+        raise UnsupportedError(
+            "a module cannot be quantised; give its arrays under the names of the checkpoint"
+        )
     arrays = {
         name: array
         for name, array in flat(nnx.to_pure_dict(nnx.state(module)))
@@ -90,7 +106,9 @@ def _with_module(files: ModelFiles, module: nnx.Module, weights: Sequence[Weight
         problems.raise_if_any()
     alone = [replace(one, sources=(tensor(_place(one), *one.shape),)) for one in weights]
     plan = _fitted(files, arrays, alone, problems)
-    filled = tuple(replace(one, weight=weight) for one, weight in zip(plan.parameters, weights, strict=True))
+    filled = tuple(
+        replace(one, weight=weight) for one, weight in zip(plan.parameters, weights, strict=True)
+    )
     return replace(files, directory=PLACE, plan=replace(plan, layout="module", parameters=filled))
 
 
@@ -111,17 +129,32 @@ def _fitted(
         else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
         for name, array in arrays.items()
     }
-    empty, ignored = LoadPlan(PLACE, "memory", arrays=arrays), ignored_tensors(files.family, files.spec)
+    empty, ignored = (
+        LoadPlan(PLACE, "memory", arrays=arrays),
+        ignored_tensors(files.family, files.spec),
+    )
     plan = fit_stored(
-        empty, stored, weights, ignored, problems, compare=False, scheme=files.quantization, refused=refused.keys()
+        empty,
+        stored,
+        weights,
+        ignored,
+        problems,
+        compare=False,
+        scheme=files.quantization,
+        refused=refused.keys(),
     )
     for name, problem in refused.items():
         problems.add(f"{name!r} {problem}")
     for filled in plan.parameters:
         for piece, info in filled.pieces:
-            copies = [arrays[name] for name in piece.names if name in stored.keys() - refused - {info.name}]
+            copies = [
+                arrays[name]
+                for name in piece.names
+                if name in stored.keys() - refused - {info.name}
+            ]
             if info.name not in refused and any(
-                not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy)) for copy in copies
+                not np.array_equal(np.asarray(arrays[info.name]), np.asarray(copy))
+                for copy in copies
             ):
                 problems.add(f"{info.name!r} is given under another name too, with other numbers")
     problems.raise_if_any()
@@ -159,8 +192,16 @@ def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, An
     """A parameter's array as the tensors of the checkpoint."""
     own = [piece for piece, _ in filled.pieces]
     for piece in filled.weight.sources[0].pieces if plan.layout == "module" else own:
-        part = array[tuple(slice(start, start + size) for start, size in zip(piece.offset, piece.shape, strict=True))]
-        yield piece.name, part.swapaxes(-1, -2) if piece.transpose else part.reshape(piece.stored_shape)
+        part = array[
+            tuple(
+                slice(start, start + size)
+                for start, size in zip(piece.offset, piece.shape, strict=True)
+            )
+        ]
+        yield (
+            piece.name,
+            part.swapaxes(-1, -2) if piece.transpose else part.reshape(piece.stored_shape),
+        )
 
 
 def flat(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,9 @@ def layers_beyond(
 
     stored: names of the tensors that are not ignored.
     """
-    of_model = [name for weight in weights for piece in weight.sources[0].pieces for name in piece.names]
+    of_model = [
+        name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
+    ]
     needed, found = _layers(of_model), _layers(stored)
     both: dict[str, int] = {}
     for stem in needed.keys() & found.keys():
@@ -30,7 +32,8 @@ def layers_beyond(
                 f"{quoted(f'{stem}{checkpoint - 1}')}): one of the two is of another model"
             )
     return lambda names: any(
-        (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20) for name in names
+        (match := _LAYER.match(name)) is not None and int(match[2]) >= both.get(match[1], 1 << 20)
+        for name in names
     )
 
 

@@ -40,11 +40,18 @@ def load_weights(
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         wanted, array = filled.dtype(dtype), arrays[0]
-        if isinstance(array, jax.Array) and array.dtype == wanted and _is_whole(filled) and len(array.devices()) == 1:
+        if (
+            isinstance(array, jax.Array)
+            and array.dtype == wanted
+            and _is_whole(filled)
+            and len(array.devices()) == 1
+        ):
             own = array.addressable_data(0)  # without the mesh of its owner, who may donate it
             array = jax.device_put(own, own.sharding, may_alias=False)
         else:
-            array = _assembled(filled, [np.asarray(array) for array in arrays], wanted, _whole(filled))
+            array = _assembled(
+                filled, [np.asarray(array) for array in arrays], wanted, _whole(filled)
+            )
         return {filled.weight.path: put(array)}, array.nbytes
 
     read = (lambda info: plan.arrays[info.name]) if plan.arrays else stored_arrays(plan)
@@ -67,7 +74,9 @@ def load_sharded(
             _, info = filled.pieces[0]
             if _is_whole(filled):
                 sharding = sharding_of(filled.weight)
-                targets[info.name] = jax.ShapeDtypeStruct(info.shape, filled.dtype(dtype), sharding=sharding)
+                targets[info.name] = jax.ShapeDtypeStruct(
+                    info.shape, filled.dtype(dtype), sharding=sharding
+                )
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         wanted, (first, *_) = filled.dtype(dtype), arrays
@@ -102,26 +111,33 @@ def load_shards(
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded, wanted = divided[filled.weight.path], filled.dtype(dtype)
         part_of: Callable[[Box], np.ndarray] = functools.partial(_assembled, filled, arrays, wanted)
-        if any(piece.stored for piece, _ in filled.pieces):  # decoded once, not for each of its parts
+        # decoded once, not for each of its parts
+        if any(piece.stored for piece, _ in filled.pieces):
             part_of = part_of(_whole(filled)).__getitem__
         made = {}
         for place in sharded.places:
             if sharded.axis is None:
                 made[place.path] = put(part_of(_whole(filled)))
             else:
-                made[place.path] = put_shards(place.shape, wanted, functools.partial(_shard, sharded, place, part_of))
+                made[place.path] = put_shards(
+                    place.shape, wanted, functools.partial(_shard, sharded, place, part_of)
+                )
         return made, filled.weight.size * wanted.itemsize
 
     return _loaded(plan, dtype, load, stored_arrays(plan), progress)
 
 
-def _shard(sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.ndarray], device: int) -> np.ndarray:
+def _shard(
+    sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.ndarray], device: int
+) -> np.ndarray:
     """What a device has of a weight for one of its parameters, with zeros behind it where that is less than the parameter."""
     assert sharded.axis is not None
     parts = [part_of(box) for box in sharded.boxes(place, device)]
     lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
     if lacking:
-        shape = [lacking if index == sharded.axis else size for index, size in enumerate(place.shape)]
+        shape = [
+            lacking if index == sharded.axis else size for index, size in enumerate(place.shape)
+        ]
         parts.append(np.zeros(shape, parts[0].dtype))
     return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=sharded.axis)
 
@@ -129,14 +145,20 @@ def _shard(sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.nda
 def _is_whole(filled: Filled) -> bool:
     """Whether it is one stored tensor, as it is stored."""
     piece, _ = filled.pieces[0]
-    return len(filled.pieces) == 1 and not piece.transpose and piece.stored_shape == filled.weight.shape
+    return (
+        len(filled.pieces) == 1
+        and not piece.transpose
+        and piece.stored_shape == filled.weight.shape
+    )
 
 
 def _whole(filled: Filled) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in filled.weight.shape)
 
 
-def stored_arrays(plan: LoadPlan, targets: Mapping[str, Any] | None = None) -> Callable[[TensorInfo], Any]:
+def stored_arrays(
+    plan: LoadPlan, targets: Mapping[str, Any] | None = None
+) -> Callable[[TensorInfo], Any]:
     """How tensors are read: as views of their files, or dequantised; from Orbax as numpy arrays, or as `targets[name]` asks for.
 
     Of Orbax a tensor is given away with the last of the pieces that it fills: nothing here holds it any longer.
@@ -189,7 +211,8 @@ def _loaded(
         ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="weights") as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar,
     ):
-        # Dequantising is work for all cores; the others read as fast as memory or disk give, and one at a time takes the least of it.
+        # Dequantising is work for all cores; the others read as fast as memory or disk give, and
+        # one at a time takes the least of it.
         for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(one, plan.parameters):
             for path, value in made.items():
                 insert(tree, path, value)

@@ -20,7 +20,8 @@ from jaxpage.models.lora import LoRASpec, LoRATarget
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 DTYPES = ("F32", "BF16", "F16")
-# Fields of adapter_config.json that change what an adapter computes in a way that is not honoured here, and what they are.
+# Fields of adapter_config.json that change what an adapter computes in a way that is not honoured
+# here, and what they are.
 REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of B",
@@ -31,13 +32,42 @@ REFUSED = {
     "target_parameters": "parameters of no linear layer",
     "use_qalora": "QA-LoRA",
 }
-# Those that change nothing here: where the adapter comes from, how it was trained, and what is read below.
+# Those that change nothing here: where the adapter comes from, how it was trained, and what is read
+# below.
 KNOWN = frozenset(
     {
-        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "eva_config"),
-        *("ensure_weight_tying", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights"),
-        *("layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha", "lora_dropout", "lora_ga_config"),
-        *("megatron_config", "megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern"),
+        *(
+            "alpha_pattern",
+            "auto_mapping",
+            "base_model_name_or_path",
+            "bias",
+            "corda_config",
+            "eva_config",
+        ),
+        *(
+            "ensure_weight_tying",
+            "exclude_modules",
+            "fan_in_fan_out",
+            "inference_mode",
+            "init_lora_weights",
+        ),
+        *(
+            "layers_pattern",
+            "layers_to_transform",
+            "loftq_config",
+            "lora_alpha",
+            "lora_dropout",
+            "lora_ga_config",
+        ),
+        *(
+            "megatron_config",
+            "megatron_core",
+            "peft_type",
+            "peft_version",
+            "qalora_group_size",
+            "r",
+            "rank_pattern",
+        ),
         *("revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
     }
 )
@@ -83,10 +113,15 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
             if not np.isfinite(array).all():
                 problems.add(f"{info.described} has NaN or infinite numbers")
         if twice := filled & {(target.path, part) for part in target.parts}:
-            problems.add(f"{quoted(module)} changes what another module changes ({len(twice)} products)")
+            problems.add(
+                f"{quoted(module)} changes what another module changes ({len(twice)} products)"
+            )
         filled |= {(target.path, part) for part in target.parts}
         if target.path not in layers:
-            shapes = (target.num_layer_parts * spec.rank, target.num_in), (target.num_layer_rows, spec.rank)
+            shapes = (
+                (target.num_layer_parts * spec.rank, target.num_in),
+                (target.num_layer_rows, spec.rank),
+            )
             layers[target.path] = np.zeros(shapes[0], np.float32), np.zeros(shapes[1], np.float32)
         a, b = layers[target.path]
         rank = len(a_RI)
@@ -110,7 +145,8 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
         add("bias", "is not supported (biases of the model that are trained)")
     if config.get("init_lora_weights", True) not in INITS:
         add(
-            "init_lora_weights", "is not supported: it changes the weights of the model; save the adapter as plain LoRA"
+            "init_lora_weights",
+            "is not supported: it changes the weights of the model; save the adapter as plain LoRA",
         )
     for name in sorted(config.keys() - REFUSED.keys() - KNOWN):
         if config[name]:
@@ -127,7 +163,10 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
         if not isinstance(pattern, dict) or not all(map(is_right, pattern.values())):
             add(name, "must be an object of numbers")
         elif wrong := [key for key in pattern if not _PATTERN.fullmatch(key)]:
-            add(name, f"has {quoted(wrong[0])}: only names of modules are supported, no other patterns")
+            add(
+                name,
+                f"has {quoted(wrong[0])}: only names of modules are supported, no other patterns",
+            )
 
 
 def _pairs(
@@ -137,9 +176,13 @@ def _pairs(
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if not (match := _NAME.fullmatch(name)):
-            problems.add(f"{info.described} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B.")
+            problems.add(
+                f"{info.described} is not one of LoRA's: base_model.model.MODULE.lora_A.weight or .lora_B."
+            )
         elif match[1] not in targets:
-            problems.add(f"{info.described} is for a module that the model has not, or that takes no adapter")
+            problems.add(
+                f"{info.described} is for a module that the model has not, or that takes no adapter"
+            )
         elif info.dtype not in DTYPES:
             problems.add(f"{info.described} is {info.dtype}; it must be one of {', '.join(DTYPES)}")
         else:
@@ -152,7 +195,9 @@ def _pairs(
     return {module: (pair["A"], pair["B"]) for module, pair in found.items() if len(pair) == 2}
 
 
-def _misfit(a: TensorInfo, b: TensorInfo, target: LoRATarget, rank: int, max_rank: int) -> str | None:
+def _misfit(
+    a: TensorInfo, b: TensorInfo, target: LoRATarget, rank: int, max_rank: int
+) -> str | None:
     wanted = (rank, target.num_in), (target.num_rows, rank)
     if (a.shape, b.shape) != wanted:
         return f"has A {list(a.shape)} and B {list(b.shape)}; with rank {rank} the model needs {list(wanted[0])} and {list(wanted[1])}"
@@ -164,14 +209,19 @@ def _rank(config: Mapping[str, Any], module: str) -> int:
 
 
 def _factor(config: Mapping[str, Any], module: str) -> float:
-    alpha, rank = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]), _rank(config, module)
+    alpha, rank = (
+        _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]),
+        _rank(config, module),
+    )
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
     """The first key that is the module's name, or its end behind a dot; behind ^ it is the whole name."""
     for key, value in (pattern or {}).items():
-        if module == key.removeprefix("^") or (not key.startswith("^") and module.endswith(f".{key}")):
+        if module == key.removeprefix("^") or (
+            not key.startswith("^") and module.endswith(f".{key}")
+        ):
             return value
     return default
 

@@ -49,7 +49,8 @@ class MedusaFiles:
     token_map: (
         npt.NDArray[np.int32] | None
     )  # of heads that know a part of the vocabulary: the id of each of their tokens
-    accuracies: Accuracies | None  # of each head: how often its best prediction is right, its second, and so on
+    # of each head: how often its best prediction is right, its second, and so on
+    accuracies: Accuracies | None
 
     def num_bytes(self, dtype: str) -> int:
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
@@ -78,11 +79,15 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
     token_map = None
     if TOKEN_MAP in stored:
         token_map = read_token_map(stored.pop(TOKEN_MAP), vocab_size, problems)
-    spec = _spec(config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size)
+    spec = _spec(
+        config, stored, token_map, problems, model_width=model_width, vocab_size=vocab_size
+    )
     accuracies = _accuracies(config, spec, problems)
     plan = LoadPlan(directory, "safetensors")
     if spec is not None:
-        plan = fit_stored(plan, stored, weights_of(MedusaHeads(spec, dtype="float32")), (), problems)
+        plan = fit_stored(
+            plan, stored, weights_of(MedusaHeads(spec, dtype="float32")), (), problems
+        )
     problems.raise_if_any()
     assert spec is not None
     return MedusaFiles(spec, plan, token_map, accuracies)
@@ -94,7 +99,8 @@ def load_medusa(
     """The parameters of `models.medusa.MedusaHeads`, each one `put(array)`. The host holds all of them at once."""
     heads = load_weights(files.plan, dtype, lambda array: array, progress=progress)
     if files.token_map is not None:
-        if files.num_tokens < files.spec.table_rows:  # saved in full: the rows of the tokens that the heads know
+        # saved in full: the rows of the tokens that the heads know
+        if files.num_tokens < files.spec.table_rows:
             for part in heads["tables"].values():
                 part["table"] = part["table"][files.token_map]
         heads[TOKEN_MAP] = files.token_map
@@ -119,12 +125,18 @@ def _spec(
     layers = {int(match["layer"]) for match in found if match["layer"]}
     if not heads:
         if stored or not problems:
-            problems.add("no tensor has a name of Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight")
+            problems.add(
+                "no tensor has a name of Medusa heads: neither 0.0.linear.weight nor blocks.0.layers.0.weight"
+            )
         return None
     for name in ("medusa_num_heads", "num_heads"):
         if config.get(name, len(heads)) != len(heads):
-            logger.warning("config.json: %s is %r, but there are %d heads", name, config[name], len(heads))
-    _check_layers(config, "medusa_num_layers" if is_authors else "num_hidden_layers", len(layers), problems)
+            logger.warning(
+                "config.json: %s is %r, but there are %d heads", name, config[name], len(heads)
+            )
+    _check_layers(
+        config, "medusa_num_layers" if is_authors else "num_hidden_layers", len(layers), problems
+    )
     spec = MedusaSpec(
         layout="medusa" if is_authors else "vllm",
         num_heads=len(heads),
@@ -144,7 +156,9 @@ def _spec(
     return spec
 
 
-def _accuracies(config: Mapping[str, Any], spec: MedusaSpec | None, problems: Problems) -> Accuracies | None:
+def _accuracies(
+    config: Mapping[str, Any], spec: MedusaSpec | None, problems: Problems
+) -> Accuracies | None:
     """The measured values, if config.json has them."""
     rows = config.get(ACCURACIES)
     if rows is None or spec is None:
@@ -173,16 +187,23 @@ def _rows(spec: MedusaSpec, stored: Mapping[str, TensorInfo]) -> int | None:
     return None
 
 
-def _check_layers(config: Mapping[str, Any], name: str, num_layers: int, problems: Problems) -> None:
+def _check_layers(
+    config: Mapping[str, Any], name: str, num_layers: int, problems: Problems
+) -> None:
     if config.get(name, num_layers) != num_layers:
         problems.add(f"config.json: {name} is {config[name]!r}, but the tensors have {num_layers}")
 
 
 def _check_truncation(
-    config: Mapping[str, Any], token_map: npt.NDArray[np.int32] | None, vocab_size: int, problems: Problems
+    config: Mapping[str, Any],
+    token_map: npt.NDArray[np.int32] | None,
+    vocab_size: int,
+    problems: Problems,
 ) -> None:
     known = vocab_size if token_map is None else len(token_map)
     stated = config.get("truncated_vocab_size")
     if stated is not None and stated != known:
-        what = f"there is no {TOKEN_MAP}" if token_map is None else f"{TOKEN_MAP} has {known} tokens"
+        what = (
+            f"there is no {TOKEN_MAP}" if token_map is None else f"{TOKEN_MAP} has {known} tokens"
+        )
         problems.add(f"config.json: truncated_vocab_size is {stated!r}, but {what}")

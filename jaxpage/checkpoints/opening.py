@@ -84,7 +84,9 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
     if (problems.directory / "config.json").is_file():
         described = _describe(problems.directory, None, problems)
         for name, there, here in _differences(files, described) if described else ():
-            problems.add(f"config.json: {name} is {there} here, and {here} in the model that is served")
+            problems.add(
+                f"config.json: {name} is {there} here, and {here} in the model that is served"
+            )
     weights = model_weights(files.family, files.spec, files.rule)
     plan = fit(problems.directory, weights, ignored_tensors(files.family, files.spec), problems)
     problems.raise_if_any()
@@ -101,7 +103,12 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
         names = [name for name in FIELDS if name in there]
     elif described.spec != files.spec:
         alone = [
-            (name, check_spec(files.family, {**here, name: there.get(name)}, Problems(files.directory)))
+            (
+                name,
+                check_spec(
+                    files.family, {**here, name: there.get(name)}, Problems(files.directory)
+                ),
+            )
             for name in names
         ]
         names = [name for name, spec in alone if spec != files.spec] or names
@@ -109,12 +116,15 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
         return
     for name in names:
         there_is, here_is = (
-            "missing" if config.get(name) is None else quoted(config[name]) for config in (there, here)
+            "missing" if config.get(name) is None else quoted(config[name])
+            for config in (there, here)
         )
         yield name, there_is, here_is
 
 
-def describe_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelDescription:
+def describe_model(
+    directory: str | os.PathLike[str], quantization: str | None = None
+) -> ModelDescription:
     """Read what config.json says, for which no weights need to be there. Raises one CheckpointError listing all that is wrong."""
     problems = Problems(Path(directory))
     described = _describe(Path(directory), quantization, problems)
@@ -135,15 +145,29 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
         read_layout(directory, problems)  # the files' own faults belong in the same list
         problems.raise_if_any()
     assert described is not None
-    config, family, spec, scheme = described.config, described.family, described.spec, described.quantization
+    config, family, spec, scheme = (
+        described.config,
+        described.family,
+        described.spec,
+        described.quantization,
+    )
     with problems.collect():
         weights = model_weights(family, spec, described.rule)
-        plan = fit(directory, weights, ignored_tensors(family, spec), problems, compare=compare, scheme=scheme)
+        plan = fit(
+            directory,
+            weights,
+            ignored_tensors(family, spec),
+            problems,
+            compare=compare,
+            scheme=scheme,
+        )
     problems.raise_if_any()
     return ModelFiles(directory, config, family, spec, plan, scheme)
 
 
-def _describe(directory: Path, quantization: str | None, problems: Problems) -> ModelDescription | None:
+def _describe(
+    directory: Path, quantization: str | None, problems: Problems
+) -> ModelDescription | None:
     """None if something is wrong with config.json; `problems` has what."""
     config = check_config(directory, problems)
     if not config:
@@ -167,7 +191,11 @@ def describe_config(
         scheme = scheme_of()
     if family:
         spec = check_spec(family, without_quantization(config), problems)
-    return None if problems or not family or spec is None else ModelDescription(config, family, spec, scheme)
+    return (
+        None
+        if problems or not family or spec is None
+        else ModelDescription(config, family, spec, scheme)
+    )
 
 
 def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) -> ModelSpec | None:

@@ -57,9 +57,15 @@ def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorI
             item = checkpointer.metadata(folder.resolve()).item_metadata
         leaves = dict(_leaves(item.tree, ()))
         tensors = {name: _tensor_info(name, leaf, folder) for name, leaf in leaves.items()}
-        for name, leaf in leaves.items():  # a chunk is allocated whole, so it may not be larger than its tensor
-            if any(chunk > max(size, 1) for chunk, size in zip(leaf.storage.chunk_shape, leaf.shape, strict=True)):
-                problems.add(f"{FOLDER}: tensor {quoted(name)} has chunks larger than its shape {leaf.shape}")
+        # a chunk is allocated whole, so it may not be larger than its tensor
+        for name, leaf in leaves.items():
+            if any(
+                chunk > max(size, 1)
+                for chunk, size in zip(leaf.storage.chunk_shape, leaf.shape, strict=True)
+            ):
+                problems.add(
+                    f"{FOLDER}: tensor {quoted(name)} has chunks larger than its shape {leaf.shape}"
+                )
     except Exception as error:  # a damaged database fails in tensorstore with whatever it met first
         problems.add(f"{FOLDER}: cannot be read as an Orbax checkpoint: {_reason(error)}")
         return {}
@@ -82,9 +88,13 @@ def restore_orbax(directory: Path, targets: Mapping[str, Any]) -> dict[str, Any]
     """
     try:
         with _checkpointer() as checkpointer:
-            restored: dict[str, Any] = checkpointer.restore((directory / FOLDER).resolve(), target=targets)
+            restored: dict[str, Any] = checkpointer.restore(
+                (directory / FOLDER).resolve(), target=targets
+            )
     except Exception as error:  # as above: anything that a damaged file makes tensorstore say
-        raise CheckpointError(f"{directory / FOLDER} cannot be restored: {_reason(error)}") from error
+        raise CheckpointError(
+            f"{directory / FOLDER} cannot be restored: {_reason(error)}"
+        ) from error
     return restored
 
 
@@ -99,7 +109,9 @@ def _check_files(folder: Path, problems: Problems) -> None:
             mode = (Path(root) / name).lstat().st_mode
             if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
                 where = quoted(str((Path(root) / name).relative_to(folder.parent)))
-                problems.add(f"{where} is a symbolic link or a special file; an Orbax checkpoint has only plain ones")
+                problems.add(
+                    f"{where} is a symbolic link or a special file; an Orbax checkpoint has only plain ones"
+                )
 
 
 def _leaves(tree: Any, path: tuple[str, ...]) -> list[tuple[str, Any]]:

@@ -49,7 +49,9 @@ class Problems:
         if len(self.lines) > MAX_LINES:
             shown.append(f"  - and {len(self.lines) - MAX_LINES} more")
         count = f"{len(self.lines)} problem{'s' if len(self.lines) > 1 else ''}"
-        raise CheckpointError(f"the {self.what} in {self.directory} does not fit ({count}):\n" + "\n".join(shown))
+        raise CheckpointError(
+            f"the {self.what} in {self.directory} does not fit ({count}):\n" + "\n".join(shown)
+        )
 
 
 def listed(names: Collection[object], most: int = 5) -> str:

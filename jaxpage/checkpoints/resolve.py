@@ -19,12 +19,21 @@ from jaxpage.settings.argument_checks import close_names
 logger = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[1] / "demo"
-PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")  # the demo model, and what drafts for it
+# the demo model, and what drafts for it
+PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
-# What a model needs and nothing else: no pickles, no code, no copies of the weights in other formats.
+# What a model needs and nothing else: no pickles, no code, no copies of the weights in other
+# formats.
 TOKENIZER_FILES = (
-    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *(
+        "config.json",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+    ),
     *("vocab.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*"),
 )
 HUB_FILES = (*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, SINGLE, INDEX, "orbax/*")
@@ -32,7 +41,10 @@ _WEIGHTS = (SINGLE, "orbax/*")  # fetched after the index, together with the sha
 
 
 def resolve_model(
-    model: str | os.PathLike[str], revision: str | None = None, *, hub_files: Sequence[str] = HUB_FILES
+    model: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    hub_files: Sequence[str] = HUB_FILES,
 ) -> Path:
     """The directory or GGUF file of `model`: one of `PACKAGED` or `FETCHABLE`, a local directory or GGUF file, or a hub id such as
     "org/name", in this order.
@@ -46,17 +58,26 @@ def resolve_model(
     local = _own(name) or Path(name).expanduser()
     if _own(name) and os.path.isdir(name) and local.resolve() != Path(name).resolve():
         whose = "packaged with jaxpage" if name in PACKAGED else "of `jaxpage fetch`"
-        logger.warning("model = %r is the model %s; for the directory of that name use %r", name, whose, f"./{name}")
+        logger.warning(
+            "model = %r is the model %s; for the directory of that name use %r",
+            name,
+            whose,
+            f"./{name}",
+        )
     if name in FETCHABLE:
         check_fetched(name)
     is_file = looks_like_gguf(local)
     if name and (os.path.isdir(local) or is_file):  # "" would be the current directory
         if revision is not None:
             kind = "file" if is_file else "directory"
-            raise ConfigError(f"revision = {revision!r} names a version on the hub, but model = {name!r} is a {kind}")
+            raise ConfigError(
+                f"revision = {revision!r} names a version on the hub, but model = {name!r} is a {kind}"
+            )
         return local.resolve()
     if name in PACKAGED:
-        raise ModelNotFoundError(f"the packaged {name} model is missing from this installation ({local})")
+        raise ModelNotFoundError(
+            f"the packaged {name} model is missing from this installation ({local})"
+        )
     if name and os.path.lexists(local):
         raise ModelNotFoundError(
             f"model = {name!r} is not a directory, and no GGUF file: give one, or the directory that holds its config.json"
@@ -85,7 +106,9 @@ def resolve_model_config(model: str | os.PathLike[str], revision: str | None = N
     """As `resolve_model`, where config.json is all that is wanted: it may be named itself, and nothing else comes from the hub."""
     path = Path(model).expanduser()
     is_file = path.name == "config.json" and os.path.isfile(path)
-    return resolve_model(path.parent if is_file else model, revision, hub_files=("config.json", MODELOPT_FILE))
+    return resolve_model(
+        path.parent if is_file else model, revision, hub_files=("config.json", MODELOPT_FILE)
+    )
 
 
 def resolve_tokenizer(model: str | os.PathLike[str]) -> Path:
@@ -98,7 +121,9 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
         import huggingface_hub  # lazy on purpose: a local model needs no HTTP client
 
         def fetch(patterns: Iterable[str], version: str | None) -> Path:
-            snapshot = huggingface_hub.snapshot_download(repo_id=name, revision=version, allow_patterns=list(patterns))
+            snapshot = huggingface_hub.snapshot_download(
+                repo_id=name, revision=version, allow_patterns=list(patterns)
+            )
             return Path(snapshot).resolve()
 
         snapshot = fetch([pattern for pattern in files if pattern not in _WEIGHTS], revision)
@@ -126,7 +151,10 @@ def _is_unreachable(error: Exception) -> bool:
     client raised, whose classes are no part of its interface: so they are told by their names.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"})
+    return bool(
+        names
+        & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "TransportError"}
+    )
 
 
 def _shards(snapshot: Path) -> list[str]:
@@ -145,9 +173,17 @@ def _near(name: str) -> str:
     """The names most like `name` among its siblings (and what is packaged), as the end of a sentence."""
     path = Path(name).expanduser()
     try:
-        siblings = [entry.name for entry in path.parent.iterdir() if entry.is_dir() or entry.suffix == ".gguf"]
+        siblings = [
+            entry.name
+            for entry in path.parent.iterdir()
+            if entry.is_dir() or entry.suffix == ".gguf"
+        ]
     except (OSError, ValueError):  # no such parent, or a name that no file can have
         siblings = []
-    near = [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)] if path.name else []
+    near = (
+        [str(path.with_name(match)) for match in close_names(path.name, siblings, most=3)]
+        if path.name
+        else []
+    )
     near += close_names(name, (*PACKAGED, *FETCHABLE))
     return f". Did you mean {' or '.join(map(repr, near))}?" if near else ""

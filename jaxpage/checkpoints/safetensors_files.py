@@ -19,7 +19,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# The element types that weights may have, here and in memory: those of a model, and of weights that are quantised.
+# The element types that weights may have, here and in memory: those of a model, and of weights that
+# are quantised.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -90,12 +91,18 @@ def write_safetensors(
         shards[-1].append(tensor)
         sizes[-1] += num_bytes
     count = len(shards)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = (
+        [SINGLE]
+        if count == 1
+        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    )
     remaining = iter(arrays)
     for name, shard in zip(names, shards, strict=True):
         _write_file(directory / name, shard, remaining)
     if count > 1:
-        weight_map = {tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        weight_map = {
+            tensor[0]: name for name, shard in zip(names, shards, strict=True) for tensor in shard
+        }
         index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
         (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
@@ -116,11 +123,16 @@ def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     for shard, names in sorted(placed.items()):
         before = len(problems.lines)
         found = _read_file(directory, shard, problems)
-        if len(problems.lines) == before:  # a shard that cannot be read has been reported once already
+        # a shard that cannot be read has been reported once already
+        if len(problems.lines) == before:
             for name in sorted(names - found.keys()):
-                problems.add(f"{INDEX} places tensor {quoted(name)} in {quoted(shard)}, which does not hold it")
+                problems.add(
+                    f"{INDEX} places tensor {quoted(name)} in {quoted(shard)}, which does not hold it"
+                )
             for name in sorted(found.keys() - names):
-                problems.add(f"{quoted(shard)} holds tensor {quoted(name)}, which {INDEX} does not place there")
+                problems.add(
+                    f"{quoted(shard)} holds tensor {quoted(name)}, which {INDEX} does not place there"
+                )
         tensors.update((name, found[name]) for name in names & found.keys())
     return tensors
 
@@ -141,20 +153,28 @@ def _num_bytes(tensor: tuple[str, np.dtype[Any], tuple[int, ...]]) -> int:
 
 
 def _write_file(
-    file: Path, tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]], arrays: Iterable[np.ndarray]
+    file: Path,
+    tensors: Sequence[tuple[str, np.dtype[Any], tuple[int, ...]]],
+    arrays: Iterable[np.ndarray],
 ) -> None:
     codes = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # the word that transformers asks for
+    # the word that transformers asks for
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
         name, dtype, shape = tensor
         end = position + _num_bytes(tensor)
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [position, end]}
+        header[name] = {
+            "dtype": codes[dtype],
+            "shape": list(shape),
+            "data_offsets": [position, end],
+        }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for (_, dtype, shape), array in zip(tensors, arrays, strict=False):  # `arrays` goes on into the next shard
+        # `arrays` goes on into the next shard
+        for (_, dtype, shape), array in zip(tensors, arrays, strict=False):
             assert array.dtype == dtype and array.shape == shape
             stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)

@@ -17,9 +17,20 @@ from jaxpage.checkpoints.problems import Problems, quoted
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_RANK = 32
 
-# Every element type of the format and its width in bits; which of them a model may use is for `loading` to say.
+# Every element type of the format and its width in bits; which of them a model may use is for
+# `loading` to say.
 DTYPE_BITS = {
-    **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64},
+    **{
+        "BOOL": 8,
+        "U8": 8,
+        "I8": 8,
+        "U16": 16,
+        "I16": 16,
+        "U32": 32,
+        "I32": 32,
+        "U64": 64,
+        "I64": 64,
+    },
     **{"F16": 16, "BF16": 16, "F32": 32, "F64": 64, "C64": 64},
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8},
     **{"F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
@@ -41,7 +52,11 @@ class TensorInfo:
     @property
     def described(self) -> str:
         """For messages: its name, behind that of its file."""
-        return f"{self.label}: tensor {quoted(self.name)}" if self.label else f"tensor {quoted(self.name)}"
+        return (
+            f"{self.label}: tensor {quoted(self.name)}"
+            if self.label
+            else f"tensor {quoted(self.name)}"
+        )
 
 
 def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorInfo]:
@@ -58,7 +73,9 @@ def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorI
                 return {}
             if header_bytes > MAX_HEADER_BYTES or header_bytes > num_bytes - 8:
                 limit = min(MAX_HEADER_BYTES, num_bytes - 8)
-                problems.add(f"{label}: the header claims {header_bytes} bytes, and at most {limit} are possible")
+                problems.add(
+                    f"{label}: the header claims {header_bytes} bytes, and at most {limit} are possible"
+                )
                 return {}
             raw = stream.read(header_bytes)
     except OSError as error:
@@ -78,7 +95,9 @@ def _tensors(
     header: dict[str, Any], file: Path, label: str, file_bytes: int, start: int, problems: Problems
 ) -> dict[str, TensorInfo]:
     metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         problems.add(f"{label}: __metadata__ is not an object of strings")
     tensors: dict[str, TensorInfo] = {}
     for name, entry in header.items():
@@ -112,18 +131,30 @@ def _wrong_entry(entry: Any) -> str | None:
 
 
 def _is_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 2**63 for size in value
+    )
 
 
-def _check_tiling(tensors: dict[str, TensorInfo], label: str, file_bytes: int, start: int, problems: Problems) -> None:
+def _check_tiling(
+    tensors: dict[str, TensorInfo], label: str, file_bytes: int, start: int, problems: Problems
+) -> None:
     """The ranges must follow one another without gap or overlap from the end of the header to the end of the file."""
     position = start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:
-            kind = "overlaps the tensor before it" if tensor.offset < position else "leaves a gap before it"
-            problems.add(f"{label}: tensor {quoted(tensor.name)} {kind} (at byte {tensor.offset}, not {position})")
+            kind = (
+                "overlaps the tensor before it"
+                if tensor.offset < position
+                else "leaves a gap before it"
+            )
+            problems.add(
+                f"{label}: tensor {quoted(tensor.name)} {kind} (at byte {tensor.offset}, not {position})"
+            )
         position = max(position, tensor.offset + tensor.num_bytes)
     if position > file_bytes:
-        problems.add(f"{label}: truncated: the tensors need {position} bytes, the file has {file_bytes}")
+        problems.add(
+            f"{label}: truncated: the tensors need {position} bytes, the file has {file_bytes}"
+        )
     elif position < file_bytes:
         problems.add(f"{label}: {file_bytes - position} trailing bytes belong to no tensor")

@@ -18,7 +18,8 @@ from jaxpage.errors import CheckpointError
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
 _BPE = 2
 _USER_DEFINED = 4
-_NEED_CONFIG = ("added_tokens.json", "special_tokens_map.json")  # their tokens' flags are in tokenizer_config.json
+# their tokens' flags are in tokenizer_config.json
+_NEED_CONFIG = ("added_tokens.json", "special_tokens_map.json")
 
 
 def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
@@ -48,8 +49,15 @@ def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     backend = sentence_piece(path, own, {token: token_id for token_id, token in enumerate(tokens)})
     add_tokens(backend, tokens, own["token_type"])
     spec = model.trainer_spec
-    ids = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "unk_token": spec.unk_id, "pad_token": spec.pad_id}
-    special = {name: tokens[token_id] for name, token_id in ids.items() if 0 <= token_id < len(tokens)}
+    ids = {
+        "bos_token": spec.bos_id,
+        "eos_token": spec.eos_id,
+        "unk_token": spec.unk_id,
+        "pad_token": spec.pad_id,
+    }
+    special = {
+        name: tokens[token_id] for name, token_id in ids.items() if 0 <= token_id < len(tokens)
+    }
     template = directory / "chat_template.jinja"
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -74,6 +82,8 @@ def _problem(directory: Path, model: Any) -> str | None:
     if rules.remove_extra_whitespaces:
         return "it removes spaces first (remove_extra_whitespaces)"
     if not rules.escape_whitespaces or model.trainer_spec.treat_whitespace_as_suffix:
-        return "it puts the mark of a space elsewhere (escape_whitespaces, treat_whitespace_as_suffix)"
+        return (
+            "it puts the mark of a space elsewhere (escape_whitespaces, treat_whitespace_as_suffix)"
+        )
     present = [name for name in _NEED_CONFIG if has_file(directory, name)]
     return f"there is {' and '.join(present)}" if present else None

@@ -18,7 +18,9 @@ def check_growth(tokenizer: Any) -> None:
     backend = tokenizer.backend_tokenizer
     for name in ("normalizer", "decoder"):
         if (growth := _growth_of(_described(getattr(backend, name)))) > MAX_GROWTH:
-            raise ValueError(f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is allowed")
+            raise ValueError(
+                f"its {name} could make a text {growth:g} times as long; at most {MAX_GROWTH} is allowed"
+            )
     processor = _described(backend.post_processor)
     for stage in processor.get("processors", [processor]):
         copies = sum("Sequence" in piece for piece in stage.get("single") or ())

@@ -30,7 +30,13 @@ def read_token_map(
     token_ids = np.fromfile(info.file, _INTEGERS[info.dtype], info.shape[0], offset=info.offset)
     if differences:
         token_ids = token_ids + np.arange(len(token_ids))
-    if token_ids.min() < 0 or token_ids.max() >= vocab_size or len(np.unique(token_ids)) < len(token_ids):
-        problems.add(f"tensor {info.name!r} has token ids twice, or beyond the model's, which end at {vocab_size - 1}")
+    if (
+        token_ids.min() < 0
+        or token_ids.max() >= vocab_size
+        or len(np.unique(token_ids)) < len(token_ids)
+    ):
+        problems.add(
+            f"tensor {info.name!r} has token ids twice, or beyond the model's, which end at {vocab_size - 1}"
+        )
         return None
     return token_ids.astype(np.int32)

@@ -38,14 +38,21 @@ def load_tokenizer(directory: Path) -> Any | None:
         if not has_file(directory, "tokenizer_config.json"):
             return _checked(sentence_piece_tokenizer(directory), directory)
         _check_sentence_piece(directory)
-    # A class that only code of the model's own has is not needed where tokenizer.json says everything.
+    # A class that only code of the model's own has is not needed where tokenizer.json says
+    # everything.
     loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
     try:
-        tokenizer = loader.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        tokenizer = loader.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True
+        )
     except Exception as error:  # the library raises whatever its parsers raise
-        raise CheckpointError(f"{directory}: the tokenizer cannot be loaded: {error!s:.500}") from error
+        raise CheckpointError(
+            f"{directory}: the tokenizer cannot be loaded: {error!s:.500}"
+        ) from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise CheckpointError(f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one")
+        raise CheckpointError(
+            f"{directory}: the tokenizer has no tokenizer.json and cannot be converted to one"
+        )
     return _checked(tokenizer, directory)
 
 
@@ -69,9 +76,15 @@ def _checked(tokenizer: Any | None, directory: Path) -> Any | None:
 def _check_regular(directory: Path) -> None:
     """Raises CheckpointError for what is no file among those that transformers reads: a pipe would block it for good."""
     found = sorted(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern))
-    wrong = [str(file.relative_to(directory)) for file in found if not file.is_file() and not file.is_dir()]
+    wrong = [
+        str(file.relative_to(directory))
+        for file in found
+        if not file.is_file() and not file.is_dir()
+    ]
     if wrong:
-        raise CheckpointError(f"{directory}: {listed(wrong)} can be no file of a tokenizer: it is not a regular file")
+        raise CheckpointError(
+            f"{directory}: {listed(wrong)} can be no file of a tokenizer: it is not a regular file"
+        )
 
 
 def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
@@ -82,7 +95,8 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
     environment = _compile_jinja_template("").environment
     for name, template in templates.items():
         try:
-            environment.parse(template)  # compiling it would compute its constants, which may take all memory
+            # compiling it would compute its constants, which may take all memory
+            environment.parse(template)
         except Exception as error:  # whatever the parser raises
             logger.warning(
                 "%s: the chat template %s does not parse, and every chat will be refused: %s",

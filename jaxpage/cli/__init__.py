@@ -17,7 +17,8 @@ from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, Unsupported
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for those who program with it
+    # its warnings are for those who program with it
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         parser = make_parser()
         if not words:

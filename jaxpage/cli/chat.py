@@ -15,7 +15,9 @@ from jaxpage.errors import JaxpageError
 if TYPE_CHECKING:
     from jaxpage.llm import LLM
 
-_WELCOME = "Ctrl-D or /exit ends the conversation, Ctrl-C stops an answer, /help lists what else there is."
+_WELCOME = (
+    "Ctrl-D or /exit ends the conversation, Ctrl-C stops an answer, /help lists what else there is."
+)
 
 
 class Reader(Protocol):
@@ -31,7 +33,9 @@ def chat(arguments: argparse.Namespace) -> int:
     """`jaxpage chat [MODEL]`: until /exit or the end of the input. Status 1: a question of a pipe was not answered."""
     given, tell = given_sampling(arguments), teller(arguments)
     with engine_for_one(arguments, chats=True) as llm:
-        conversation = Conversation(given, defaults=_defaults(llm, given, tell), system=arguments.system)
+        conversation = Conversation(
+            given, defaults=_defaults(llm, given, tell), system=arguments.system
+        )
         if not _has_terminal():
             return 1 if converse(llm, conversation, Lines(), tell) else 0
         from jaxpage.cli.line_editor import LineEditor
@@ -46,9 +50,18 @@ def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object
     """What the model asks for, and what a chat takes where it is silent; tells which come into effect."""
     from jaxpage.assembly import chat_defaults  # after the engine: this imports jax
 
-    origins = {"generation_config.json": llm.sampling_defaults, "chat's default": chat_defaults(llm.sampling_defaults)}
-    found = [(name, value, origin) for origin, values in origins.items() for name, value in values.items()]
-    if taken := [f"{name}={value} ({origin})" for name, value, origin in found if name not in given]:
+    origins = {
+        "generation_config.json": llm.sampling_defaults,
+        "chat's default": chat_defaults(llm.sampling_defaults),
+    }
+    found = [
+        (name, value, origin)
+        for origin, values in origins.items()
+        for name, value in values.items()
+    ]
+    if taken := [
+        f"{name}={value} ({origin})" for name, value, origin in found if name not in given
+    ]:
         tell(f"Sampling: {', '.join(taken)}")
     return {name: value for name, value, _ in found}
 

@@ -31,7 +31,8 @@ def serve(arguments: argparse.Namespace) -> int:
 
         return follow(settings.config, config)
     with bound_socket(config) as listener:
-        from jaxpage.serving.startup import start  # once settings and address are known to be right: this imports jax
+        # once settings and address are known to be right: this imports jax
+        from jaxpage.serving.startup import start
 
         return start(settings.config, config, listener)
 
@@ -52,13 +53,16 @@ def plan(arguments: argparse.Namespace) -> int | None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
     if arguments.devices is not None and (arguments.devices < 1 or arguments.slo is not None):
         raise UsageError("--devices must be a number from 1 on, and does not go with --slo")
-    planned = {name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)}
+    planned = {
+        name: vars(arguments).pop(name) for name in PLANNED_SETTINGS if name in vars(arguments)
+    }
     config = resolved(arguments).config
     if arguments.slo is not None:
         from jaxpage.cli.plan_rate import run as run_rate
 
         return run_rate(arguments, config, planned)
-    from jaxpage.cli.plan import run  # after the configuration is known to be right: this imports jax
+    # after the configuration is known to be right: this imports jax
+    from jaxpage.cli.plan import run
 
     run(arguments, config, planned)
     return None
@@ -66,7 +70,9 @@ def plan(arguments: argparse.Namespace) -> int | None:
 
 def compile_menu(arguments: argparse.Namespace) -> None:
     """`jaxpage compile`: what an engine compiles at its start, kept for the next start."""
-    with engine(resolved(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet) as llm:
+    with engine(
+        resolved(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet
+    ) as llm:
         seconds = llm.stats()["compile_seconds_total"]
     teller(arguments)(f"All executables are in the compile cache; this took {seconds:.1f} s")
 
@@ -156,7 +162,13 @@ def replay(arguments: argparse.Namespace) -> int:
     """`jaxpage replay LOG`: status 1 at a difference. With --request, --texts, --diff or --state no engine is built."""
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
-    from jaxpage.replay.looking import check_until, first_difference, header_differences, request_lines, state_lines
+    from jaxpage.replay.looking import (
+        check_until,
+        first_difference,
+        header_differences,
+        request_lines,
+        state_lines,
+    )
 
     log, until = arguments.log, arguments.until
     if until is not None:
@@ -172,9 +184,15 @@ def replay(arguments: argparse.Namespace) -> int:
         tokenizer = tokenizer_of_log(log, arguments.model)
         text_of = TokenTexts(tokenizer)
         if arguments.request is not None:
-            print("\n".join(request_lines(log, arguments.request, until, text_of if tokenizer else None)))
+            print(
+                "\n".join(
+                    request_lines(log, arguments.request, until, text_of if tokenizer else None)
+                )
+            )
         elif tokenizer is None:
-            raise UsageError("the tokenizer of the log is not on this machine; --model PATH names its directory")
+            raise UsageError(
+                "the tokenizer of the log is not on this machine; --model PATH names its directory"
+            )
         else:
             check_new(arguments.texts)
             write_log(arguments.texts, with_texts(log, text_of, until))
@@ -192,7 +210,10 @@ def replay(arguments: argparse.Namespace) -> int:
     report = replay_log(log, model=arguments.model, force=arguments.force, until=until)
     if report.ending:
         say(report.ending)
-    print(report.difference or f"{counted(report.num_steps, 'step')}, {counted(report.num_tokens, 'token')}, identical")
+    print(
+        report.difference
+        or f"{counted(report.num_steps, 'step')}, {counted(report.num_tokens, 'token')}, identical"
+    )
     if until is not None and not report.difference:
         print("\n".join(state_lines(log, until)))
     return 1 if report.difference else 0

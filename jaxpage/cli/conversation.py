@@ -28,7 +28,11 @@ COMMANDS = {
     "/reset": ("", "begin a new conversation; the system message stays"),
     "/exit": ("", "end; so does Ctrl-D"),
 }
-PARAMETERS = (*(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n"), "stop", "stop_token_ids")
+PARAMETERS = (
+    *(flag.setting for flag in SAMPLING_FLAGS if flag.setting != "n"),
+    "stop",
+    "stop_token_ids",
+)
 MAX_FILE_BYTES = 16 * 2**20
 
 
@@ -56,7 +60,11 @@ class Conversation:
     """
 
     def __init__(
-        self, sampling: Mapping[str, Any], *, defaults: Mapping[str, Any] | None = None, system: str | None = None
+        self,
+        sampling: Mapping[str, Any],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        system: str | None = None,
     ) -> None:
         self.system = system or None
         self.turns: list[tuple[str, str]] = []  # question and answer
@@ -75,7 +83,9 @@ class Conversation:
             found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
         return found if question is None else [*found, {"role": "user", "content": question}]
 
-    def num_to_drop(self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int) -> int:
+    def num_to_drop(
+        self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int
+    ) -> int:
         """How many of the oldest turns must go, so that there is room for an answer to the question: a quarter of the context, or
         `max_tokens` if that is less.
 
@@ -143,7 +153,11 @@ class Conversation:
 
     def _parameters(self) -> str:
         params, plain = self.params, SamplingParams()
-        names = [name for name in PARAMETERS if name in self._set or getattr(params, name) != getattr(plain, name)]
+        names = [
+            name
+            for name in PARAMETERS
+            if name in self._set or getattr(params, name) != getattr(plain, name)
+        ]
         return "\n".join(f"{name} = {getattr(params, name)}" for name in names) or "Nothing is set"
 
     def _save(self, path: Path) -> str:
@@ -151,15 +165,21 @@ class Conversation:
             try:
                 _read(path)
             except (ValueError, OSError):
-                raise ValueError(f"{path} exists and is not a conversation; give another name") from None
-        data = (json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n").encode()
+                raise ValueError(
+                    f"{path} exists and is not a conversation; give another name"
+                ) from None
+        data = (
+            json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=2) + "\n"
+        ).encode()
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
         return f"Written to {path}"
 
     def _load(self, path: Path) -> str:
         self.system, self.turns = _read(path)
-        return f"{len(self.turns)} turns from {path}{', and a system message' if self.system else ''}"
+        return (
+            f"{len(self.turns)} turns from {path}{', and a system message' if self.system else ''}"
+        )
 
 
 def help_text() -> str:
@@ -212,7 +232,9 @@ def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
     system = said.pop(0)[1] if said and said[0][0] == "system" else None
     roles = [role for role, _ in said]
     if roles != ["user", "assistant"] * (len(said) // 2):
-        raise ValueError(f"{path}: user and assistant must take turns, the user first; it has {', '.join(roles[:6])}")
+        raise ValueError(
+            f"{path}: user and assistant must take turns, the user first; it has {', '.join(roles[:6])}"
+        )
     texts = [text for _, text in said]
     return system, list(zip(texts[::2], texts[1::2], strict=True))
 
@@ -223,7 +245,9 @@ def _as_pairs(messages: Any) -> list[tuple[str, str]] | None:
         return None
     found = []
     for one in messages:
-        role, text = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        role, text = (
+            (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        )
         if not isinstance(role, str) or not isinstance(text, str):
             return None
         found.append((role, text))

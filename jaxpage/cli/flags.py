@@ -20,7 +20,13 @@ PLAN_SETTINGS = (
         "num_blocks",
         "kv_cache_memory_bytes",
     ),
-    *("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "speculative_config", "tensor_parallel_size"),
+    *(
+        "gpu_memory_utilization",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "speculative_config",
+        "tensor_parallel_size",
+    ),
     *("tensor_parallel_reduction", "enable_lora", "max_loras", "max_lora_rank"),
 )
 PLANNED_SETTINGS = (
@@ -31,15 +37,35 @@ PLANNED_SETTINGS = (
 SAMPLING_FLAGS = (
     Flag("max_tokens", int, "longest output in tokens; default: 200"),
     Flag("min_tokens", int, "only --max-tokens ends the text before this many tokens; default: 0"),
-    Flag("temperature", float, "0 to 2; 0: greedy; default: generation_config.json, else 1 (chat: 0.7)"),
-    Flag("top_p", float, "keep the most likely tokens whose probabilities sum up to this; default of chat: 0.9"),
+    Flag(
+        "temperature",
+        float,
+        "0 to 2; 0: greedy; default: generation_config.json, else 1 (chat: 0.7)",
+    ),
+    Flag(
+        "top_p",
+        float,
+        "keep the most likely tokens whose probabilities sum up to this; default of chat: 0.9",
+    ),
     Flag("top_k", int, "keep this many of the most likely tokens; 0: all"),
     Flag("min_p", float, "drop tokens below this share of the highest probability; 0 to 1"),
     Flag("seed", int, "seed of the sampling noise; the same seed gives the same text"),
     Flag("n", int, "samples per prompt (only 1 on the command line)"),
-    Flag("presence_penalty", float, "subtracted once from the logits of tokens in the output; -2 to 2"),
-    Flag("frequency_penalty", float, "subtracted for each time that the token is in the output; -2 to 2"),
-    Flag("repetition_penalty", float, "above 1: tokens of the prompt and output become less likely; 1: off"),
+    Flag(
+        "presence_penalty",
+        float,
+        "subtracted once from the logits of tokens in the output; -2 to 2",
+    ),
+    Flag(
+        "frequency_penalty",
+        float,
+        "subtracted for each time that the token is in the output; -2 to 2",
+    ),
+    Flag(
+        "repetition_penalty",
+        float,
+        "above 1: tokens of the prompt and output become less likely; 1: off",
+    ),
     Flag(
         "structured_outputs",
         json_object,
@@ -55,7 +81,9 @@ SAMPLING_FLAGS = (
 def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
     """`--config` and the settings of an engine, except those in `without`."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--config", metavar="FILE", help="YAML file with settings; flags win over it")
+    group.add_argument(
+        "--config", metavar="FILE", help="YAML file with settings; flags win over it"
+    )
     for flag in ENGINE_FLAGS:
         if flag.setting not in without:
             flag.add_to(group)
@@ -74,7 +102,13 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for flag in SAMPLING_FLAGS:
         flag.add_to(group)
     add = group.add_argument
-    add("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help="stop before this text; repeatable")
+    add(
+        "--stop",
+        action="append",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="stop before this text; repeatable",
+    )
     add(
         "--stop-token-ids",
         type=int,

@@ -49,7 +49,9 @@ def generate(arguments: argparse.Namespace) -> int:
 
 def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> SamplingParams:
     """`given` over the model's generation_config.json; tells what came from there."""
-    if taken := [f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in given]:
+    if taken := [
+        f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in given
+    ]:
         tell(f"From the model's generation_config.json: {', '.join(taken)}")
     return llm.default_sampling_params(**given)
 
@@ -86,7 +88,9 @@ def print_stream(
     reason = last.outputs[0].finish_reason
     if reason == "error":
         tell, reason = say, f"error, {last.outputs[0].stop_reason}"
-    tell(f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]")
+    tell(
+        f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]"
+    )
     return last
 
 

@@ -82,7 +82,8 @@ def _bindings() -> KeyBindings:
 def _output() -> Output:
     output = create_output(stdout=sys.stderr if sys.stderr.isatty() else sys.stdout)
     if isinstance(output, Vt100_Output):
-        output.enable_cpr = False  # the answer of a slow terminal would be typed into the next program
+        # the answer of a slow terminal would be typed into the next program
+        output.enable_cpr = False
     return output
 
 

@@ -8,7 +8,15 @@ from jaxpage import __version__
 from jaxpage.cli.bench_parsers import add_bench
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, add_engine_flags, add_sampling_flags, add_server_flags
-from jaxpage.cli.parsing import Commands, Parser, PrintCompletion, add_command, add_model, add_verbosity, lazily
+from jaxpage.cli.parsing import (
+    Commands,
+    Parser,
+    PrintCompletion,
+    add_command,
+    add_model,
+    add_verbosity,
+    lazily,
+)
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
 
@@ -37,9 +45,14 @@ def make_parser() -> Parser:
     _add_config(commands)
     add_bench(commands)
     _add_replay(commands)
-    doctor = add_command(commands, "doctor", "report versions, devices, memory and caches; needs no GPU")
+    doctor = add_command(
+        commands, "doctor", "report versions, devices, memory and caches; needs no GPU"
+    )
     doctor.add_argument(
-        "model", metavar="MODEL", nargs="?", help="also look at the files of this model, without its weights"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help="also look at the files of this model, without its weights",
     )
     doctor.set_defaults(run=lazily("commands", "doctor"))
     return parser
@@ -47,10 +60,17 @@ def make_parser() -> Parser:
 
 def _add_generate(commands: Commands[Parser]) -> None:
     parser = add_command(commands, "generate", "continue a text, streamed to standard output")
-    add_model(parser, '"demo" (packaged, the default), a directory, a GGUF file, or a hub id; before the prompt')
+    add_model(
+        parser,
+        '"demo" (packaged, the default), a directory, a GGUF file, or a hub id; before the prompt',
+    )
     add = parser.add_argument
     add("prompt", metavar="PROMPT", help="the text to continue; - reads it from standard input")
-    add("--echo", action=argparse.BooleanOptionalAction, help="print the prompt first; default: on a terminal")
+    add(
+        "--echo",
+        action=argparse.BooleanOptionalAction,
+        help="print the prompt first; default: on a terminal",
+    )
     add_verbosity(parser, "how memory is divided, and what was compiled")
     add_sampling_flags(parser)
     add_engine_flags(parser, without=("seed",))
@@ -76,9 +96,14 @@ def _add_serve(commands: Commands[Parser]) -> None:
 
 
 def _add_fetch(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "fetch", "download a small model by name, or list those that can be had")
+    parser = add_command(
+        commands, "fetch", "download a small model by name, or list those that can be had"
+    )
     parser.add_argument(
-        "name", metavar="NAME", nargs="?", help="name of the model, such as smollm2; default: list the names"
+        "name",
+        metavar="NAME",
+        nargs="?",
+        help="name of the model, such as smollm2; default: list the names",
     )
     add_verbosity(parser)
     parser.set_defaults(run=lazily("fetch", "fetch"))
@@ -86,7 +111,9 @@ def _add_fetch(commands: Commands[Parser]) -> None:
 
 def _add_convert(commands: Commands[Parser]) -> None:
     parser = add_command(
-        commands, "convert", "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face"
+        commands,
+        "convert",
+        "convert a checkpoint: Hugging Face safetensors to Orbax, or back; GGUF to Hugging Face",
     )
     parser.add_argument("source", metavar="SRC", help="model directory, GGUF file, hub id or demo")
     parser.add_argument("destination", metavar="DST", help="new directory")
@@ -107,21 +134,43 @@ def _add_plan(commands: Commands[Parser]) -> None:
         metavar="SIZE",
         help="memory of each device, such as 24GiB or 40GB; default: of this machine",
     )
-    add("--devices", type=int, metavar="N", help="also show how so many devices can be divided into replicas")
+    add(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="also show how so many devices can be divided into replicas",
+    )
     add("--json", action="store_true", help="print one JSON object instead of tables")
-    add("--slo", metavar="ttft=MS,tpot=MS", help="find the highest request rate that keeps this, by simulation")
-    add("--rate", type=float, metavar="X", help="with --slo: say whether so many requests per second are sustained")
-    add("--costs", metavar="FILE", help="with --slo: what steps cost; default: measured on this machine")
+    add(
+        "--slo",
+        metavar="ttft=MS,tpot=MS",
+        help="find the highest request rate that keeps this, by simulation",
+    )
+    add(
+        "--rate",
+        type=float,
+        metavar="X",
+        help="with --slo: say whether so many requests per second are sustained",
+    )
+    add(
+        "--costs",
+        metavar="FILE",
+        help="with --slo: what steps cost; default: measured on this machine",
+    )
     add("--dataset", metavar="NAME", help="with --slo: lengths of the requests; default: sharegpt")
     add("--max-input", type=int, metavar="N", help="with --slo: longest prompt; default: 512")
     add("--max-output", type=int, metavar="N", help="with --slo: longest output; default: 512")
     settings = ("model", *PLAN_SETTINGS)
-    add_engine_flags(parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings))
+    add_engine_flags(
+        parser, without=tuple(flag.setting for flag in ENGINE_FLAGS if flag.setting not in settings)
+    )
     parser.set_defaults(run=lazily("commands", "plan"))
 
 
 def _add_compile(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "compile", "compile every shape of a configuration into the persistent cache")
+    parser = add_command(
+        commands, "compile", "compile every shape of a configuration into the persistent cache"
+    )
     add_model(parser)
     add_verbosity(parser)
     add_engine_flags(parser)
@@ -136,14 +185,18 @@ def _add_config(commands: Commands[Parser]) -> None:
         ("validate", "check a configuration without loading anything"),
     ):
         action = add_command(actions, name, purpose)
-        action.add_argument("file", metavar="FILE", nargs="?", help="YAML file; the same as --config FILE")
+        action.add_argument(
+            "file", metavar="FILE", nargs="?", help="YAML file; the same as --config FILE"
+        )
         add_engine_flags(action)
         add_server_flags(action)
         action.set_defaults(run=lazily("commands", f"config_{name}"))
 
 
 def _add_replay(commands: Commands[Parser]) -> None:
-    parser = add_command(commands, "replay", "run an event log again and report the first difference")
+    parser = add_command(
+        commands, "replay", "run an event log again and report the first difference"
+    )
     parser.add_argument("log", metavar="LOG", help="event log, written by --event-log")
     parser.add_argument(
         "--model",
@@ -151,16 +204,28 @@ def _add_replay(commands: Commands[Parser]) -> None:
         help="path of the model, whose tokenizer --request and --texts use; default: as in the log",
     )
     parser.add_argument(
-        "--force", action="store_true", help="continue with other weights, settings or shapes than logged"
+        "--force",
+        action="store_true",
+        help="continue with other weights, settings or shapes than logged",
     )
-    parser.add_argument("--until", type=int, metavar="STEP", help="stop after this step, and print what was there")
+    parser.add_argument(
+        "--until", type=int, metavar="STEP", help="stop after this step, and print what was there"
+    )
     looking = parser.add_mutually_exclusive_group()
-    looking.add_argument("--request", metavar="ID", help="run nothing; print the steps of this request")
     looking.add_argument(
-        "--texts", metavar="FILE", help="run nothing; copy the log, with the texts of its tokens, for the page"
+        "--request", metavar="ID", help="run nothing; print the steps of this request"
     )
-    looking.add_argument("--diff", metavar="LOG", help="run nothing; print the first step in which two logs differ")
     looking.add_argument(
-        "--state", action="store_true", help="run nothing; print what is there at the end, or at --until"
+        "--texts",
+        metavar="FILE",
+        help="run nothing; copy the log, with the texts of its tokens, for the page",
+    )
+    looking.add_argument(
+        "--diff", metavar="LOG", help="run nothing; print the first step in which two logs differ"
+    )
+    looking.add_argument(
+        "--state",
+        action="store_true",
+        help="run nothing; print what is there at the end, or at --until",
     )
     parser.set_defaults(run=lazily("commands", "replay"))

@@ -34,13 +34,17 @@ class Parser(argparse.ArgumentParser):
         if word in ANSWERS:
             return f"unknown argument {word!r}; {ANSWERS[word].text}"
         own = [option for action in self._actions for option in action.option_strings]
-        close = close_names(word, [option for option in own if _negates(option) == _negates(word)], cutoff=0.7)
+        close = close_names(
+            word, [option for option in own if _negates(option) == _negates(word)], cutoff=0.7
+        )
         return f"unknown argument {word!r}" + (f"; did you mean {close[0]!r}?" if close else "")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             close = close_names(str(value), action.choices)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
+            hint = (
+                f"did you mean {close[0]!r}?" if close else f"there are {', '.join(action.choices)}"
+            )
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {hint}")
         super()._check_value(action, value)
 
@@ -83,17 +87,22 @@ def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | N
     """A function of a module beside this one, imported when it runs: parsing and `--help` must not wait for jax."""
 
     def run(arguments: argparse.Namespace) -> int | None:
-        found: Callable[[argparse.Namespace], int | None] = getattr(import_module(f"jaxpage.cli.{module}"), function)
+        found: Callable[[argparse.Namespace], int | None] = getattr(
+            import_module(f"jaxpage.cli.{module}"), function
+        )
         return found(arguments)
 
     return run
 
 
 def add_model(
-    parser: argparse.ArgumentParser, help: str = '"demo" (packaged), a directory, a GGUF file, or a hub id'
+    parser: argparse.ArgumentParser,
+    help: str = '"demo" (packaged), a directory, a GGUF file, or a hub id',
 ) -> None:
     """MODEL by position; the flag --model is among those of the engine."""
-    parser.add_argument("model", metavar="MODEL", nargs="?", action=OneModel, default=argparse.SUPPRESS, help=help)
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", action=OneModel, default=argparse.SUPPRESS, help=help
+    )
 
 
 def add_verbosity(parser: argparse.ArgumentParser, verbose: str | None = None) -> None:

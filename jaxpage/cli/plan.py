@@ -26,7 +26,13 @@ from jaxpage.assembly import (
     open_drafting,
     refused_settings,
 )
-from jaxpage.checkpoints import describe_model, open_model, resolve_model, resolve_model_config, stated_dtype
+from jaxpage.checkpoints import (
+    describe_model,
+    open_model,
+    resolve_model,
+    resolve_model_config,
+    stated_dtype,
+)
 from jaxpage.checkpoints.opening import ModelDescription
 from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
@@ -73,7 +79,9 @@ class Subject:
     def described(self, layout: ModelLayout) -> Described:
         """Returns what an engine with the model in this layout is planned with."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
-        return Described(self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora)
+        return Described(
+            self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora
+        )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
         """Raises ConfigError or CapacityError for what cannot be."""
@@ -85,7 +93,9 @@ class Subject:
         try:
             spec = self.engine_spec(layout)
             if spec.sharding not in self.divisible:
-                check_division(self.model.family, self.spec, self.model.rule, self.weights, spec.sharding)
+                check_division(
+                    self.model.family, self.spec, self.model.rule, self.weights, spec.sharding
+                )
                 self.divisible.add(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
@@ -99,7 +109,8 @@ class Option:
     """A layout of the model, and what each of its devices would hold, or why nothing would fit."""
 
     layout: ModelLayout
-    refused: tuple[str, ...]  # settings that this version does not honour: it plans this and does not run it
+    # settings that this version does not honour: it plans this and does not run it
+    refused: tuple[str, ...]
     plan: MemoryPlan | None
     num_kv_copies: int  # devices that have the same key/value heads
     error: CapacityError | ConfigError | UnsupportedError | None
@@ -140,7 +151,9 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
         raise chosen.error
 
 
-def spec_of(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> EngineSpec:
+def spec_of(
+    arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
+) -> EngineSpec:
     """The engine that is planned. Arguments as of `run`. Raises ConfigError or CapacityError for what cannot be."""
     subject, layout = _described(arguments, config, given)
     return subject.engine_spec(layout)
@@ -157,7 +170,9 @@ def _described(
     drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
     dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
-    layout = ModelLayout(dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization))
+    layout = ModelLayout(
+        dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization)
+    )
     return subject, replace(layout, **given)
 
 
@@ -166,14 +181,19 @@ def _drafting(config: EngineConfig) -> Drafting:
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return Drafting()
-    return open_drafting(asked, open_model(resolve_model(config.model, config.revision), config.quantization))
+    return open_drafting(
+        asked, open_model(resolve_model(config.model, config.revision), config.quantization)
+    )
 
 
 def _place(memory: int | None, utilization: float) -> DeviceSpec:
     if memory is None:
         open_devices(utilization)
         return device_spec_of(jax.devices()[0], utilization)
-    return DeviceSpec(f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})", int(memory * utilization))
+    return DeviceSpec(
+        f"a device of {gib(memory)} (gpu_memory_utilization {utilization:g})",
+        int(memory * utilization),
+    )
 
 
 def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
@@ -194,7 +214,11 @@ def _bytes_per_token(plan: MemoryPlan) -> int:
 
 
 def _bytes_per_token_text(plan: MemoryPlan) -> str:
-    older = f"; {plan.first_block_bytes // plan.block_size:,} outside the windows" if plan.windows else ""
+    older = (
+        f"; {plan.first_block_bytes // plan.block_size:,} outside the windows"
+        if plan.windows
+        else ""
+    )
     return f"{_bytes_per_token(plan):,}{older}"
 
 
@@ -217,9 +241,17 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 
 def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
-    plan, layout, kv, max_num_seqs = chosen.plan, chosen.layout, subject.spec.kv, subject.config.max_num_seqs
+    plan, layout, kv, max_num_seqs = (
+        chosen.plan,
+        chosen.layout,
+        subject.spec.kv,
+        subject.config.max_num_seqs,
+    )
     rows = [
-        ("model", f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters"),
+        (
+            "model",
+            f"{subject.config.model}: {subject.architecture}, {subject.num_parameters:,} parameters",
+        ),
         ("keys and values", _kept_text(kv)),
         ("dtype", f"{layout.dtype}; of keys and values: {layout.kv_cache_dtype}"),
         ("devices", str(layout.tensor_parallel_size)),
@@ -230,23 +262,36 @@ def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
     if chosen.refused:
         rows.append(("this version", f"plans it and does not run it ({', '.join(chosen.refused)})"))
     users = _users(plan)
-    if subject.device.is_cpu and plan.num_blocks - 1 == max_num_seqs * plan.blocks_for(plan.max_model_len):
+    if subject.device.is_cpu and plan.num_blocks - 1 == max_num_seqs * plan.blocks_for(
+        plan.max_model_len
+    ):
         rows.append(("", "(no more blocks than max_num_seqs x max_model_len can use)"))
     lines = [
         *aligned(rows, num_words=2),
         "",
         "Users at the same time, by the tokens of each, prompt and output together:",
-        *aligned([("tokens", "blocks", "users"), *(tuple(f"{number:,}" for number in row) for row in users)]),
+        *aligned(
+            [
+                ("tokens", "blocks", "users"),
+                *(tuple(f"{number:,}" for number in row) for row in users),
+            ]
+        ),
     ]
     if users[0][-1] > max_num_seqs:
-        lines.append(f"At most {max_num_seqs} of them run at a time (max_num_seqs); the others wait.")
+        lines.append(
+            f"At most {max_num_seqs} of them run at a time (max_num_seqs); the others wait."
+        )
     return [*lines, ""]
 
 
 def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> list[str]:
-    rows: list[tuple[str, ...]] = [("dtype", "KV dtype", "devices", "weights", "KV per token", "users", "factor", "")]
+    rows: list[tuple[str, ...]] = [
+        ("dtype", "KV dtype", "devices", "weights", "KV per token", "users", "factor", "")
+    ]
     rows += [_option_row(option, chosen, length) for option in options]
-    title = f"Alternatives, with users of {length:,} tokens; weights and KV are those of one device:"
+    title = (
+        f"Alternatives, with users of {length:,} tokens; weights and KV are those of one device:"
+    )
     lines = [title, *aligned(rows, num_words=2)]
     if refused := sorted({name for option in options for name in option.refused}):
         lines.append(f"* planned; not run by this version ({', '.join(refused)})")
@@ -254,8 +299,17 @@ def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> lis
 
 
 def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
-    layout, plan, users, of = option.layout, option.plan, option.num_users(length), chosen.num_users(length)
-    names = (layout.dtype, layout.kv_cache_dtype, f"{layout.tensor_parallel_size}{'*' if option.refused else ' '}")
+    layout, plan, users, of = (
+        option.layout,
+        option.plan,
+        option.num_users(length),
+        chosen.num_users(length),
+    )
+    names = (
+        layout.dtype,
+        layout.kv_cache_dtype,
+        f"{layout.tensor_parallel_size}{'*' if option.refused else ' '}",
+    )
     if plan is None:
         return (
             *names,
@@ -266,8 +320,17 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
             _remark(option.error),
         )
     factor = f"{users / of:.2f}" if of else ""
-    remark = f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
-    return (*names, gib(plan.weights_bytes), gib(_bytes_per_token(plan)), f"{users:,}", factor, remark)
+    remark = (
+        f"{option.num_kv_copies} devices have the same KV heads" if option.num_kv_copies > 1 else ""
+    )
+    return (
+        *names,
+        gib(plan.weights_bytes),
+        gib(_bytes_per_token(plan)),
+        f"{users:,}",
+        factor,
+        remark,
+    )
 
 
 def _remark(error: Exception | None) -> str:
@@ -277,7 +340,9 @@ def _remark(error: Exception | None) -> str:
     return "not supported for this model" if isinstance(error, UnsupportedError) else str(error)
 
 
-def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length: int) -> dict[str, Any]:
+def _as_dict(
+    subject: Subject, chosen: Option, options: Sequence[Option], length: int
+) -> dict[str, Any]:
     of, users = chosen.num_users(length), _users(chosen.plan) if chosen.plan else []
     return {
         "model": subject.config.model,
@@ -285,10 +350,16 @@ def _as_dict(subject: Subject, chosen: Option, options: Sequence[Option], length
         "num_parameters": subject.num_parameters,
         "device": subject.device.name,
         **_option_dict(chosen, length),
-        "users_by_length": [{"length": tokens, "blocks": blocks, "users": number} for tokens, blocks, number in users],
+        "users_by_length": [
+            {"length": tokens, "blocks": blocks, "users": number}
+            for tokens, blocks, number in users
+        ],
         "reference_length": length,
         "alternatives": [
-            {**_option_dict(option, length), "factor": option.num_users(length) / of if of else None}
+            {
+                **_option_dict(option, length),
+                "factor": option.num_users(length) / of if of else None,
+            }
             for option in options
         ],
     }

@@ -24,7 +24,9 @@ class Planned(Protocol):
     def num_users(self, length: int) -> int: ...
 
 
-def divisions(option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, num_devices: int) -> list[Planned]:
+def divisions(
+    option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, num_devices: int
+) -> list[Planned]:
     """Of one replica each: on one device, on two, and so on, as far as all devices are used."""
     sizes = (size for size in range(1, num_devices + 1) if num_devices % size == 0)
     return [option_of(replace(layout, tensor_parallel_size=size)) for size in sizes]
@@ -34,7 +36,14 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
     lengths = (length, 4 * length)
     users_of = [f"users of {each:,}" for each in lengths]
     rows: list[tuple[str, ...]] = [
-        ("tensor parallel", "replicas", "weights of a device", "KV tokens of a replica", *users_of, "")
+        (
+            "tensor parallel",
+            "replicas",
+            "weights of a device",
+            "KV tokens of a replica",
+            *users_of,
+            "",
+        )
     ]
     for option in options:
         size, plan = option.layout.tensor_parallel_size, option.plan

@@ -18,24 +18,45 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.costs import CostModel
 from jaxpage.simulation.policies import PagedScheduler
 from jaxpage.simulation.shape_costs import as_dict, measure, read_costs
-from jaxpage.simulation.sustained_rate import SEEDS, SUSTAINED, AtRate, Question, at_rate, highest_rate
+from jaxpage.simulation.sustained_rate import (
+    SEEDS,
+    SUSTAINED,
+    AtRate,
+    Question,
+    at_rate,
+    highest_rate,
+)
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.tables import aligned
 
 _DEFAULTS = {"dataset": "sharegpt", "max_input": 512, "max_output": 512}
-_COLUMNS = ("requests/s", "kept", "p99 TTFT (ms)", "p99 TPOT (ms)", "running", "pool in use", "preemptions")
+_COLUMNS = (
+    "requests/s",
+    "kept",
+    "p99 TTFT (ms)",
+    "p99 TPOT (ms)",
+    "running",
+    "pool in use",
+    "preemptions",
+)
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> int:
     """Prints a table or one JSON object. Status 1 if `--rate` is not sustained. Raises UsageError, and as `jaxpage plan` does."""
     for name, default in _DEFAULTS.items():
-        setattr(arguments, name, default if getattr(arguments, name) is None else getattr(arguments, name))
+        setattr(
+            arguments,
+            name,
+            default if getattr(arguments, name) is None else getattr(arguments, name),
+        )
     slo = _checked(arguments, config)
     spec, cost = _opened(arguments, config, given)
     length = spec.memory.max_model_len
     max_input = min(arguments.max_input, length // 2)
     max_output = min(arguments.max_output, length - max_input)
-    question = Question(lambda: _scheduler(spec, config), cost, slo, arguments.dataset, max_input, max_output)
+    question = Question(
+        lambda: _scheduler(spec, config), cost, slo, arguments.dataset, max_input, max_output
+    )
     asked = at_rate(question, arguments.rate) if arguments.rate else None
     by_seed = [highest_rate(question, [seed], near=arguments.rate or 1.0) for seed in SEEDS]
     rates = [each.rate for each in by_seed if each.is_sustained]
@@ -73,7 +94,9 @@ def _checked(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, f
     if arguments.rate is not None and not arguments.rate > 0:
         raise UsageError(f"--rate must be more than 0, got {arguments.rate}")
     if arguments.dataset not in LENGTHS:
-        raise UsageError(f"--dataset must be one of {', '.join(LENGTHS)}, got {arguments.dataset!r}")
+        raise UsageError(
+            f"--dataset must be one of {', '.join(LENGTHS)}, got {arguments.dataset!r}"
+        )
     if min(arguments.max_input, arguments.max_output) < 1:
         raise UsageError("--max-input and --max-output must be at least 1")
     if arguments.memory is not None and not arguments.costs:
@@ -94,23 +117,33 @@ def _opened(
             raise UsageError(f"--costs {error}") from None
         spec = spec_of(arguments, config, given)
     else:
-        config = config.replace(**given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None)
+        config = config.replace(
+            **given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
+        )
         built = open_engine(config, Hooks(progress=not arguments.json))
         spec, cost = built.spec, measure(built)
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
-        raise UsageError("--slo simulates models whose layers all see the whole sequence; this one has sliding windows")
+        raise UsageError(
+            "--slo simulates models whose layers all see the whole sequence; this one has sliding windows"
+        )
     return spec, cost
 
 
 def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
     """The engine's, without a prefix cache: the prompts of the trace share nothing."""
     [blocks] = spec.blocks
-    manager = BlockManager([BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None)
+    manager = BlockManager(
+        [BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None
+    )
     limits = replace(spec.limits, num_steps=1)
-    return PagedScheduler(limits, manager, max_num_seqs=config.max_num_seqs, preemption=Preemption("recompute"))
+    return PagedScheduler(
+        limits, manager, max_num_seqs=config.max_num_seqs, preemption=Preemption("recompute")
+    )
 
 
-def _lines(question: Question, highest: AtRate, rates: Sequence[float], asked: AtRate | None) -> list[str]:
+def _lines(
+    question: Question, highest: AtRate, rates: Sequence[float], asked: AtRate | None
+) -> list[str]:
     slo = ", ".join(f"{name} <= {1000 * seconds:g} ms" for name, seconds in question.slo.items())
     lines = [
         f"Simulated: {len(SEEDS)} times {question.num_requests} requests of {question.dataset}, Poisson arrivals; sustained: "
@@ -123,9 +156,13 @@ def _lines(question: Question, highest: AtRate, rates: Sequence[float], asked: A
         lines.append("No rate is sustained: a request alone is slower than this.")
     else:
         shown = ", ".join(f"{rate:,.4g}" for rate in sorted(rates))
-        lines.append(f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s ({shown} by trace).")
+        lines.append(
+            f"The highest rate that all traces sustain is {min(rates):,.4g} requests/s ({shown} by trace)."
+        )
     if asked:
-        lines.append(f"{asked.rate:g} requests/s are {'' if asked.is_sustained else 'not '}sustained.")
+        lines.append(
+            f"{asked.rate:g} requests/s are {'' if asked.is_sustained else 'not '}sustained."
+        )
     return lines
 
 

@@ -60,14 +60,17 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def is_own_name(text: str) -> bool:
     """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
-    from jaxpage.checkpoints.fetched import FETCHABLE  # after wrong flags are refused: this imports jax
+    # after wrong flags are refused: this imports jax
+    from jaxpage.checkpoints.fetched import FETCHABLE
     from jaxpage.checkpoints.resolve import PACKAGED
 
     return text in (*PACKAGED, *FETCHABLE)
 
 
 def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
-    return resolve_config(arguments.config, engine_settings(arguments, without), overrides_origin="command line")
+    return resolve_config(
+        arguments.config, engine_settings(arguments, without), overrides_origin="command line"
+    )
 
 
 def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
@@ -103,7 +106,8 @@ def _check_text(config: EngineConfig, *, chats: bool) -> None:
 
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
-        open_model(resolve_model(config.model, config.revision))  # of what is no model at all more is missing
+        # of what is no model at all more is missing
+        open_model(resolve_model(config.model, config.revision))
         raise UsageError(
             f"the model {config.model!r} has no tokenizer, so it cannot read text: set --tokenizer, or give token ids to "
             "LLM.generate"

@@ -47,7 +47,9 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
         strategies: by sequence id. Draws of a sequence that has none (its request was aborted) are passed over.
     """
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
-    for strategy, drawn in groupby(_that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)):
+    for strategy, drawn in groupby(
+        _that_count(plan, result), lambda item: strategies.get(item[1].sequence_id)
+    ):
         if strategy is None:
             continue
         draws = []
@@ -58,9 +60,14 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
         try:
             edits += strategy.advance(draws)
         except Exception as error:  # of one request: it ends; other requests are not affected
-            logger.exception("sequence %d ends with an error, and with it its request", draws[0].sequence_id)
+            logger.exception(
+                "sequence %d ends with an error, and with it its request", draws[0].sequence_id
+            )
             ended = dict.fromkeys(draw.sequence_id for draw in draws)
-            edits += [Finish(sequence_id, "error", f"{type(error).__name__}: {error}") for sequence_id in ended]
+            edits += [
+                Finish(sequence_id, "error", f"{type(error).__name__}: {error}")
+                for sequence_id in ended
+            ]
     return edits
 
 
@@ -93,7 +100,9 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
     token_id, num_top = int(result.token_ids[index]), sample.num_logprobs
     if num_top is None or token_id < 0:
         return Draw(sample.sequence_id, token_id, None, drafted)
-    return Draw(sample.sequence_id, token_id, next(_logprobs(result, index, index + 1, num_top)), drafted)
+    return Draw(
+        sample.sequence_id, token_id, next(_logprobs(result, index, index + 1, num_top)), drafted
+    )
 
 
 def _logprobs(result: StepResult, start: int, stop: int, num_top: int) -> Iterator[TokenLogprobs]:
@@ -101,4 +110,9 @@ def _logprobs(result: StepResult, start: int, stop: int, num_top: int) -> Iterat
     top_token_ids = map(tuple, result.top_token_ids[start:stop, :num_top].tolist())
     top_logprobs = map(tuple, result.top_logprobs[start:stop, :num_top].tolist())
     columns = (result.token_ids, result.logprobs, result.ranks)
-    return map(TokenLogprobs, *(column[start:stop].tolist() for column in columns), top_token_ids, top_logprobs)
+    return map(
+        TokenLogprobs,
+        *(column[start:stop].tolist() for column in columns),
+        top_token_ids,
+        top_logprobs,
+    )

@@ -53,7 +53,10 @@ class BeamStrategy:
     """
 
     def __init__(
-        self, request: Request, sequence_ids: Sequence[int], new_detokenizer: Callable[[], Detokenizer]
+        self,
+        request: Request,
+        sequence_ids: Sequence[int],
+        new_detokenizer: Callable[[], Detokenizer],
     ) -> None:
         """sequence_ids: that of the first sequence, then those that its forks may have: as many as `Request.num_sequence_ids`."""
         assert request.beam is not None and len(sequence_ids) == request.num_sequence_ids
@@ -62,7 +65,8 @@ class BeamStrategy:
         self._most_tokens = request.max_total_tokens - len(request.prompt_token_ids)
         self._sequence_ids = tuple(sequence_ids)
         self._num_tokens = 0  # of the output of each beam
-        self._beams = [_Beam(sequence_ids[0], 0.0, Stopping(request, new_detokenizer()))]  # the likeliest first
+        # the likeliest first
+        self._beams = [_Beam(sequence_ids[0], 0.0, Stopping(request, new_detokenizer()))]
         self._best: list[_Hypothesis] = []  # the best that have ended, the best of them first
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
@@ -74,7 +78,9 @@ class BeamStrategy:
         is_last = self._num_tokens >= self._most_tokens
         ranked = self._ranked(draws)
         ended = [c for c in ranked[: self._beam.beam_width] if is_last or self._is_end(c)]
-        going = [] if is_last else [c for c in ranked if not self._is_end(c)][: self._beam.beam_width]
+        going = (
+            [] if is_last else [c for c in ranked if not self._is_end(c)][: self._beam.beam_width]
+        )
         best = self._merged(ended)
         if not going or self._is_over(going[0], best):
             going, best = [], best[: self._beam.n or self._beam.beam_width]
@@ -96,9 +102,12 @@ class BeamStrategy:
     def _merged(self, ended: Iterable[_Candidate]) -> list[_Hypothesis]:
         """The best of what had ended and of what ends now."""
         new = [
-            _Hypothesis(self._score(candidate.cumulative_logprob, self._num_tokens), candidate) for candidate in ended
+            _Hypothesis(self._score(candidate.cumulative_logprob, self._num_tokens), candidate)
+            for candidate in ended
         ]
-        return sorted([*self._best, *new], key=lambda hypothesis: -hypothesis.score)[: self._beam.beam_width]
+        return sorted([*self._best, *new], key=lambda hypothesis: -hypothesis.score)[
+            : self._beam.beam_width
+        ]
 
     def _is_over(self, likeliest: _Candidate, best: list[_Hypothesis]) -> bool:
         """Whether nothing is expected of the beams any more; `likeliest` is the first of those that could go on."""
@@ -116,7 +125,10 @@ class BeamStrategy:
 
     def _edits(self, going: list[_Candidate], best: list[_Hypothesis]) -> list[Edit]:
         """Who is not continued is dropped, then sequences are forked, then all grow: a fork is its parent as it was before."""
-        continued = [*going, *(hypothesis.ended for hypothesis in best if isinstance(hypothesis.ended, _Candidate))]
+        continued = [
+            *going,
+            *(hypothesis.ended for hypothesis in best if isinstance(hypothesis.ended, _Candidate)),
+        ]
         kept = {candidate.parent.sequence_id for candidate in continued} | _sequences(best)
         had = [*(beam.sequence_id for beam in self._beams), *sorted(_sequences(self._best))]
         edits: list[Edit] = [Drop(sequence_id) for sequence_id in had if sequence_id not in kept]
@@ -126,7 +138,9 @@ class BeamStrategy:
         for sequence_id, candidate in zip(sequence_ids, continued, strict=True):
             edits += self._grown(sequence_id, candidate)
         new_ids = iter(sequence_ids[len(going) :])
-        self._best = [h if isinstance(h.ended, int) else h._replace(ended=next(new_ids)) for h in best]
+        self._best = [
+            h if isinstance(h.ended, int) else h._replace(ended=next(new_ids)) for h in best
+        ]
         return edits
 
     def _placed(self, continued: list[_Candidate], kept: set[int]) -> tuple[list[int], list[Edit]]:
@@ -134,7 +148,9 @@ class BeamStrategy:
 
         Drops come before, so that twice as many ids as beams are enough.
         """
-        free_ids = iter([sequence_id for sequence_id in self._sequence_ids if sequence_id not in kept])
+        free_ids = iter(
+            [sequence_id for sequence_id in self._sequence_ids if sequence_id not in kept]
+        )
         sequence_ids: list[int] = []
         forks: list[Edit] = []
         for parent_id in (candidate.parent.sequence_id for candidate in continued):
@@ -164,9 +180,13 @@ class BeamStrategy:
 def _candidates(beam: _Beam, logprobs: TokenLogprobs | None) -> Iterator[_Candidate]:
     """The likeliest tokens behind a beam, but for those that cannot come."""
     assert logprobs is not None
-    for rank, (token_id, logprob) in enumerate(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True), 1):
+    for rank, (token_id, logprob) in enumerate(
+        zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True), 1
+    ):
         if logprob > -math.inf:
-            yield _Candidate(beam, TokenLogprobs(token_id, logprob, rank), beam.cumulative_logprob + logprob)
+            yield _Candidate(
+                beam, TokenLogprobs(token_id, logprob, rank), beam.cumulative_logprob + logprob
+            )
 
 
 def _sequences(hypotheses: Iterable[_Hypothesis]) -> set[int]:

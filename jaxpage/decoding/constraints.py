@@ -32,7 +32,9 @@ class Grammar:
         self._tokenizer = tokenizer
         self.vocab_size = vocab_size
         width = len(self.mask_of(())) * MASK_BITS
-        self._no_text = self.mask_of(beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width)
+        self._no_text = self.mask_of(
+            beyond for beyond in (*range(vocab_size, width), end_id) if beyond < width
+        )
         self._source = source
         self._begin()
 
@@ -93,7 +95,9 @@ class Constraint:
         if params.allowed_token_ids is not None:
             self._allowed_V = mask_of_ids(params.allowed_token_ids, grammar.vocab_size)
         self._eos_V = grammar.mask_of(request.eos_token_ids)
-        self._ends_V = (self._eos_V | mask_of_ids(params.stop_token_ids, grammar.vocab_size)) & self._allowed_V
+        self._ends_V = (
+            self._eos_V | mask_of_ids(params.stop_token_ids, grammar.vocab_size)
+        ) & self._allowed_V
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._matcher, first = grammar.at_start()
@@ -126,7 +130,11 @@ class Constraint:
         """Returns another constraint at the same place, which goes on by itself."""
         self._is_alone = False  # a copy adds what it finds to the states of both
         other = copy.copy(self)
-        other._matcher, other._token_ids, other._ahead = self._matcher.deep_copy(), self._token_ids.copy(), {}
+        other._matcher, other._token_ids, other._ahead = (
+            self._matcher.deep_copy(),
+            self._token_ids.copy(),
+            {},
+        )
         return other
 
     def _followed_by(self, token_id: int) -> Constraint | None:
@@ -151,7 +159,11 @@ class Constraint:
 
     def _look(self, admitted: Mask) -> None:
         """What comes next: computed once, when a token is known."""
-        if self._matcher.is_error() and not self._is_alone and self._grammar.may_be_crowded(self._matcher):
+        if (
+            self._matcher.is_error()
+            and not self._is_alone
+            and self._grammar.may_be_crowded(self._matcher)
+        ):
             self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None

@@ -21,7 +21,8 @@ from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
 WAIT_SECONDS = 10.0  # for the grammars of other requests before it
-CACHED_BYTES = 128 << 20  # of the grammars that are kept for the next who asks, by what their compilation took
+# of the grammars that are kept for the next who asks, by what their compilation took
+CACHED_BYTES = 128 << 20
 CACHED_GRAMMARS = 64
 REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
 _LEAST_BYTES = 1 << 18  # what a grammar counts at least
@@ -38,8 +39,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._compiling = threading.Lock()
         self._caching = threading.Lock()  # never held for long
-        self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()  # the last used last; with bytes
-        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()  # the last one last; with times
+        # the last used last; with bytes
+        self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()
+        # the last one last; with times
+        self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
         self._worker: _Worker | None = None
         self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None
@@ -64,7 +67,8 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """For good: ends the worker, and what it is trying."""
-        self._closed = True  # first: a worker that starts now is seen below, or its starter sees this
+        # first: a worker that starts now is seen below, or its starter sees this
+        self._closed = True
         if (worker := self._worker) is not None:
             worker.kill()  # before the lock, which who waits for an answer holds
         with self._compiling:
@@ -96,7 +100,9 @@ class GrammarCompiler:
                 self._check_open()
                 if is_last:
                     raise
-            except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+            except (
+                BaseException
+            ):  # an interrupt as well: its answer would be taken for the next one's
                 self._end_worker()
                 raise
         raise AssertionError("unreachable")
@@ -131,7 +137,10 @@ class GrammarCompiler:
         """The grammar, cached. What was not used for the longest time leaves; requests that use it keep it."""
         with self._caching:
             self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
-            while len(self._cache) > CACHED_GRAMMARS or sum(size for _, size in self._cache.values()) > CACHED_BYTES:
+            while (
+                len(self._cache) > CACHED_GRAMMARS
+                or sum(size for _, size in self._cache.values()) > CACHED_BYTES
+            ):
                 self._cache.popitem(last=False)
         return grammar
 
@@ -149,12 +158,16 @@ class _Worker(WorkerProcess):
     """The process in which grammars are tried: see jaxpage/decoding/grammar_worker.py."""
 
     def __init__(self, tokenizer_description: str) -> None:
-        super().__init__("jaxpage.decoding.grammar_worker", "structured_outputs: the process that tries grammars")
+        super().__init__(
+            "jaxpage.decoding.grammar_worker", "structured_outputs: the process that tries grammars"
+        )
         self.say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
         """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if there is no answer."""
-        problem, num_bytes = self.asked([kind, value, COMPILE_SECONDS, COMPILE_BYTES], COMPILE_SECONDS)
+        problem, num_bytes = self.asked(
+            [kind, value, COMPILE_SECONDS, COMPILE_BYTES], COMPILE_SECONDS
+        )
         return problem, num_bytes
 
 

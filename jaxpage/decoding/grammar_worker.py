@@ -23,7 +23,8 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.worker_process import die_with_parent
 
 _MAX_REPORT = 1 << 16
-_PATIENCE = 4  # times the seconds: a machine that is busy with others gives a child less than all of its time
+# times the seconds: a machine that is busy with others gives a child less than all of its time
+_PATIENCE = 4
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
@@ -37,14 +38,18 @@ def main() -> None:
         print(json.dumps(_tried(tokenizer, kind, value, seconds, num_bytes)), flush=True)
 
 
-def _tried(tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int) -> tuple[str | None, int]:
+def _tried(
+    tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
+) -> tuple[str | None, int]:
     """What is wrong with a grammar, if anything, and how much memory it took."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor's time; SIGPROF ends it, wherever it is
-        # Where the system ends no children with their parent: a little after the parent would have killed it.
+        # of the processor's time; SIGPROF ends it, wherever it is
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        # Where the system ends no children with their parent: a little after the parent would have
+        # killed it.
         signal.alarm(math.ceil(_PATIENCE * seconds) + 1)
         die_with_parent()
         _try(tokenizer, kind, value, num_bytes, writer)
@@ -66,7 +71,8 @@ def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> 
     """In the child: never returns."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says before it aborts
-        problem_of(matcher_of(tokenizer[0], source_of("regex", '"a"')), tokenizer[1])  # what any grammar takes
+        # what any grammar takes
+        problem_of(matcher_of(tokenizer[0], source_of("regex", '"a"')), tokenizer[1])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (before * _RSS_UNIT + num_bytes, hard))

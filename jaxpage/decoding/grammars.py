@@ -16,15 +16,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from jaxpage.decoding.json_schemas import enforceable, overlapping
 from jaxpage.errors import UnsupportedError
 
-# Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A schema's "x-guidance" wins over it.
+# Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A
+# schema's "x-guidance" wins over it.
 WHITESPACE = " "
-# What bounds one mask, which is computed between two steps: about a quarter of a second for the worst regexes found. llguidance's
-# own limits allow ten times that. No limit bounds what building a matcher takes: the process that tries it does.
+# What bounds one mask, which is computed between two steps: about a quarter of a second for the
+# worst regexes found. llguidance's own limits allow ten times that. No limit bounds what building a
+# matcher takes: the process that tries it does.
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
 DEAD_END = "no token of the model continues the grammar"
-# Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone; but that may be an added token which
-# it then refuses, since a text never stands for those. Last, so that it wins over lines of the user's.
+# Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone;
+# but that may be an added token which it then refuses, since a text never stands for those. Last,
+# so that it wins over lines of the user's.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
@@ -39,7 +42,9 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
     """
     try:
         description = json.loads(tokenizer_json)
-        end_id = _with_end(description["model"]["vocab"], description.setdefault("added_tokens", []))
+        end_id = _with_end(
+            description["model"]["vocab"], description.setdefault("added_tokens", [])
+        )
         return LLTokenizer(json.dumps(description), eos_token=end_id), end_id
     except Exception as error:
         raise UnsupportedError(
@@ -75,18 +80,23 @@ def source_of(kind: str, value: str) -> str:
     if kind == "regex":
         (grammar,) = json.loads(LLMatcher.grammar_from_regex(given))["grammars"]
         return str(grammar["lark_grammar"]) + _NO_FORCING
-    if kind == "choice":  # a terminal: thousands of alternatives of a rule would be as many places to be in
+    # a terminal: thousands of alternatives of a rule would be as many places to be in
+    if kind == "choice":
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)) + _NO_FORCING
     try:
         return any_to_lark(given) + _NO_FORCING
-    except Exception as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
+    except (
+        Exception
+    ) as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
 def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
     """What is wrong with the names of a schema's properties, if anything: see `overlapping`. It may take long, as any pattern may."""
     for name, pattern in overlapping(schema):
-        matcher = matcher_of(tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern})))
+        matcher = matcher_of(
+            tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern}))
+        )
         token_ids = tokenizer.tokenize_str(json.dumps(name, ensure_ascii=False))
         if matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting():
             return f"the property {name!r} is also covered by the pattern {pattern!r} of patternProperties"[
@@ -105,7 +115,9 @@ def _source_of_schema(schema: str) -> str:
 
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     """Never raises for a grammar: see `problem_of`."""
-    limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits = LLParserLimits(
+        initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+    )
     return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
@@ -120,7 +132,14 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
         return "; ".join(warnings)[:_MAX_MESSAGE]
     if int.from_bytes(words, "little") & ~(1 << end_id):
         return next(
-            filter(None, (_problem_on_a_walk(matcher.deep_copy(), end_id, seed) for seed in range(_NUM_WALKS))), None
+            filter(
+                None,
+                (
+                    _problem_on_a_walk(matcher.deep_copy(), end_id, seed)
+                    for seed in range(_NUM_WALKS)
+                ),
+            ),
+            None,
         )
     return "it allows only an empty text" if matcher.is_accepting() else DEAD_END
 

@@ -22,9 +22,21 @@ _SINGLE = (
     *("items", "additionalProperties", "additionalItems", "not", "contains", "if", "then", "else"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
-# Formats that restrict nothing, or nothing that the text shows: they tell a program what to make of it.
+# Formats that restrict nothing, or nothing that the text shows: they tell a program what to make of
+# it.
 _LABELS = frozenset(
-    ("password", "binary", "byte", "path", "file-path", "directory-path", "int32", "int64", "float", "double")
+    (
+        "password",
+        "binary",
+        "byte",
+        "path",
+        "file-path",
+        "directory-path",
+        "int32",
+        "int64",
+        "float",
+        "double",
+    )
 )
 _UUID = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
 _PATTERNS = {  # of formats that llguidance does not have; pydantic writes them
@@ -75,10 +87,16 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
     for name in _NAMED:
         if isinstance(held := part.get(name), dict):
             is_definition = name in ("$defs", "definitions")
-            part[name] = {key: _rewritten(one, is_merged=is_definition) for key, one in held.items()}
+            part[name] = {
+                key: _rewritten(one, is_merged=is_definition) for key, one in held.items()
+            }
     for name in {*_LISTED, *_SINGLE} & part.keys():
         held, merges = part[name], name in _MERGED
-        part[name] = [_rewritten(one, is_merged=merges) for one in held] if isinstance(held, list) else _rewritten(held)
+        part[name] = (
+            [_rewritten(one, is_merged=merges) for one in held]
+            if isinstance(held, list)
+            else _rewritten(held)
+        )
     _check_values(part)
     _rewrite_counts(part)
     _rewrite_format(part)
@@ -99,7 +117,11 @@ def _inexact(value: Any) -> int | None:
     if isinstance(value, dict | list):
         inside = value.values() if isinstance(value, dict) else value
         return next((found for one in inside if (found := _inexact(one)) is not None), None)
-    if isinstance(value, int) and abs(value) > _MOST and (abs(value) > 10**300 or int(float(value)) != value):
+    if (
+        isinstance(value, int)
+        and abs(value) > _MOST
+        and (abs(value) > 10**300 or int(float(value)) != value)
+    ):
         return value
     return None
 
@@ -135,22 +157,33 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
             if isinstance(bound, bool) or not isinstance(bound, int) or abs(bound) <= _MOST:
                 continue
             if bound * sign < 0:
-                raise ValueError(f"{name} is {bound}, which is beyond 2^53; bounds as far out are not supported")
+                raise ValueError(
+                    f"{name} is {bound}, which is beyond 2^53; bounds as far out are not supported"
+                )
             part[name] = sign * _MOST
     if part.get("type") == "integer":
         return  # of an exclusive bound the next integer is meant, which llguidance gets right
     lower, upper = (_bound(part, names) for names in (_LOWER, _UPPER))
     is_pair = lower is not None and upper is not None
-    if lower is not None and upper is not None and (math.trunc(lower) != math.trunc(upper) or lower >= upper):
+    if (
+        lower is not None
+        and upper is not None
+        and (math.trunc(lower) != math.trunc(upper) or lower >= upper)
+    ):
         return
     if not (is_pair or is_merged):
         return
-    # llguidance 1.9.1 takes an exclusive bound for an inclusive one if it is an integer and the other one has its integer part.
+    # llguidance 1.9.1 takes an exclusive bound for an inclusive one if it is an integer and the
+    # other one has its integer part.
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         if _is_number(part.get(name)) and part[name] == math.trunc(part[name]):
             bound = part.pop(name)
             inner = bound + sign * _STEP
-            if inner == bound or (lower is not None and inner <= lower) or (upper is not None and inner >= upper):
+            if (
+                inner == bound
+                or (lower is not None and inner <= lower)
+                or (upper is not None and inner >= upper)
+            ):
                 raise ValueError(f"{name} is {bound}, which is too near the other bound")
             part["minimum" if sign > 0 else "maximum"] = inner
 

@@ -8,11 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-# A mask usually takes less than a millisecond. What is allowed is far more than honest grammars need, and short enough that the
-# streams of other clients hardly notice.
+# A mask usually takes less than a millisecond. What is allowed is far more than honest grammars
+# need, and short enough that the streams of other clients hardly notice.
 REQUEST_SECONDS = 0.1
 SEQUENCE_SECONDS = 0.004  # in addition, for each sequence of the request
-STEP_SECONDS = 1.0  # for all requests; beyond it a request may take no more than its sequences' share
+# for all requests; beyond it a request may take no more than its sequences' share
+STEP_SECONDS = 1.0
 
 
 class MaskBudget:
@@ -21,7 +22,9 @@ class MaskBudget:
     Processor time, not the clock's: a busy machine ends nobody's request.
     """
 
-    def __init__(self, step_seconds: float = STEP_SECONDS, request_seconds: float = REQUEST_SECONDS) -> None:
+    def __init__(
+        self, step_seconds: float = STEP_SECONDS, request_seconds: float = REQUEST_SECONDS
+    ) -> None:
         self._step_seconds = step_seconds
         self._request_seconds = request_seconds
         self._spent: Counter[str] = Counter()  # in this step, by request id

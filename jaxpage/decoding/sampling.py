@@ -14,9 +14,7 @@ from jaxpage.step.request import Request
 from jaxpage.step.strategy import Draw, refusal
 from jaxpage.step.token_masks import Mask
 
-_TOO_SLOW = (
-    "following the grammar takes too long for the number of sequences of the request; lower n, or use a simpler grammar"
-)
+_TOO_SLOW = "following the grammar takes too long for the number of sequences of the request; lower n, or use a simpler grammar"
 
 
 class SamplingStrategy:
@@ -108,8 +106,11 @@ class SamplingStrategy:
         constraint = self._constraint_of.get(draw.sequence_id)
         if draw.token_id != NOTHING_ALLOWED or constraint is None or not constraint.may_stop:
             return refusal(draw)
-        verdict = self._stopping(draw.sequence_id).end("", "stop", None)  # with the text that was held back
-        return Finish(draw.sequence_id, verdict.reason or "stop", verdict.stop_reason, verdict.last_text)
+        # with the text that was held back
+        verdict = self._stopping(draw.sequence_id).end("", "stop", None)
+        return Finish(
+            draw.sequence_id, verdict.reason or "stop", verdict.stop_reason, verdict.last_text
+        )
 
     def _stopping(self, sequence_id: int) -> Stopping:
         if sequence_id not in self._stopping_of:

@@ -13,7 +13,8 @@ class StopStrings:
         """`include`: the stop string belongs to the text; then nothing has to be held back."""
         self._stops = stops
         self._include = include
-        self._reach = max(map(len, stops), default=1) - 1  # characters of the past that a stop string may begin in
+        # characters of the past that a stop string may begin in
+        self._reach = max(map(len, stops), default=1) - 1
         self._recent = ""  # the last `reach` characters
         self._num_held = 0  # how many of them have not come out
 

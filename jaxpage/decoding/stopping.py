@@ -83,7 +83,9 @@ class Stopping:
 
     def end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:
         """The sequence ends here; what comes out of the detokenizer now may still complete a stop string."""
-        last_text, stop = self._strings.push(self._detokenizer.flush(), may_stop=self._num_tokens > self._min_tokens)
+        last_text, stop = self._strings.push(
+            self._detokenizer.flush(), may_stop=self._num_tokens > self._min_tokens
+        )
         if stop is not None:
             return Verdict(text, "stop", stop, last_text)
         return Verdict(text, reason, stop_reason, last_text + self._strings.flush())

@@ -14,7 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.sampler import Stream, are_finite, distributions, draw, each_row, noise_key, with_noise
+from jaxpage.device.sampler import (
+    Stream,
+    are_finite,
+    distributions,
+    draw,
+    each_row,
+    noise_key,
+    with_noise,
+)
 from jaxpage.device.step_inputs import ProcessorInputs, StepInputs
 from jaxpage.device.verify import accept, follow, last_of
 from jaxpage.settings.draft_settings import AcceptanceRule
@@ -37,7 +45,9 @@ def decide(
     """
     if rule.name == "coupled":
         drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-        return drawn_R, accept(drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+        return drawn_R, accept(
+            drawn_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len
+        )
     log_p_RV = distributions(logits_RV, inputs, processor_inputs, by_row=by_row)
     if rule.name == "rejection":
         paths_BQ, drawn_B = rejection(log_p_RV, inputs, bucket.max_query_len, by_row=by_row)
@@ -45,7 +55,9 @@ def decide(
         is_right_T = typical(log_p_RV, inputs, bucket.max_query_len, rule, by_row=by_row)
         paths_BQ = follow(is_right_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
         drawn_B = each_row(
-            lambda place: with_noise(log_p_RV[place], _key(inputs, place)), (last_of(paths_BQ),), by_row=by_row
+            lambda place: with_noise(log_p_RV[place], _key(inputs, place)),
+            (last_of(paths_BQ),),
+            by_row=by_row,
         )
     token_ids_R = _behind_each(drawn_B, paths_BQ, inputs.token_ids_T)
     return jnp.where(are_finite(logits_RV), token_ids_R, NOT_FINITE), paths_BQ
@@ -53,7 +65,9 @@ def decide(
 
 def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax.Array:
     """Returns the key of the noise for the token after one of the stream: a step that verifies draws after each."""
-    return noise_key(inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream)
+    return noise_key(
+        inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream
+    )
 
 
 def _behind_each(
@@ -95,7 +109,12 @@ def rejection(
 
 
 def _walk(
-    start: jax.Array, stop: jax.Array, *, log_p_RV: jax.Array, inputs: StepInputs, max_query_len: int
+    start: jax.Array,
+    stop: jax.Array,
+    *,
+    log_p_RV: jax.Array,
+    inputs: StepInputs,
+    max_query_len: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Goes once over a row. Drafts come after their parents, so the children of a token are yet to come when it is accepted."""
 
@@ -109,7 +128,9 @@ def _walk(
     walk = jax.lax.fori_loop(start + 1, stop, visit, walk)
     last = walk.path_Q[walk.depth]
     # Where nothing was drafted nothing is different.
-    key = jax.lax.cond(walk.num_tried > 0, lambda: _key(inputs, last, Stream.RESIDUAL), lambda: _key(inputs, last))
+    key = jax.lax.cond(
+        walk.num_tried > 0, lambda: _key(inputs, last, Stream.RESIDUAL), lambda: _key(inputs, last)
+    )
     return walk.path_Q, with_noise(jnp.log(walk.p_V), key)
 
 
@@ -125,7 +146,9 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
     q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
     q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))  # 0: the same draft once more
-    uniform = jax.random.uniform(jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried))
+    uniform = jax.random.uniform(
+        jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried)
+    )
 
     def accepted() -> _Walk:
         depth = walk.depth + 1
@@ -133,12 +156,16 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
 
     def rejected() -> _Walk:
         p_V = jnp.where(q > 0, residual(walk.p_V, ids_W, q_W), walk.p_V)
-        return walk._replace(p_V=p_V, tried_V=walk.tried_V.at[token_id].set(True), num_tried=walk.num_tried + 1)
+        return walk._replace(
+            p_V=p_V, tried_V=walk.tried_V.at[token_id].set(True), num_tried=walk.num_tried + 1
+        )
 
     return jax.lax.cond((q > 0) & (uniform * q < walk.p_V[token_id]), accepted, rejected)
 
 
-def residual(p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "W"]) -> Float[Array, "V"]:
+def residual(
+    p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "W"]
+) -> Float[Array, "V"]:
     """Returns max(p - q, 0), normalised; p where nothing remains, which only rounding can cause."""
     left_V = jnp.maximum(p_V.at[ids_W].add(-q_W, mode="drop", wrap_negative_indices=False), 0.0)
     total = jnp.sum(left_V)
@@ -146,7 +173,12 @@ def residual(p_V: Float[Array, "V"], ids_W: Int[Array, "W"], q_W: Float[Array, "
 
 
 def typical(
-    log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, rule: AcceptanceRule, *, by_row: bool
+    log_p_RV: Float[Array, "R V"],
+    inputs: StepInputs,
+    max_query_len: int,
+    rule: AcceptanceRule,
+    *,
+    by_row: bool,
 ) -> Bool[Array, "T"]:
     """Returns which drafts are on their row's best path, by typical acceptance (Cai et al. 2024, arXiv:2401.10774).
 
@@ -182,7 +214,9 @@ def typical(
         is_right_T = is_right_T.at[node_B].set(True, mode="drop", wrap_negative_indices=False)
         return is_right_T, jnp.where(node_B >= 0, parents_T[node_B], -1)
 
-    is_right_T, _ = jax.lax.fori_loop(1, max_query_len, climb, (jnp.zeros(num_tokens, bool), last_B))
+    is_right_T, _ = jax.lax.fori_loop(
+        1, max_query_len, climb, (jnp.zeros(num_tokens, bool), last_B)
+    )
     return is_right_T & is_draft_T
 
 

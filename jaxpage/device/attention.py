@@ -33,12 +33,16 @@ from pallas_kernels import (
 logger = logging.getLogger(__name__)
 
 
-def make_attend(inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]) -> Attend:
+def make_attend(
+    inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]
+) -> Attend:
     """Returns the seam for one step. A kernel set may write and read in one kernel; the layers do not know.
 
     layer_groups: the cache group of each layer.
     """
-    tree_mask_TQ = unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
+    tree_mask_TQ = (
+        unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
+    )
 
     @jax.named_scope("attention")
     def attend(
@@ -84,7 +88,9 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
-    has_groups = has_grouped_product(jax.default_backend(), backend=backend.name, interpret=backend.interpret)
+    has_groups = has_grouped_product(
+        jax.default_backend(), backend=backend.name, interpret=backend.interpret
+    )
     return ProductKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),

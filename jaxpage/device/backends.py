@@ -50,7 +50,9 @@ def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Back
         raise UnsupportedError(
             f"attention_backend {name!r} needs a {needed}: jax {jax.__version__} does not interpret it on this device"
         )
-    if reason := chosen.refusal(device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))):
+    if reason := chosen.refusal(
+        device, Call(interpret=interpret, page_dtype=QUANTIZED.get(kv_cache_dtype))
+    ):
         raise UnsupportedError(
             f"attention_backend {name!r} with kv_cache_dtype {kv_cache_dtype!r}: {reason}; use {XLA_ADVICE}"
         )
@@ -81,7 +83,11 @@ def attention_sets(
     if len(names) <= 1:
         return "".join(names)
     kinds = {
-        name: ", ".join(kind if len(sets) == 1 else f"some of {kind}" for kind, sets in chosen.items() if name in sets)
+        name: ", ".join(
+            kind if len(sets) == 1 else f"some of {kind}"
+            for kind, sets in chosen.items()
+            if name in sets
+        )
         for name in names
     }
     return "; ".join(f"{name}: {kinds[name]}" for name in names)
@@ -97,10 +103,17 @@ def _attention_set(
     dtype: DTypeLike,
 ) -> str:
     chosen = ""
-    num_tokens, num_rows = (bucket.num_rows,) * 2 if bucket.num_steps > 1 else (bucket.num_tokens, bucket.num_rows)
+    num_tokens, num_rows = (
+        (bucket.num_rows,) * 2 if bucket.num_steps > 1 else (bucket.num_tokens, bucket.num_rows)
+    )
 
     def ask(
-        q_TNH: jax.Array, table_B1: jax.Array, length_B: jax.Array, start: jax.Array, tree: Any, layer: LayerPages
+        q_TNH: jax.Array,
+        table_B1: jax.Array,
+        length_B: jax.Array,
+        start: jax.Array,
+        tree: Any,
+        layer: LayerPages,
     ) -> None:
         nonlocal chosen
         options = AttentionOptions(
@@ -118,12 +131,23 @@ def _attention_set(
             max_query_len=bucket.max_query_len if bucket.num_steps == 1 else 1,
             **layer._asdict(),
         )
-        call = Call(interpret=backend.interpret, page_dtype=arguments.k_pages.dtype.name, attention=arguments)
+        call = Call(
+            interpret=backend.interpret,
+            page_dtype=arguments.k_pages.dtype.name,
+            attention=arguments,
+        )
         chosen = set_for(call, backend=backend.name, device=device).name
 
-    index = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((num_rows, 1), (num_rows,), (num_rows + 1,))]
+    index = [
+        jax.ShapeDtypeStruct(shape, jnp.int32)
+        for shape in ((num_rows, 1), (num_rows,), (num_rows + 1,))
+    ]
     query = jax.ShapeDtypeStruct((num_tokens, num_heads, pages.k_pages.shape[3]), dtype)
-    tree = jax.ShapeDtypeStruct((num_tokens, bucket.max_query_len), jnp.bool_) if bucket.trees else None
+    tree = (
+        jax.ShapeDtypeStruct((num_tokens, bucket.max_query_len), jnp.bool_)
+        if bucket.trees
+        else None
+    )
     try:
         jax.eval_shape(ask, query, *index, tree, pages)
     except NotImplementedError as refusal:
@@ -131,7 +155,9 @@ def _attention_set(
     return chosen
 
 
-def unaddressable_blocks(name: str, platform: str, block_elements: int, dtype: DTypeLike) -> tuple[int, int]:
+def unaddressable_blocks(
+    name: str, platform: str, block_elements: int, dtype: DTypeLike
+) -> tuple[int, int]:
     """Returns the numbers of blocks, from and up to, with which the kernel set tried first cannot address a layer's keys.
 
     block_elements: numbers of one block in one layer's keys. dtype: the pages' type.
@@ -149,7 +175,10 @@ def has_bfloat16(device: Any) -> bool:
 def cpu_kernels() -> str:
     """Returns the instruction set that the kernels for CPUs are compiled for, or why there are none."""
     library = load_cpu_library()
-    return library.instruction_set or f"none: {library.reason}. Plain XLA takes their place, which is slow"
+    return (
+        library.instruction_set
+        or f"none: {library.reason}. Plain XLA takes their place, which is slow"
+    )
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# A token alone would be computed as a matrix-vector product, which XLA rounds differently from a matrix product: no step has fewer.
+# A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
+# matrix product: no step has fewer.
 SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
-# A batch of swapped blocks: large enough that calls cost little, small enough that padding does (docs/lab-log.md).
+# A batch of swapped blocks: large enough that calls cost little, small enough that padding does
+# (docs/lab-log.md).
 SWAPPED_BYTES = 2 * 2**20
 MOST_SWAPPED = 64
 
@@ -95,12 +97,19 @@ class BucketMenu:
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
         """
-        longest, num_rows = max(query_lens), max(len(query_lens), 0 if verifies or multi_step else num_draws)
+        longest, num_rows = (
+            max(query_lens),
+            max(len(query_lens), 0 if verifies or multi_step else num_draws),
+        )
         single = self.decode if longest == 1 and not scores else self.chunk
         for bucket in self.multi_step if multi_step else self.verify if verifies else single:
             if branches and not bucket.trees:
                 continue
-            if sum(query_lens) <= bucket.num_tokens and num_rows <= bucket.num_rows and longest <= bucket.max_query_len:
+            if (
+                sum(query_lens) <= bucket.num_tokens
+                and num_rows <= bucket.num_rows
+                and longest <= bucket.max_query_len
+            ):
                 return bucket
         raise ValueError(
             f"no bucket holds {len(query_lens)} rows of {sum(query_lens)} tokens and {num_draws} draws;"
@@ -132,18 +141,32 @@ def make_menu(
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
     longest = 1 + max(num_drafts, default=0)
     verify = [
-        Bucket(size * (1 + k), size, min(size * (1 + k), longest), verifies=True, trees=trees, q_width=q_width)
+        Bucket(
+            size * (1 + k),
+            size,
+            min(size * (1 + k), longest),
+            verifies=True,
+            trees=trees,
+            q_width=q_width,
+        )
         for size in (1, *(bucket.num_rows for bucket in decode))
         for k in num_drafts
     ]
     chunk_rows = rows if mixed else min(CHUNK_ROWS, rows)
     return BucketMenu(
         decode=decode,
-        chunk=tuple(Bucket(size, chunk_rows, size) for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens)),
-        multi_step=tuple(
-            Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps) for b in decode if num_steps > 1
+        chunk=tuple(
+            Bucket(size, chunk_rows, size)
+            for size in _ladder(SMALLEST_CHUNK, max_num_batched_tokens)
         ),
-        verify=tuple(sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)),
+        multi_step=tuple(
+            Bucket(b.num_rows * num_steps, b.num_rows, num_steps, num_steps=num_steps)
+            for b in decode
+            if num_steps > 1
+        ),
+        verify=tuple(
+            sorted(bucket for bucket in verify if bucket.num_tokens <= max_verified_tokens)
+        ),
     )
 
 

@@ -58,7 +58,9 @@ def cache_groups(
         for place, kv in enumerate(kvs)
         for layer in page_shapes(kv, 1, block_size, dtype)
     ]
-    elements = [block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)]
+    elements = [
+        block_size * kv.num_kv_heads * kv.head_width for kv in kvs for _ in range(kv.num_layers)
+    ]
     groups = []
     for kind in sorted(set(kinds), reverse=True):
         layers = tuple(place for place, of_layer in enumerate(kinds) if of_layer == kind)
@@ -84,7 +86,9 @@ def _kinds(kvs: Sequence[KVSpec], longest: int, block_size: int) -> list[_Kind]:
             if (state := kv.state_of(layer)) is not None:
                 kinds.append(_Kind(state_window(state, block_size), True))
             else:
-                kinds.append(_Kind(math.inf if window is None or window >= longest else window, False))
+                kinds.append(
+                    _Kind(math.inf if window is None or window >= longest else window, False)
+                )
     return kinds
 
 
@@ -94,13 +98,17 @@ def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
     return tuple(places[layer] for layer in sorted(places))
 
 
-def in_groups(pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]) -> KVPages:
+def in_groups(
+    pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]
+) -> KVPages:
     """The pages of all layers after `move(place of a group, pages of its layers)` for each group that has any."""
     if len(set(layer_groups)) == 1:
         return move(layer_groups[0], pages)
     moved = list(pages)
     for group in sorted(set(layer_groups)):
         layers = [layer for layer, of_layer in enumerate(layer_groups) if of_layer == group]
-        for layer, new in zip(layers, move(group, tuple(pages[layer] for layer in layers)), strict=True):
+        for layer, new in zip(
+            layers, move(group, tuple(pages[layer] for layer in layers)), strict=True
+        ):
             moved[layer] = new
     return tuple(moved)

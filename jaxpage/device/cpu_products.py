@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 INNER, OUTER = 768, 4096  # of a weight that does not fit into the caches next to a core
 NUM_ROWS = (2, 32)  # a few sequences that decode, and many
 REPEATS, ROUNDS = 5, 15
-_LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}  # by what compiled code calls
+# by what compiled code calls
+_LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,10 @@ class CPUProducts:
     @property
     def time_of_bfloat16(self) -> list[float]:
         """Returns the time of bfloat16 as a multiple of float32's, for each of NUM_ROWS."""
-        return [ours / theirs for ours, theirs in zip(self.seconds["bfloat16"], self.seconds["float32"], strict=True)]
+        return [
+            ours / theirs
+            for ours, theirs in zip(self.seconds["bfloat16"], self.seconds["float32"], strict=True)
+        ]
 
     @property
     def prefer_bfloat16(self) -> bool:
@@ -77,12 +81,25 @@ def cpu_products() -> CPUProducts:
 def remembered() -> dict[str, CPUProducts]:
     """Returns what was measured before, by its conditions; nothing where the file is not there or not ours."""
     try:
-        known = {key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()}
+        known = {
+            key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()
+        }
         for products in known.values():
             products.described()
-            if not all(0 < time < math.inf for times in products.seconds.values() for time in times):
+            if not all(
+                0 < time < math.inf for times in products.seconds.values() for time in times
+            ):
                 return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ZeroDivisionError, RecursionError):
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+        RecursionError,
+    ):
         return {}
     return known
 
@@ -94,7 +111,9 @@ def remember(products: CPUProducts) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         temporary = path.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps({key: asdict(value) for key, value in known.items()}, indent=1))
+        temporary.write_text(
+            json.dumps({key: asdict(value) for key, value in known.items()}, indent=1)
+        )
         temporary.replace(path)
     except OSError as error:  # measured again at the next start
         logger.debug("cannot write %s: %s", path, error)
@@ -124,7 +143,9 @@ def _measure() -> CPUProducts:
             runs.append(functools.partial(compiled, x, weight))
     rounds = [[fastest(run, 1) for run in runs] for _ in range(ROUNDS)]
     best = [min(times) for times in zip(*rounds, strict=True)]
-    return CPUProducts(library, {"float32": best[: len(NUM_ROWS)], "bfloat16": best[len(NUM_ROWS) :]})
+    return CPUProducts(
+        library, {"float32": best[: len(NUM_ROWS)], "bfloat16": best[len(NUM_ROWS) :]}
+    )
 
 
 def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:
@@ -149,4 +170,11 @@ def processor_lines() -> list[str]:
 
 def processor() -> str:
     """Its name; "" where Linux has none."""
-    return next((line.partition(":")[2].strip() for line in processor_lines() if line.startswith("model name")), "")
+    return next(
+        (
+            line.partition(":")[2].strip()
+            for line in processor_lines()
+            if line.startswith("model name")
+        ),
+        "",
+    )

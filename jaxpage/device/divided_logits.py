@@ -29,14 +29,24 @@ class Logits(NamedTuple):
         return self.own_RU.shape[1] != self.vocab_size
 
     def whole(self) -> Float[Array, "R V"]:
-        return gathered(self.own_RU, 1, self.sharding)[:, : self.vocab_size] if self.are_divided else self.own_RU
+        return (
+            gathered(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
+            if self.are_divided
+            else self.own_RU
+        )
 
 
 def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
     """Returns whether a draw of the step has log probabilities, something that processes its logits, or a cut-off."""
     kinds = (Flags.LOGPROBS, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
-    cuts_R = ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size)) | (inputs.top_p_R < 1.0) | (inputs.min_p_R > 0.0)
-    return jnp.any(inputs.flags[jnp.array(kinds)] > 0) | jnp.any((inputs.temperature_R > 0.0) & cuts_R)
+    cuts_R = (
+        ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size))
+        | (inputs.top_p_R < 1.0)
+        | (inputs.min_p_R > 0.0)
+    )
+    return jnp.any(inputs.flags[jnp.array(kinds)] > 0) | jnp.any(
+        (inputs.temperature_R > 0.0) & cuts_R
+    )
 
 
 def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[Array, "R"]:
@@ -51,10 +61,16 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
     own_RU = jnp.where(first + jnp.arange(size) < vocab_size, own_RU, -jnp.inf)
 
     def perturb(
-        logits_U: jax.Array, temperature: jax.Array, seed_2: jax.Array, sample_index: jax.Array, position: jax.Array
+        logits_U: jax.Array,
+        temperature: jax.Array,
+        seed_2: jax.Array,
+        sample_index: jax.Array,
+        position: jax.Array,
     ) -> jax.Array:
         def noisy() -> jax.Array:
-            noise_V = jax.random.gumbel(noise_key(seed_2, sample_index, position), (vocab_size,), jnp.float32)
+            noise_V = jax.random.gumbel(
+                noise_key(seed_2, sample_index, position), (vocab_size,), jnp.float32
+            )
             padded = jnp.pad(noise_V, (0, sharding.num_devices * size - vocab_size))
             return logits_U / temperature + jax.lax.dynamic_slice_in_dim(padded, first, size)
 
@@ -63,7 +79,9 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
 
     rows = own_RU, draws.temperature_R, draws.seed_R2, draws.sample_index_R, draws.position_R
     is_random = inputs.flags[Flags.RANDOM] > 0
-    perturbed_RU = jax.lax.cond(is_random, lambda: each_row(perturb, rows, by_row=by_row), lambda: own_RU)
+    perturbed_RU = jax.lax.cond(
+        is_random, lambda: each_row(perturb, rows, by_row=by_row), lambda: own_RU
+    )
     largest_R, place_R = jax.vmap(largest_of)(perturbed_RU)
     return _first_of_all(own_RU, largest_R, first + place_R, sharding)
 
@@ -73,10 +91,16 @@ def _first_of_all(
 ) -> Int[Array, "R"]:
     """Returns the best token of what each device has found, in one exchange of a few numbers."""
     are_numbers_R, are_any_R = jnp.all(own_RU < jnp.inf, axis=1), jnp.any(own_RU > -jnp.inf, axis=1)
-    own_4R = jnp.stack([jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R])
+    own_4R = jnp.stack(
+        [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]
+    )
     bits_NR, token_ids_NR, are_numbers_NR, are_any_NR = gathered(own_4R[:, None], 1, sharding)
     largest_NR = jax.lax.bitcast_convert_type(bits_NR, jnp.float32)
     largest_R = jnp.max(largest_NR, axis=0)
-    found_R = jnp.min(jnp.where(largest_NR == largest_R, token_ids_NR, jnp.iinfo(jnp.int32).max), axis=0)
+    found_R = jnp.min(
+        jnp.where(largest_NR == largest_R, token_ids_NR, jnp.iinfo(jnp.int32).max), axis=0
+    )
     found_R = jnp.where(jnp.isfinite(largest_R), found_R, NOTHING_ALLOWED)
-    return jnp.where(jnp.all(are_numbers_NR > 0, axis=0) & jnp.any(are_any_NR > 0, axis=0), found_R, NOT_FINITE)
+    return jnp.where(
+        jnp.all(are_numbers_NR > 0, axis=0) & jnp.any(are_any_NR > 0, axis=0), found_R, NOT_FINITE
+    )

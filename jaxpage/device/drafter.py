@@ -27,11 +27,13 @@ class TargetStep(NamedTuple):
     backend: Backend
     by_row: bool
     hidden_TD: Float[Array, "T D"]  # behind the final norm
-    states: tuple[jax.Array, ...]  # [T, D]: the auxiliary hidden states that the drafter asked for, or else `hidden_TD`
+    # [T, D]: the auxiliary hidden states that the drafter asked for, or else `hidden_TD`
+    states: tuple[jax.Array, ...]
     logits: Logits
     token_ids_R: Int[Array, "R"]  # what was drawn
     paths_BQ: Int[Array, "_ _"]  # of a step that verifies: see `acceptance.decide`
-    last_B: Int[Array, "B"]  # the draws that count as the last of their sequences: of a step that verifies one per row
+    # the draws that count as the last of their sequences: of a step that verifies one per row
+    last_B: Int[Array, "B"]
 
     @property
     def depth(self) -> jax.Array:
@@ -60,7 +62,9 @@ class DeviceDrafter(Protocol):
         """Returns whether it drafts in steps of this shape. In the others `step` only computes the step's tokens."""
         ...
 
-    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
+    def step(
+        self, parameters: Any, target: TargetStep, pages: KVPages
+    ) -> tuple[jax.Array | None, KVPages]:
         """Drafts as far ahead as `target.depth` says. None in place of drafts: see `drafts_in`.
 
         Args:
@@ -91,7 +95,9 @@ class HeadDrafter:
     def drafts_in(self, bucket: Bucket) -> bool:
         return True
 
-    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def step(
+        self, parameters: Any, target: TargetStep, pages: KVPages
+    ) -> tuple[jax.Array, KVPages]:
         hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
         top_ids = functools.partial(
             nnx.merge(self.graph, parameters["drafter"]).top_ids, hidden_BD, self.num_candidates
@@ -110,7 +116,9 @@ class TopIdsDrafter:
     def drafts_in(self, bucket: Bucket) -> bool:
         return True
 
-    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array, KVPages]:
+    def step(
+        self, parameters: Any, target: TargetStep, pages: KVPages
+    ) -> tuple[jax.Array, KVPages]:
         return _if_wanted(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages
 
 

@@ -28,7 +28,8 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafter import Drafter, join
 from jaxpage.shapes import MOST_CANDIDATES
 
-# How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise; or by a draw of its own.
+# How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise;
+# or by a draw of its own.
 Choice = Literal["coupled", "likeliest", "drawn"]
 
 
@@ -36,7 +37,8 @@ class TreeShape(NamedTuple):
     """The largest depth and width of a drafter's trees."""
 
     num_levels: int  # J: tokens ahead
-    num_branches: int  # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
+    # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
+    num_branches: int
     most_rows: int  # of a step whose sequences are drafted for
 
     def scratch_blocks(self, block_size: int) -> int:
@@ -75,7 +77,9 @@ class ModelDrafter:
     def drafts_in(self, bucket: Bucket) -> bool:
         return bucket.num_rows <= self.shape.most_rows
 
-    def step(self, parameters: Any, target: TargetStep, pages: KVPages) -> tuple[jax.Array | None, KVPages]:
+    def step(
+        self, parameters: Any, target: TargetStep, pages: KVPages
+    ) -> tuple[jax.Array | None, KVPages]:
         """Returns candidates [B, J, G, Y], see `_draft_ahead`, and the pages."""
         drafting = _DraftStep(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
@@ -94,7 +98,8 @@ class Ends(NamedTuple):
     position_B: Int[Array, "B"]  # of that token
     token_id_B: Int[Array, "B"]
     draws: Draws  # what it was drawn with
-    output_BD: Float[Array, "B D"] | None  # of a drafter that takes features: what it made of the token before
+    # of a drafter that takes features: what it made of the token before
+    output_BD: Float[Array, "B D"] | None
 
 
 class _Tree(NamedTuple):
@@ -124,7 +129,9 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
     """
     drafter, options, target = drafting
     inputs, token_ids_R = target.inputs, target.token_ids_R
-    attend = make_attend(inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups)
+    attend = make_attend(
+        inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups
+    )
 
     def compute(pages: KVPages) -> tuple[jax.Array, KVPages]:
         context = ForwardContext(inputs.positions_T, attend)
@@ -143,8 +150,11 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
 def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array, "T"]:
     """Returns the token after each token of a step that verifies nothing. If several are drawn after one, any of them counts."""
     num_tokens = inputs.token_ids_T.shape[0]
-    end_B = jnp.where(inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens)
-    drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)  # padding draws for position 0
+    end_B = jnp.where(
+        inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens
+    )
+    # padding draws for position 0
+    drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)
     next_T = jnp.roll(inputs.token_ids_T, -1).at[end_B].set(inputs.next_token_B, mode="drop")
     return next_T.at[drawn_R].set(token_ids_R, mode="drop")
 
@@ -190,14 +200,18 @@ def _draft_ahead(
         return _grow(drafting, ends, _follow(drafting, ends, tree, level - takes_features), level)
 
     def draft(_: jax.Array, tree: _Tree) -> _Tree:
-        tree = tree._replace(pages=_fork_last_blocks(tree.pages, ends, options, drafting.target.backend))
+        tree = tree._replace(
+            pages=_fork_last_blocks(tree.pages, ends, options, drafting.target.backend)
+        )
         if takes_features:  # they have made something of the token that was drawn
             tree = _grow(drafting, ends, tree, 0)
         stop = jnp.minimum(depth, options.shape.num_levels)
         return jax.lax.fori_loop(int(takes_features), stop, follow_and_grow, tree)
 
     # As in `_extend`: where nothing is wanted, nothing is done.
-    tree = jax.lax.fori_loop(0, (depth > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options))
+    tree = jax.lax.fori_loop(
+        0, (depth > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options)
+    )
     return tree.candidates_BJGY, tree.pages
 
 
@@ -205,7 +219,11 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafte
     """The token that was drawn, as the first of all branches, and the only one."""
     num_rows, width = ends.token_id_B.shape[0], options.shape.num_branches
     zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
-    output_BD = jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype) if ends.output_BD is None else ends.output_BD
+    output_BD = (
+        jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype)
+        if ends.output_BD is None
+        else ends.output_BD
+    )
     return _Tree(
         pages,
         token_id_BX=zeros_BX + ends.token_id_B[:, None],
@@ -214,7 +232,8 @@ def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafte
         score_BX=jnp.where(jnp.arange(width) == 0, 0.0, -jnp.inf) + zeros_BX,
         node_BX=zeros_BX - 1,
         candidates_BJGY=jnp.full(
-            (num_rows, options.shape.num_levels, options.num_fields, width * width), _bits(jnp.float32(-jnp.inf))
+            (num_rows, options.shape.num_levels, options.num_fields, width * width),
+            _bits(jnp.float32(-jnp.inf)),
         ),
     )
 
@@ -226,7 +245,9 @@ def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     draws = jax.tree.map(lambda array: jnp.repeat(array, width, axis=0), draws)
     logits = drafting.drafter.logits(tree.output_BXD.reshape(num_rows * width, -1))
     token_ids, scores, drawn_from = _best(drafting, logits, draws)
-    score_BY = (tree.score_BX[:, :, None] + scores.reshape(num_rows, width, width)).reshape(num_rows, -1)
+    score_BY = (tree.score_BX[:, :, None] + scores.reshape(num_rows, width, width)).reshape(
+        num_rows, -1
+    )
     token_id_BY = token_ids.reshape(num_rows, -1).astype(jnp.int32)
     parent_BY = jnp.repeat(tree.node_BX, width, axis=1)
     candidates = [jnp.stack([token_id_BY, parent_BY, _bits(score_BY)], axis=1), *drawn_from]
@@ -240,14 +261,22 @@ def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
     )
 
 
-def _best(drafting: _DraftStep, logits: jax.Array, draws: Draws) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+def _best(
+    drafting: _DraftStep, logits: jax.Array, draws: Draws
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Returns for each branch the X tokens that may follow it, their log probabilities, and what they were drawn from, if they were."""
-    width, choice, target = drafting.options.shape.num_branches, drafting.options.choice, drafting.target
+    width, choice, target = (
+        drafting.options.shape.num_branches,
+        drafting.options.choice,
+        drafting.target,
+    )
     if choice == "drawn":
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
         return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]
     if choice == "coupled":
-        logits = perturbed(logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row)
+        logits = perturbed(
+            logits, draws, target.inputs.flags[Flags.RANDOM] > 0, by_row=target.by_row
+        )
     scores, token_ids = jax.lax.top_k(jax.nn.log_softmax(logits), width)
     return token_ids, scores, []
 
@@ -259,33 +288,51 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     num_rows, width = tree.token_id_BX.shape
     count, block_size = num_rows * width, tree.pages[0][0].shape[1]
     first_block_ZBX = _first_blocks(num_rows, options, block_size)
-    pages = tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
+    pages = (
+        tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
+    )
     position_BX = jnp.broadcast_to(ends.position_B[:, None] + index, (num_rows, width))
     inputs = target.inputs._replace(
-        slots_ZT=(first_block_ZBX * block_size + ends.position_B[:, None] % block_size + index).reshape(-1, count),
+        slots_ZT=(
+            first_block_ZBX * block_size + ends.position_B[:, None] % block_size + index
+        ).reshape(-1, count),
         block_table_ZBM=_scratch_tables(ends, first_block_ZBX, options, block_size),
         context_len_B=position_BX.reshape(-1) + 1,
         query_start=jnp.arange(count + 1, dtype=jnp.int32),
     )
     feature = None
     if drafter.aux_layers is not None:
-        feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(count, -1)
-    attend = make_attend(inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups)
+        feature = jnp.take_along_axis(tree.output_BXD, tree.branch_BX[:, :, None], axis=1).reshape(
+            count, -1
+        )
+    attend = make_attend(
+        inputs, backend=backend, bucket=Bucket(count, count, 1), layer_groups=options.layer_groups
+    )
     context = ForwardContext(position_BX.reshape(-1), attend)
     output, pages = drafter(tree.token_id_BX.reshape(-1), feature, pages, context)
     return tree._replace(pages=pages, output_BXD=output.reshape(num_rows, width, -1))
 
 
 def _inherit(
-    tree: _Tree, ends: Ends, first_block_ZBX: jax.Array, index: Any, options: ModelDrafter, backend: Backend
+    tree: _Tree,
+    ends: Ends,
+    first_block_ZBX: jax.Array,
+    index: Any,
+    options: ModelDrafter,
+    backend: Backend,
 ) -> KVPages:
     """A branch goes on from what stands in the scratch of the one that it continues."""
     block_size, place_J = tree.pages[0][0].shape[1], jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
     num_groups = len(options.num_blocks)
     source, destination = (
-        jnp.where(place_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(num_groups, -1)
-        for block_ZBX in (jnp.take_along_axis(first_block_ZBX, tree.branch_BX[None], axis=2), first_block_ZBX)
+        jnp.where(place_J < index, block_ZBX[..., None] * block_size + offset_B1J, 0).reshape(
+            num_groups, -1
+        )
+        for block_ZBX in (
+            jnp.take_along_axis(first_block_ZBX, tree.branch_BX[None], axis=2),
+            first_block_ZBX,
+        )
     )
     return in_groups(
         tree.pages,
@@ -296,11 +343,17 @@ def _inherit(
 
 def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "Z B X"]:
     """Returns the first of each branch's scratch blocks, which follow each other."""
-    branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(num_rows, -1)
-    return jnp.array(options.num_blocks)[:, None, None] + branches * options.shape.scratch_blocks(block_size)
+    branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(
+        num_rows, -1
+    )
+    return jnp.array(options.num_blocks)[:, None, None] + branches * options.shape.scratch_blocks(
+        block_size
+    )
 
 
-def _fork_last_blocks(pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend) -> KVPages:
+def _fork_last_blocks(
+    pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend
+) -> KVPages:
     """Copies the block in which each row ends to each of its branches, so that what they write stays out of the row's own."""
     block_size, last = pages[0][0].shape[1], ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
@@ -329,7 +382,9 @@ def _scratch_tables(
     num_groups, _, table_width = table_ZBM.shape
     place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
     scratch_ZBXM = first_block_ZBX[..., None] + place_B1M
-    tables = jnp.where((place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None])
+    tables = jnp.where(
+        (place_B1M >= 0) & (place_B1M < num_scratch), scratch_ZBXM, table_ZBM[:, :, None]
+    )
     return tables.reshape(num_groups, -1, table_width)
 
 

@@ -23,25 +23,36 @@ from jaxpage.models.sharding import kv_of_shard
 
 Pooling = Literal["last", "mean"]
 CHUNK_TOKENS = 128
-LEAST_POSITIONS = 512  # of the pages; longer prompts have twice that, and so on, each compiled when it is first needed
+# of the pages; longer prompts have twice that, and so on, each compiled when it is first needed
+LEAST_POSITIONS = 512
 
 
 class Embedder:
     """`compile` may be called on another thread than `embed`; none of the two on several at once."""
 
     def __init__(
-        self, options: StepOptions, parameters: Any, kv: KVSpec, block_size: int, page_dtype: Any, mesh: DeviceMesh
+        self,
+        options: StepOptions,
+        parameters: Any,
+        kv: KVSpec,
+        block_size: int,
+        page_dtype: Any,
+        mesh: DeviceMesh,
     ):
         """parameters: of the model, for their shapes and places."""
         self._parameters = shapes_of(parameters)
         sharding = options.sharding
-        self._options = options._replace(drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local)
+        self._options = options._replace(
+            drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local
+        )
         self._kv = kv_of_shard(kv, sharding)
         self._block_size, self._page_dtype, self._mesh = block_size, page_dtype, mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 
-    def embed(self, parameters: Any, token_ids: Sequence[int], pooling: Pooling) -> npt.NDArray[np.float32]:
+    def embed(
+        self, parameters: Any, token_ids: Sequence[int], pooling: Pooling
+    ) -> npt.NDArray[np.float32]:
         """The hidden state [D] behind the final norm: of the last token, or the mean of all.
 
         parameters: of the model, as they are on the device.
@@ -75,8 +86,12 @@ class Embedder:
         tables = TableShape(1, width)
         options = self._options._replace(tables=tables, context=width * self._block_size)
 
-        def step(parameters: Any, pages: kv_pages.KVPages, packed: jax.Array) -> tuple[jax.Array, kv_pages.KVPages]:
-            return pooled_step(parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options)
+        def step(
+            parameters: Any, pages: kv_pages.KVPages, packed: jax.Array
+        ) -> tuple[jax.Array, kv_pages.KVPages]:
+            return pooled_step(
+                parameters, pages, unpack(packed, self._bucket, tables), self._bucket, options
+            )
 
         pages = self._page_shapes(width)
         packed = self._mesh.whole(np.zeros(packed_size(self._bucket, tables), np.int32))

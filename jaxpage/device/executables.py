@@ -36,7 +36,16 @@ logger = logging.getLogger(__name__)
 
 GRAPH_OPTION, UPDATE_OPTION = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
-    *("FUSION", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "CONDITIONAL", "WHILE"),
+    *(
+        "FUSION",
+        "CUBLAS",
+        "CUBLASLT",
+        "CUDNN",
+        "CUSTOM_CALL",
+        "DYNAMIC_SLICE_FUSION",
+        "CONDITIONAL",
+        "WHILE",
+    ),
 )
 
 
@@ -51,12 +60,19 @@ class CompiledStep(NamedTuple):
     off: DeviceDrafter | None = None
 
     def __call__(
-        self, parameters: Any, pages: KVPages, packed: Any, processor_inputs: ProcessorInputs | None = None
+        self,
+        parameters: Any,
+        pages: KVPages,
+        packed: Any,
+        processor_inputs: ProcessorInputs | None = None,
     ) -> tuple[StepOutput, KVPages]:
         filled = self.neutral
         if processor_inputs is not None:
             filled = ProcessorInputs(
-                *(own if given is None else given for given, own in zip(processor_inputs, filled, strict=True))
+                *(
+                    own if given is None else given
+                    for given, own in zip(processor_inputs, filled, strict=True)
+                )
             )
         pages, others = split_layers(pages, self.off)
         if self.off is not None:
@@ -103,25 +119,38 @@ class Executables:
             for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
-        self._target_only = {bucket: f"target only {bucket}" for bucket in alone}  # keys of the table
+        # keys of the table
+        self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
-            jobs[key] = functools.partial(_compile_step, *target, bucket, options._replace(drafter=None), mesh)
+            jobs[key] = functools.partial(
+                _compile_step, *target, bucket, options._replace(drafter=None), mesh
+            )
         self._neutral = {
-            num_draws: _neutral(num_draws, options, mesh) for num_draws in {b.num_processed for b in menu.buckets}
+            num_draws: _neutral(num_draws, options, mesh)
+            for num_draws in {b.num_processed for b in menu.buckets}
         }
         for group in range(options.tables.num_groups):
             own, backend = self._of_group(pages, group), options.attention_backend
-            jobs[f"copy {group}"] = functools.partial(_compile_copy, own, menu.num_copies, backend, mesh)
+            jobs[f"copy {group}"] = functools.partial(
+                _compile_copy, own, menu.num_copies, backend, mesh
+            )
             if menu.num_swapped:
-                jobs[f"gather {group}"] = functools.partial(_compile_gather, own, menu.num_swapped, backend, mesh)
-                jobs[f"scatter {group}"] = functools.partial(_compile_scatter, own, menu.num_swapped, backend, mesh)
+                jobs[f"gather {group}"] = functools.partial(
+                    _compile_gather, own, menu.num_swapped, backend, mesh
+                )
+                jobs[f"scatter {group}"] = functools.partial(
+                    _compile_scatter, own, menu.num_swapped, backend, mesh
+                )
         self._stored = stored
         if stored is None:
             self._table = _run_all(jobs, progress)
         else:
             with stored.in_use():
-                found_or_made = {key: functools.partial(stored.get, job, *_trees(job)) for key, job in jobs.items()}
+                found_or_made = {
+                    key: functools.partial(stored.get, job, *_trees(job))
+                    for key, job in jobs.items()
+                }
                 self._table = _run_all(found_or_made, progress)
         self._workspace_bytes = max(map(_workspace_bytes, self._table.values()))
         self._load_in_background([*_by_first_use(menu), *self._table])
@@ -145,7 +174,9 @@ class Executables:
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
         """Returns the step of a bucket. draft_depth: see `StepPlan`; None: without a drafter, where there is such a step."""
         neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
-        is_off = draft_depth is None or (draft_depth == 0 and drafter is not None and not drafter.num_layers)
+        is_off = draft_depth is None or (
+            draft_depth == 0 and drafter is not None and not drafter.num_layers
+        )
         if is_off and bucket in self._target_only:
             return CompiledStep(self._executable(self._target_only[bucket]), neutral, drafter)
         return CompiledStep(self._executable(bucket), neutral)
@@ -156,21 +187,31 @@ class Executables:
 
     def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
         """The blocks' contents that are on devices of this process."""
-        return self._mesh.of_process(self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1)
+        return self._mesh.of_process(
+            self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
+        )
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
         """Writes contents into blocks, as `gather` gave them."""
-        return self._moved(pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1))
+        return self._moved(
+            pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1)
+        )
 
     def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
         """All layers, after an executable moved blocks of those of one group."""
         move = self._executable(name)
         return in_groups(
-            pages, self.options.layer_groups, lambda other, own: move(own, *arguments) if other == group else own
+            pages,
+            self.options.layer_groups,
+            lambda other, own: move(own, *arguments) if other == group else own,
         )
 
     def _of_group(self, pages: KVPages, group: int) -> KVPages:
-        return tuple(layer for layer, other in zip(pages, self.options.layer_groups, strict=True) if other == group)
+        return tuple(
+            layer
+            for layer, other in zip(pages, self.options.layer_groups, strict=True)
+            if other == group
+        )
 
     def _executable(self, key: Bucket | str) -> Any:
         """Returns an executable. In the first second after a start from files a step may wait until its own is read."""
@@ -230,7 +271,9 @@ def step_call(
     return jax.jit(step, donate_argnums=1), rest
 
 
-def _compile_step(parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh) -> Any:
+def _compile_step(
+    parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
+) -> Any:
     step, rest = step_call(parameters, pages, bucket, options, mesh)
     return compiled(step, parameters, pages, *rest, graphs=options.graphs)
 
@@ -249,7 +292,9 @@ def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dic
         return {}
     options = {}
     if GRAPH_OPTION not in os.environ.get("XLA_FLAGS", ""):
-        options[GRAPH_OPTION] = ",".join((*IN_GRAPHS, "COLLECTIVES") if graphs.collectives else IN_GRAPHS)
+        options[GRAPH_OPTION] = ",".join(
+            (*IN_GRAPHS, "COLLECTIVES") if graphs.collectives else IN_GRAPHS
+        )
     if graphs.update_mode != "auto":
         options[UPDATE_OPTION] = graphs.update_mode.upper()
     return options
@@ -258,12 +303,19 @@ def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dic
 def check_graphs(graphs: GraphSettings, platform: str) -> None:
     """Raises UnsupportedError, with the setting's name, for what would have no effect and for what this XLA does not know."""
     asked = {
-        f"cudagraph_update_mode {graphs.update_mode!r}": (graphs.update_mode != "auto", UPDATE_OPTION),
+        f"cudagraph_update_mode {graphs.update_mode!r}": (
+            graphs.update_mode != "auto",
+            UPDATE_OPTION,
+        ),
         "cudagraph_collectives true": (graphs.collectives, GRAPH_OPTION),
     }
-    for setting, option in ((setting, option) for setting, (is_asked, option) in asked.items() if is_asked):
+    for setting, option in (
+        (setting, option) for setting, (is_asked, option) in asked.items() if is_asked
+    ):
         if platform != "gpu":
-            raise UnsupportedError(f"{setting} is for GPUs, and the device is a {platform}: leave it out")
+            raise UnsupportedError(
+                f"{setting} is for GPUs, and the device is a {platform}: leave it out"
+            )
         if option in os.environ.get("XLA_FLAGS", ""):
             raise UnsupportedError(f"{setting}: XLA_FLAGS has {option} too; leave out one of them")
         nothing = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), jnp.float32))
@@ -280,7 +332,8 @@ def _processor_shapes(num_draws: int, options: StepOptions) -> ProcessorInputs:
 
 def _neutral(num_draws: int, options: StepOptions, mesh: DeviceMesh) -> ProcessorInputs:
     return jax.tree.map(
-        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)), _processor_shapes(num_draws, options)
+        lambda shape: mesh.put(np.zeros(shape.shape, shape.dtype)),
+        _processor_shapes(num_draws, options),
     )
 
 
@@ -292,19 +345,25 @@ def _compile_copy(pages: KVPages, num_copies: int, backend: Backend, mesh: Devic
 
 def _compile_gather(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
     blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
-    gather = mesh.on_each(functools.partial(gather_blocks, backend=backend), (pages, None), contents)
+    gather = mesh.on_each(
+        functools.partial(gather_blocks, backend=backend), (pages, None), contents
+    )
     return compiled(jax.jit(gather), pages, blocks)
 
 
 def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: DeviceMesh) -> Any:
     blocks, contents = _swapped_shapes(pages, num_blocks, mesh)
-    scatter = mesh.on_each(functools.partial(scatter_blocks, backend=backend), (pages, None, contents), pages)
+    scatter = mesh.on_each(
+        functools.partial(scatter_blocks, backend=backend), (pages, None, contents), pages
+    )
     return compiled(jax.jit(scatter, donate_argnums=0), pages, blocks, contents)
 
 
 def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
     """Returns the shapes of the blocks' numbers and of their bytes: on each device those of its own heads."""
-    block_bytes = sum(mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages))
+    block_bytes = sum(
+        mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages)
+    )
     contents = jax.ShapeDtypeStruct((num_blocks, block_bytes), jnp.uint8)
     return mesh.whole(jax.ShapeDtypeStruct((num_blocks,), jnp.int32)), mesh.divided(contents, 1)
 
@@ -315,7 +374,10 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
         parameters, pages, bucket, options, mesh = job.args
         drafts = options.drafter is not None and options.drafter.drafts_in(bucket)
         output = StepOutput(0, 0, 0, 0 if drafts else None)  # type: ignore[arg-type]
-        return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (output, pages)
+        return (parameters, pages, *step_call(parameters, pages, bucket, options, mesh)[1]), (
+            output,
+            pages,
+        )
     pages = job.args[0]
     return {
         _compile_copy: ((pages, 0), pages),
@@ -327,19 +389,27 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
 def _by_first_use(menu: BucketMenu) -> list[Bucket]:
     """The smallest of each kind first: a first request is small, or the largest chunks of it come before the rest."""
     kinds = menu.chunk, menu.decode, menu.verify, menu.multi_step
-    return [bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None]
+    return [
+        bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None
+    ]
 
 
 def _workspace_bytes(executable: Any) -> int:
-    return executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
+    return (
+        executable.workspace_bytes if isinstance(executable, Found) else workspace_bytes(executable)
+    )
 
 
-def _run_all(jobs: dict[Bucket | str, functools.partial[Any]], progress: bool) -> dict[Bucket | str, Any]:
+def _run_all(
+    jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
+) -> dict[Bucket | str, Any]:
     """XLA compiles outside Python's lock, so a few threads help although tracing is serial."""
     table: dict[Bucket | str, Any] = {}
     with (
         ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
-        tqdm(total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True) as bar,
+        tqdm(
+            total=len(jobs), desc="Compiling", unit="shape", disable=None if progress else True
+        ) as bar,
     ):
         futures = {pool.submit(job): key for key, job in jobs.items()}
         try:

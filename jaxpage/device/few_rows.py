@@ -33,14 +33,18 @@ def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax
     return multiply_few(x_TI, w_OI, result) if same else None
 
 
-def few_rounded_product(x_TI: jax.Array, values_OI: jax.Array) -> tuple[jax.Array, jax.Array] | None:
+def few_rounded_product(
+    x_TI: jax.Array, values_OI: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
     """Returns what `rounded_product` does, by the kernel; None: XLA has to take it."""
     return multiply_rounded(x_TI, values_OI) if _takes(x_TI, values_OI, jnp.int32) else None
 
 
 def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
     (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
-    return num_in * num_out >= SMALLEST_WEIGHT and takes(num_rows, num_in, num_out, w_OI.dtype, result)
+    return num_in * num_out >= SMALLEST_WEIGHT and takes(
+        num_rows, num_in, num_out, w_OI.dtype, result
+    )
 
 
 @functools.cache
@@ -57,7 +61,9 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
         for rows in (ROWS_ASKED, min(num_out, MOST_OUTPUTS_ASKED))
     )
 
-    def compiled(multiply: Callable[..., jax.Array], num_rows: int, result: str) -> Callable[..., jax.Array]:
+    def compiled(
+        multiply: Callable[..., jax.Array], num_rows: int, result: str
+    ) -> Callable[..., jax.Array]:
         def thrice(x_TI: jax.Array, w_OI: jax.Array) -> jax.Array:
             return 3 * multiply(x_TI, w_OI, result).astype(jnp.float32)
 

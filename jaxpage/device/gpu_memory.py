@@ -7,7 +7,8 @@ import os
 import jax
 from jax._src import xla_bridge  # JAX has no public name for whether its devices are open
 
-VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")  # JAX's; the second is the older name
+# JAX's; the second is the older name
+VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 HEADROOM = 0.05  # of the card, beyond what an engine plans: for gaps between arrays
 MOST = 0.95  # of the card: CUDA itself, code and graphs take memory beside JAX's allocator
 

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Blocks = npt.NDArray[np.int32]  # [n] host block ids
-Contents = npt.NDArray[np.uint8]  # [n, bytes of a block], as `pallas_kernels.gather_blocks` makes them
+# [n, bytes of a block], as `pallas_kernels.gather_blocks` makes them
+Contents = npt.NDArray[np.uint8]
 
 
 class HostPages:
@@ -29,7 +30,9 @@ class HostPages:
         The file is seen by nobody else and ends with the process. Raises OSError where the disk has no room for it.
         """
         shape = num_blocks + 1, block_bytes
-        self._rows: Contents = np.empty(shape, np.uint8) if directory is None else _mapped(shape, directory)
+        self._rows: Contents = (
+            np.empty(shape, np.uint8) if directory is None else _mapped(shape, directory)
+        )
 
     def store(self, blocks: Blocks, contents: Contents) -> None:
         self._rows[blocks] = contents

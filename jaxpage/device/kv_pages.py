@@ -19,7 +19,8 @@ from jaxpage.models.base import KVSpec
 from pallas_kernels import is_quantized
 
 KV_HEAD_AXIS = 2  # of pages, and of their scales
-QUANTIZED = {"int8": "int8", "fp8": "uint8"}  # types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits
+# types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits
+QUANTIZED = {"int8": "int8", "fp8": "uint8"}
 
 
 class LayerPages(NamedTuple):
@@ -57,7 +58,9 @@ def num_bytes(pages: KVPages) -> int:
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
 
-def page_shapes(kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike) -> KVPages:
+def page_shapes(
+    kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike
+) -> KVPages:
     """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
     shapes: list[LayerPages | StatePages] = []
@@ -85,5 +88,8 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
     """
     each = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(
-        jax.tree.map(lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None), each)
+        jax.tree.map(
+            lambda page: mesh.divided(page, KV_HEAD_AXIS if page.ndim > KV_HEAD_AXIS else None),
+            each,
+        )
     )

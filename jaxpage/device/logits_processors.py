@@ -41,7 +41,11 @@ def are_processed(flags: Int[Array, "_"]) -> Bool[Array, ""]:
 
 
 def process_logits(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
+    logits_BV: Float[Array, "B V"],
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    *,
+    by_row: bool,
 ) -> Float[Array, "B V"]:
     """The logits that are drawn from.
 
@@ -49,7 +53,9 @@ def process_logits(
     """
 
     def processed() -> jax.Array:
-        return process_rows(logits_BV, inputs.flags, processor_inputs, penalties_of(inputs), by_row=by_row)
+        return process_rows(
+            logits_BV, inputs.flags, processor_inputs, penalties_of(inputs), by_row=by_row
+        )
 
     return jax.lax.cond(are_processed(inputs.flags), processed, lambda: logits_BV)
 
@@ -65,12 +71,18 @@ def process_rows(
     """The logits that are drawn from, of some rows of a step in which any asks for something."""
 
     def process_row(logits_V: jax.Array, given: ProcessorInputs, own: Penalties) -> jax.Array:
-        logits_V = jax.lax.cond(flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V)
         logits_V = jax.lax.cond(
-            flags[Flags.BIASED] > 0, lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE), lambda: logits_V
+            flags[Flags.MASKED] > 0, lambda: _masked(logits_V, given.mask_RU), lambda: logits_V
+        )
+        logits_V = jax.lax.cond(
+            flags[Flags.BIASED] > 0,
+            lambda: _biased(logits_V, given.bias_ids_RE, given.bias_RE),
+            lambda: logits_V,
         )
         return jax.lax.cond(
-            flags[Flags.PENALISED] > 0, lambda: _penalised(logits_V, given.history_RC, *own), lambda: logits_V
+            flags[Flags.PENALISED] > 0,
+            lambda: _penalised(logits_V, given.history_RC, *own),
+            lambda: logits_V,
         )
 
     rows = (logits_BV, processor_inputs, penalties)
@@ -101,7 +113,9 @@ def _penalised(
 
     def count(weights_C: jax.Array) -> jax.Array:
         zeros_V = jnp.zeros(logits_V.shape, jnp.int32)
-        return zeros_V.at[history_C].add(weights_C.astype(jnp.int32), mode="drop", wrap_negative_indices=False)
+        return zeros_V.at[history_C].add(
+            weights_C.astype(jnp.int32), mode="drop", wrap_negative_indices=False
+        )
 
     in_output_V, in_prompt_V = count(is_output_C), count(~is_output_C)
     repeated_V = jnp.where(logits_V > 0, logits_V / repetition, logits_V * repetition)

@@ -24,7 +24,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import DEVICE_AXIS
 
-DETECTION_SECONDS = 60  # for the address of a job's first process, which a cluster may not know at once
+# for the address of a job's first process, which a cluster may not know at once
+DETECTION_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class DeviceMesh:
     @property
     def first(self) -> jax.Device:
         """Returns this process's first device. All devices of a mesh are of one kind."""
-        return next(device for device in self.devices if device.process_index == jax.process_index())
+        return next(
+            device for device in self.devices if device.process_index == jax.process_index()
+        )
 
     @property
     def size(self) -> int:
@@ -65,9 +68,13 @@ class DeviceMesh:
         if self.is_one_process:
             return jax.device_put(array, self._along(None))
         held = np.asarray(array)
-        return jax.make_array_from_callback(held.shape, self._along(None), lambda index: held[index])
+        return jax.make_array_from_callback(
+            held.shape, self._along(None), lambda index: held[index]
+        )
 
-    def put_shards(self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]) -> jax.Array:
+    def put_shards(
+        self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]
+    ) -> jax.Array:
         """An array of which each device has a part of this shape, `make(place of the device)`, one below the other."""
         if self.size == 1:
             return self.put(make(0))
@@ -76,7 +83,9 @@ class DeviceMesh:
             assert index, "it has the axis that is divided"
             return make((index[0].start or 0) // shape[0])
 
-        return jax.make_array_from_callback((self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype)
+        return jax.make_array_from_callback(
+            (self.size * shape[0], *shape[1:]), self._along(0), part, dtype=dtype
+        )
 
     def of_process(self, array: jax.Array, axis: int) -> Any:
         """Returns this process's parts of an array that is divided along an axis, joined."""
@@ -87,12 +96,18 @@ class DeviceMesh:
 
     def from_process(self, array: np.ndarray, axis: int) -> Any:
         """The whole array, of which each process has what `of_process` gave it."""
-        return array if self.is_one_process else jax.make_array_from_process_local_data(self._along(axis), array)
+        return (
+            array
+            if self.is_one_process
+            else jax.make_array_from_process_local_data(self._along(axis), array)
+        )
 
     def num_bytes_of_device(self, arrays: Any) -> int:
         """Returns the bytes that a device has of a tree of arrays or shapes."""
         return sum(
-            math.prod(array.shape) * array.dtype.itemsize // (self.size if any(_spec_of(array)) else 1)
+            math.prod(array.shape)
+            * array.dtype.itemsize
+            // (self.size if any(_spec_of(array)) else 1)
             for array in jax.tree.leaves(arrays)
         )
 
@@ -106,7 +121,9 @@ class DeviceMesh:
             return shapes
 
         def of_all(shape: Any) -> jax.ShapeDtypeStruct:
-            sizes = [size * (self.size if index == axis else 1) for index, size in enumerate(shape.shape)]
+            sizes = [
+                size * (self.size if index == axis else 1) for index, size in enumerate(shape.shape)
+            ]
             return jax.ShapeDtypeStruct(tuple(sizes), shape.dtype, sharding=self._along(axis))
 
         return jax.tree.map(of_all, shapes)
@@ -119,15 +136,20 @@ class DeviceMesh:
         places = tuple(one if self.size == 1 else shape.sharding for shape in leaves)
         return jax.tree.unflatten(tree, _zeros(alike, places)())
 
-    def zero_shards(self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any) -> list[jax.Array]:
+    def zero_shards(
+        self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any
+    ) -> list[jax.Array]:
         """Arrays of zeros. parts: the shape that a device has of each, and whether each has a part of its own (see `put_shards`)."""
         shapes = [
-            self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None) for shape, is_divided in parts
+            self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
+            for shape, is_divided in parts
         ]
         arrays: list[jax.Array] = self.zeros(shapes)
         return arrays
 
-    def on_each(self, function: Callable[..., Any], arguments: Any, results: Any) -> Callable[..., Any]:
+    def on_each(
+        self, function: Callable[..., Any], arguments: Any, results: Any
+    ) -> Callable[..., Any]:
         """The function of whole arrays that runs `function` on the part that each device has of them.
 
         arguments, results: trees of arrays or shapes, or trees that begin as these do; None: the same on every device.
@@ -135,15 +157,23 @@ class DeviceMesh:
         if self.size == 1:
             return function
         in_specs, out_specs = (
-            jax.tree.map(_spec_of, tree, is_leaf=lambda leaf: leaf is None) for tree in (arguments, results)
+            jax.tree.map(_spec_of, tree, is_leaf=lambda leaf: leaf is None)
+            for tree in (arguments, results)
         )
-        return jax.shard_map(function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.shard_map(
+            function, mesh=self._mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
 
 @functools.cache
-def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]) -> Callable[[], list[jax.Array]]:
+def _zeros(
+    shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
+) -> Callable[[], list[jax.Array]]:
     """Compiled once for the same shapes: a pool that is lost is made again in service."""
-    return jax.jit(lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes], out_shardings=list(places))
+    return jax.jit(
+        lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
+        out_shardings=list(places),
+    )
 
 
 def _spec(axis: int) -> PartitionSpec:
@@ -168,7 +198,9 @@ def make_mesh(size: int = 1) -> DeviceMesh:
             f"tensor_parallel_size is {size}, but JAX has {len(devices)} {devices[0].platform} device(s){hint}"
         )
     if size % (count := jax.process_count()):
-        raise ConfigError(f"tensor_parallel_size is {size}; {count} hosts need a multiple of {count}")
+        raise ConfigError(
+            f"tensor_parallel_size is {size}; {count} hosts need a multiple of {count}"
+        )
     return DeviceMesh(tuple(sorted(devices[:size], key=lambda device: device.process_index)))
 
 
@@ -204,12 +236,14 @@ def join_processes(
     """
     atexit.register(_end_alone)  # it runs before JAX's own, which is registered on import
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_preemption_service", False)  # it keeps SIGTERM from ending a process
+    # it keeps SIGTERM from ending a process
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
-        cluster_detection_method="deactivate",  # in a job of Slurm JAX would take one device of this machine and leave the others
+        # in a job of Slurm JAX would take one device of this machine and leave the others
+        cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator,
         initialization_timeout=int(join_seconds),
         shutdown_timeout_seconds=int(leave_seconds),
@@ -237,4 +271,6 @@ def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
 
 def shapes_of(arrays: Any) -> Any:
     """A tree of arrays as shapes, types and places, for compiling: it holds nothing on the device."""
-    return jax.tree.map(lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), arrays)
+    return jax.tree.map(
+        lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), arrays
+    )

@@ -15,35 +15,50 @@ from jaxpage.device.backends import Backend
 from jaxpage.device.kv_pages import KVPages
 
 
-def copy_blocks(pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend) -> KVPages:
+def copy_blocks(
+    pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend
+) -> KVPages:
     """See `pallas_kernels.copy_blocks`."""
     return _each(pallas_kernels.copy_blocks, pages, source, destination, **backend.options)
 
 
-def copy_slots(pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend) -> KVPages:
+def copy_slots(
+    pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend
+) -> KVPages:
     """See `pallas_kernels.copy_slots`."""
     return _each(pallas_kernels.copy_slots, pages, source, destination, **backend.options)
 
 
 def gather_blocks(pages: KVPages, blocks: jax.Array, backend: Backend) -> jax.Array:
     """See `pallas_kernels.gather_blocks`."""
-    contents = [pallas_kernels.gather_blocks(group, blocks, **backend.options) for group in _by_length(pages)]
+    contents = [
+        pallas_kernels.gather_blocks(group, blocks, **backend.options)
+        for group in _by_length(pages)
+    ]
     return contents[0] if len(contents) == 1 else jnp.concatenate(contents, axis=1)
 
 
-def scatter_blocks(pages: KVPages, blocks: jax.Array, contents: jax.Array, backend: Backend) -> KVPages:
+def scatter_blocks(
+    pages: KVPages, blocks: jax.Array, contents: jax.Array, backend: Backend
+) -> KVPages:
     """See `pallas_kernels.scatter_blocks`."""
     layers: list[Any] = []
     start = 0
     for group in _by_length(pages):
-        stop = start + sum(math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(group))
-        layers += pallas_kernels.scatter_blocks(group, blocks, contents[:, start:stop], **backend.options)
+        stop = start + sum(
+            math.prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in jax.tree.leaves(group)
+        )
+        layers += pallas_kernels.scatter_blocks(
+            group, blocks, contents[:, start:stop], **backend.options
+        )
         start = stop
     return tuple(layers)
 
 
 def _each(move: Callable[..., KVPages], pages: KVPages, *arguments: Any, **options: Any) -> KVPages:
-    return tuple(layer for group in _by_length(pages) for layer in move(group, *arguments, **options))
+    return tuple(
+        layer for group in _by_length(pages) for layer in move(group, *arguments, **options)
+    )
 
 
 def _by_length(pages: KVPages) -> list[KVPages]:

@@ -57,11 +57,14 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
         if not by_row:
             return _updated(rows, out_TO, pages, recurrence)
 
-        def one(row: jax.Array, carry: tuple[jax.Array, StatePages]) -> tuple[jax.Array, StatePages]:
+        def one(
+            row: jax.Array, carry: tuple[jax.Array, StatePages]
+        ) -> tuple[jax.Array, StatePages]:
             own = jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows)
             return _updated(own, *carry, recurrence)
 
-        num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))  # padding is behind
+        # padding is behind
+        num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))
         return jax.lax.fori_loop(0, num_rows, one, (out_TO, pages))
 
     return recur
@@ -80,11 +83,15 @@ def _out_width(recurrence: Recurrence, x_TE: jax.Array) -> int:
 def _written(pages: StatePages, x_TE: jax.Array, slots_T: jax.Array) -> StatePages:
     block_size = pages.inputs.shape[1]
     place = slots_T // block_size, slots_T % block_size
-    written = pages.inputs.at[place].set(x_TE.astype(pages.inputs.dtype), mode="drop", wrap_negative_indices=False)
+    written = pages.inputs.at[place].set(
+        x_TE.astype(pages.inputs.dtype), mode="drop", wrap_negative_indices=False
+    )
     return pages._replace(inputs=written)
 
 
-def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence) -> tuple[jax.Array, StatePages]:
+def _updated(
+    rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recurrence
+) -> tuple[jax.Array, StatePages]:
     """Returns `out_TO` with the outputs of the rows' tokens, and the pages with their states.
 
     It goes block by block, and in each token by token.
@@ -96,7 +103,9 @@ def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recu
     begin_B = _begin(rows, pages)
     state = pages.state[_block_at(rows.table_BM, (begin_B - 1) // block_size)]
     state = jnp.where(_along(begin_B > 0, state), state, 0.0)
-    num_blocks_B = jnp.where(rows.stop_B > rows.first_B, (rows.stop_B - 1) // block_size - begin_B // block_size + 1, 0)
+    num_blocks_B = jnp.where(
+        rows.stop_B > rows.first_B, (rows.stop_B - 1) // block_size - begin_B // block_size + 1, 0
+    )
 
     def in_block(
         index: jax.Array, carry: tuple[jax.Array, jax.Array, StatePages]
@@ -104,12 +113,18 @@ def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recu
         state, out_TO, pages = carry
         number_B = begin_B // block_size + index
         from_B = jnp.maximum(begin_B, number_B * block_size)
-        to_B = jnp.where(index < num_blocks_B, jnp.minimum(rows.stop_B, (number_B + 1) * block_size), from_B)
+        to_B = jnp.where(
+            index < num_blocks_B, jnp.minimum(rows.stop_B, (number_B + 1) * block_size), from_B
+        )
 
         def prepared(position_B: jax.Array) -> Any:
-            return recurrence.prepare(_last_inputs(pages.inputs, rows.table_BM, position_B, recurrence.state.lookback))
+            return recurrence.prepare(
+                _last_inputs(pages.inputs, rows.table_BM, position_B, recurrence.state.lookback)
+            )
 
-        def token(step: jax.Array, carry: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, jax.Array, Any]:
+        def token(
+            step: jax.Array, carry: tuple[jax.Array, jax.Array, Any]
+        ) -> tuple[jax.Array, jax.Array, Any]:
             state, out_TO, ready = carry
             position_B = from_B + step
             new_state, out_BO = recurrence.update(state, ready)
@@ -121,8 +136,11 @@ def _updated(rows: _Rows, out_TO: jax.Array, pages: StatePages, recurrence: Recu
 
         carry = state, out_TO, prepared(from_B)
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
-        block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)  # else the null block
-        pages = pages._replace(state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B))
+        # else the null block
+        block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)
+        pages = pages._replace(
+            state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B)
+        )
         return state, out_TO, pages
 
     _, out_TO, pages = jax.lax.fori_loop(0, jnp.max(num_blocks_B), in_block, (state, out_TO, pages))
@@ -133,14 +151,20 @@ def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
     """Returns the position of each row's first update: a state for all positions before it is in place."""
     block_size = pages.inputs.shape[1]
     num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
-    return jnp.where(num_seen_B == rows.first_B, rows.first_B, rows.first_B // block_size * block_size)
+    return jnp.where(
+        num_seen_B == rows.first_B, rows.first_B, rows.first_B // block_size * block_size
+    )
 
 
-def _last_inputs(inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, lookback: int) -> jax.Array:
+def _last_inputs(
+    inputs: jax.Array, table_BM: jax.Array, position_B: jax.Array, lookback: int
+) -> jax.Array:
     """Returns the inputs [B, 1 + lookback, E] up to each row's position."""
     block_size = inputs.shape[1]
     position_BW = position_B[:, None] + jnp.arange(-lookback, 1)
-    block_BW = jnp.take_along_axis(table_BM, jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1), axis=1)
+    block_BW = jnp.take_along_axis(
+        table_BM, jnp.clip(position_BW // block_size, 0, table_BM.shape[1] - 1), axis=1
+    )
     found = inputs[block_BW, position_BW % block_size]
     return jnp.where((position_BW >= 0)[..., None], found, 0)
 

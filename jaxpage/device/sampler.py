@@ -15,14 +15,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxpage.device.logits_processors import are_processed, penalties_of, process_logits, process_rows
+from jaxpage.device.logits_processors import (
+    are_processed,
+    penalties_of,
+    process_logits,
+    process_rows,
+)
 from jaxpage.device.selection_kernels import bound_kernels
 from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs
 from jaxpage.device.truncation import Asked, truncate, where_wanted
 from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
-NUM_CANDIDATES = 64  # W: candidates whose log probabilities leave the device when a row asks for any
-# Rows, where rows are computed at once: what processing them keeps is several times as large as their logits.
+# W: candidates whose log probabilities leave the device when a row asks for any
+NUM_CANDIDATES = 64
+# Rows, where rows are computed at once: what processing them keeps is several times as large as
+# their logits.
 PROCESSED_AT_ONCE = 16
 
 
@@ -62,11 +69,14 @@ class Stream:
     """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
 
     DRAFT = 0xFFFFFFFF  # for draws of drafts
-    ACCEPT = 0xFFFFFFFE  # whether a draft is rejected; also by its place among those behind the same token
+    # whether a draft is rejected; also by its place among those behind the same token
+    ACCEPT = 0xFFFFFFFE
     RESIDUAL = 0xFFFFFFFD  # what is drawn where all of them were
 
 
-def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None) -> jax.Array:
+def noise_key(
+    seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None
+) -> jax.Array:
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     if stream is not None:
         key = jax.random.fold_in(key, stream)
@@ -74,7 +84,11 @@ def noise_key(seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, s
 
 
 def draw(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
+    logits_BV: Float[Array, "B V"],
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    *,
+    by_row: bool,
 ) -> Int[Array, "B"]:
     """One token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
 
@@ -99,7 +113,9 @@ def _drawn(logits_RV: jax.Array, draws: Draws, flags: jax.Array, *, by_row: bool
     return jax.lax.cond(flags[Flags.RANDOM] > 0, random, greedy)
 
 
-def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: ProcessorInputs) -> jax.Array:
+def _drawn_at_once(
+    logits_RV: jax.Array, inputs: StepInputs, processor_inputs: ProcessorInputs
+) -> jax.Array:
     """Draws from rows that are computed at once, without a second array as large as the logits.
 
     Processed logits are drawn from some rows at a time.
@@ -110,14 +126,17 @@ def _drawn_at_once(logits_RV: jax.Array, inputs: StepInputs, processor_inputs: P
 
     def processed(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
         # Places, because XLA keeps a loop that takes slices out of CUDA graphs.
-        first = jnp.minimum(index * at_once, num_rows - at_once)  # the last may be drawn twice, and alike
+        # the last may be drawn twice, and alike
+        first = jnp.minimum(index * at_once, num_rows - at_once)
         place = first + jnp.arange(at_once)
         some_RV, given, penalties, draws = jax.tree.map(lambda leaf: jnp.asarray(leaf)[place], rows)
         some_RV = process_rows(some_RV, inputs.flags, given, penalties, by_row=False)
         return token_ids_R.at[place].set(_drawn(some_RV, draws, inputs.flags, by_row=False))
 
     def all_processed() -> jax.Array:
-        return jax.lax.fori_loop(0, -(-num_rows // at_once), processed, jnp.zeros(num_rows, jnp.int32))
+        return jax.lax.fori_loop(
+            0, -(-num_rows // at_once), processed, jnp.zeros(num_rows, jnp.int32)
+        )
 
     return jax.lax.cond(
         are_processed(inputs.flags),
@@ -144,20 +163,26 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
         logit that stays, where a kernel has found it.
     """
     if by_row:
-        return each_row(functools.partial(function, by_row=True, asked=None, least=None), rows, by_row=True)
+        return each_row(
+            functools.partial(function, by_row=True, asked=None, least=None), rows, by_row=True
+        )
     logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, *_ = rows
 
     def any_random(wants_R: jax.Array) -> jax.Array:
         return jnp.any((temperature_R > 0.0) & wants_R)
 
     cuts_R, nucleus_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1]), top_p_R < 1.0
-    asked = Asked(any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0)))
+    asked = Asked(
+        any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
+    )
     function = functools.partial(function, by_row=False, asked=asked)
     if (kernels := bound_kernels()) is None:
         return each_row(functools.partial(function, least=None), rows, by_row=False)
     least_R = jax.lax.cond(
         asked.top_k | asked.top_p_or_min_p,
-        lambda: kernels.cutoffs(logits_RV, jnp.max(logits_RV, axis=1), temperature_R, top_k_R, top_p_R, min_p_R),
+        lambda: kernels.cutoffs(
+            logits_RV, jnp.max(logits_RV, axis=1), temperature_R, top_k_R, top_p_R, min_p_R
+        ),
         lambda: jnp.full(logits_RV.shape[0], -jnp.inf, jnp.float32),
     )
     return jax.vmap(lambda least, *row: function(*row, least=least))(least_R, *rows)
@@ -173,20 +198,30 @@ def perturbed(
     is_random: whether any draw is.
     """
 
-    def perturb(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
+    def perturb(
+        logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+    ) -> jax.Array:
         noisy = functools.partial(_perturb, logits_V, temperature, *rest, **options)
         return where_wanted(temperature > 0.0, options["asked"], "", noisy, lambda: logits_V)
 
-    return jax.lax.cond(is_random, lambda: _each_draw(perturb, (logits_RV, *draws), by_row=by_row), lambda: logits_RV)
+    return jax.lax.cond(
+        is_random,
+        lambda: _each_draw(perturb, (logits_RV, *draws), by_row=by_row),
+        lambda: logits_RV,
+    )
 
 
-def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) -> tuple[Int[Array, "R"], DrawnFrom]:
+def draw_draft(
+    logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool
+) -> tuple[Int[Array, "R"], DrawnFrom]:
     """Returns tokens for acceptance by rejection, from noise of their own, and the distributions that they were drawn from.
 
     These are the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; of a greedy row the most likely alone.
     """
 
-    def draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> Any:
+    def draw_row(
+        logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+    ) -> Any:
         *cutoffs, seed_2, sample_index, position = rest
         log_q_V = _distribution(logits_V, temperature, *cutoffs, **options)
         log_q_W, ids_W = jax.lax.top_k(log_q_V[None], min(MOST_CANDIDATES, log_q_V.shape[0]))
@@ -200,9 +235,13 @@ def draw_draft(logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool) ->
     return drawn
 
 
-def _draw_row(logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any) -> jax.Array:
+def _draw_row(
+    logits_V: jax.Array, temperature: jax.Array, *rest: jax.Array, **options: Any
+) -> jax.Array:
     if not options["by_row"]:
-        perturbed_V = jnp.where(temperature > 0.0, _perturb(logits_V, temperature, *rest, **options), logits_V)
+        perturbed_V = jnp.where(
+            temperature > 0.0, _perturb(logits_V, temperature, *rest, **options), logits_V
+        )
         return _first_of_the_largest(perturbed_V, in_one_pass=True)
     return where_wanted(
         temperature > 0.0,
@@ -225,7 +264,9 @@ def _perturb(
     **options: Any,
 ) -> jax.Array:
     scaled_V = _scaled(logits_V, temperature, top_k, top_p, min_p, **options)
-    return scaled_V + jax.random.gumbel(noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32)
+    return scaled_V + jax.random.gumbel(
+        noise_key(seed_2, sample_index, position), logits_V.shape, jnp.float32
+    )
 
 
 def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
@@ -234,7 +275,11 @@ def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
 
 
 def distributions(
-    logits_BV: Float[Array, "B V"], inputs: StepInputs, processor_inputs: ProcessorInputs, *, by_row: bool
+    logits_BV: Float[Array, "B V"],
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    *,
+    by_row: bool,
 ) -> Float[Array, "B V"]:
     """Log probabilities of what `draw` draws: of a greedy row 0 for its token. All -inf where no token can be chosen."""
     is_finite_B = are_finite(logits_BV)
@@ -256,14 +301,20 @@ def _distribution(
         return _scaled(logits_V, temperature, top_k, top_p, min_p, **options)
 
     def greedy() -> jax.Array:
-        return jnp.where(jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf)
+        return jnp.where(
+            jnp.arange(logits_V.shape[0]) == _first_of_the_largest(logits_V), 0.0, -jnp.inf
+        )
 
     chosen_V = where_wanted(temperature > 0.0, options["asked"], "", random, greedy)
     return jnp.where(jnp.isfinite(jnp.max(chosen_V)), jax.nn.log_softmax(chosen_V), -jnp.inf)
 
 
 def _scaled(
-    logits_V: jax.Array, temperature: jax.Array, *cuts: jax.Array, least: jax.Array | None, **options: Any
+    logits_V: jax.Array,
+    temperature: jax.Array,
+    *cuts: jax.Array,
+    least: jax.Array | None,
+    **options: Any,
 ) -> jax.Array:
     """Divided by the temperature, and cut off."""
     if least is None:
@@ -314,7 +365,9 @@ def log_probabilities(
 
 
 def _selected_log_probabilities(
-    logits_BV: jax.Array, token_ids_B: jax.Array, likeliest: Callable[..., tuple[jax.Array, jax.Array]]
+    logits_BV: jax.Array,
+    token_ids_B: jax.Array,
+    likeliest: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> LogProbabilities:
     """The same, by a kernel: nothing as large as the logits is made."""
     largest_B1 = jnp.max(logits_BV, axis=1, keepdims=True)

@@ -18,9 +18,12 @@ import psutil
 from jaxpage.device import gpu_memory
 from jaxpage.errors import CapacityError
 
-HOST_SHARE = 0.5  # of the free host memory that a pool may take there, where other programs live too
+# of the free host memory that a pool may take there, where other programs live too
+HOST_SHARE = 0.5
 TOKENS_ON_HOST = (
-    512  # of each of `max_num_seqs` sequences, that a pool on CPU holds by default: ShareGPT's have 500 on average
+    # of each of `max_num_seqs` sequences, that a pool on CPU holds by default: ShareGPT's have 500
+    # on average
+    512
 )
 MOST_BYTES_ON_HOST = 4 * 2**30  # of a pool on CPU by default
 _SIGNIFICANT_BITS = 6  # of the number of blocks on an accelerator: at most 3 % are lost
@@ -53,12 +56,15 @@ class MemoryPlan:
     block_size: int
     num_blocks: int  # of the first cache group, the null block included
     max_model_len: int
-    most_sequence_blocks: int | None = None  # that one sequence holds at a time, where a window slides
+    # that one sequence holds at a time, where a window slides
+    most_sequence_blocks: int | None = None
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
-    # Numbers of blocks that the attention kernels do not take: the first, and the next that they take.
+    # Numbers of blocks that the attention kernels do not take: the first, and the next that they
+    # take.
     unaddressable: tuple[int, int] = (0, 0)
     num_devices: int = 1  # that are all as this one says; the host has the blocks of all
-    num_host_blocks: int = 0  # for swapping, beside the null block of the host; 0: nothing is swapped
+    # for swapping, beside the null block of the host; 0: nothing is swapped
+    num_host_blocks: int = 0
     swaps_to_file: bool = False  # they lie in a file, since the host's memory has no room for them
 
     @property
@@ -77,7 +83,9 @@ class MemoryPlan:
     def bytes_of(self, num_blocks: int) -> int:
         """Returns the bytes of all groups, where the first has so many blocks, the null block included."""
         sizes = (self.first_block_bytes, *(window.block_bytes for window in self.windows))
-        return sum(math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True))
+        return sum(
+            math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True)
+        )
 
     def most_blocks(self, num_bytes: int) -> int:
         """Returns the most blocks of the first group, null block included, with which all groups fit in so many bytes."""
@@ -92,7 +100,11 @@ class MemoryPlan:
 
     @property
     def host_pool_bytes(self) -> int:
-        return self.num_devices * self.bytes_of(self.num_host_blocks + 1) if self.num_host_blocks else 0
+        return (
+            self.num_devices * self.bytes_of(self.num_host_blocks + 1)
+            if self.num_host_blocks
+            else 0
+        )
 
     @property
     def num_slots(self) -> int:
@@ -118,13 +130,18 @@ class MemoryPlan:
         return [
             (
                 "device",
-                self.device if self.num_devices == 1 else f"{self.num_devices} x {self.device}, each as follows",
+                self.device
+                if self.num_devices == 1
+                else f"{self.num_devices} x {self.device}, each as follows",
             ),
             ("available memory", gib(self.available_bytes)),
             ("weights", gib(self.weights_bytes)),
             ("workspace", gib(self.workspace_bytes)),
             ("KV pool", gib(self.pool_bytes)),
-            ("KV blocks", f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.first_block_bytes)} each"),
+            (
+                "KV blocks",
+                f"{self.num_blocks - 1:,} of {self.block_size} slots, {gib(self.first_block_bytes)} each",
+            ),
             *(
                 (window.described, f"{count - 1:,}, {gib(window.block_bytes)} each")
                 for window, count in zip(self.windows, counts, strict=True)
@@ -146,7 +163,9 @@ def available_bytes(device: Any, utilization: float) -> int:
     """Returns what may be allocated on a `jax.Device`: its share of an accelerator; on a CPU a part of what is free now."""
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
-        return gpu_memory.share(statistics["bytes_limit"], utilization) - int(statistics.get("bytes_in_use", 0))
+        return gpu_memory.share(statistics["bytes_limit"], utilization) - int(
+            statistics.get("bytes_in_use", 0)
+        )
     return available_host_bytes()
 
 
@@ -174,14 +193,20 @@ def choose_num_blocks(
     least = 1 + -(-2 // plan.block_size)  # the null block, and two slots
     free = plan.free_bytes
     if free < least * plan.block_bytes:
-        advice = _how_to_make_room(plan, least * plan.block_bytes - free, narrower_dtype, utilization)
-        raise CapacityError(_does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice))
+        advice = _how_to_make_room(
+            plan, least * plan.block_bytes - free, narrower_dtype, utilization
+        )
+        raise CapacityError(
+            _does_not_fit(plan, "Weights and workspace leave no room for KV blocks", advice)
+        )
     setting = "num_blocks" if wanted is not None else "kv_cache_memory_bytes"
     if wanted is None:
         if pool_bytes is not None:
             wanted = plan.most_blocks(pool_bytes)
         elif plan.device.startswith("cpu"):
-            wanted = 1 + _halved(_useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1)
+            wanted = 1 + _halved(
+                _useful_on_host(plan, max_num_seqs), plan.most_blocks(int(free * HOST_SHARE)) - 1
+            )
         else:
             wanted = 1 + _rounded(plan.most_blocks(free) - 1)
             if wanted in range(*plan.unaddressable):
@@ -190,7 +215,9 @@ def choose_num_blocks(
     if plan.pool_bytes > free:
         most = plan.most_blocks(free) if setting == "num_blocks" else free
         advice = f"Lower {setting} to {most} or less, or leave it out to take what fits."
-        raise CapacityError(_does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice))
+        raise CapacityError(
+            _does_not_fit(plan, f"{wanted} KV blocks take {gib(plan.pool_bytes)}", advice)
+        )
     if wanted in range(*plan.unaddressable):
         first, beyond = plan.unaddressable
         sizes = [f"{count} ({gib(plan.bytes_of(count))})" for count in (first - 1, beyond)]
@@ -209,7 +236,13 @@ def choose_num_blocks(
 def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
     """Blocks for `max_num_seqs` sequences of usual length, and at least for one of `max_model_len`, if 4 GiB hold them."""
     usual = max_num_seqs * plan.blocks_for(min(plan.max_model_len, TOKENS_ON_HOST))
-    return max(1, min(max(usual, plan.blocks_for(plan.max_model_len)), plan.most_blocks(MOST_BYTES_ON_HOST) - 1))
+    return max(
+        1,
+        min(
+            max(usual, plan.blocks_for(plan.max_model_len)),
+            plan.most_blocks(MOST_BYTES_ON_HOST) - 1,
+        ),
+    )
 
 
 def _halved(number: int, most: int) -> int:
@@ -224,7 +257,9 @@ def _rounded(number: int) -> int:
     return number >> (shift := max(0, number.bit_length() - _SIGNIFICANT_BITS)) << shift
 
 
-def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: int, on_disk: int = 0) -> MemoryPlan:
+def choose_num_host_blocks(
+    plan: MemoryPlan, *, wanted: int | None, available: int, on_disk: int = 0
+) -> MemoryPlan:
     """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, halved until half of what is free
     holds them.
 
@@ -233,7 +268,11 @@ def choose_num_host_blocks(plan: MemoryPlan, *, wanted: int | None, available: i
 
     Raises CapacityError with the numbers if the caller's number does not fit.
     """
-    taken = plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes if plan.device.startswith("cpu") else 0
+    taken = (
+        plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes
+        if plan.device.startswith("cpu")
+        else 0
+    )
     free = max(0, available - plan.num_devices * taken)
     if wanted is None:
         fitting = max(0, plan.most_blocks(int(free * HOST_SHARE) // plan.num_devices) - 1)
@@ -259,14 +298,20 @@ def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
     )
 
 
-def _how_to_make_room(plan: MemoryPlan, missing: int, narrower_dtype: str | None, utilization: float) -> str:
+def _how_to_make_room(
+    plan: MemoryPlan, missing: int, narrower_dtype: str | None, utilization: float
+) -> str:
     """Returns the ways that would make room for `missing` bytes, and no other ones."""
     ways = []
     if narrower_dtype and plan.weights_bytes // 2 >= missing:
-        ways.append(f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}")
+        ways.append(
+            f"use dtype {narrower_dtype}, in which the weights take {gib(plan.weights_bytes // 2)}"
+        )
     if plan.workspace_bytes > missing:
         most = gib(plan.workspace_bytes - missing)
-        ways.append(f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {most} or less")
+        ways.append(
+            f"lower max_num_batched_tokens or max_num_seqs until the workspace takes {most} or less"
+        )
     whole = plan.available_bytes / utilization
     if plan.available_bytes + missing <= whole:
         least = math.ceil(100 * (plan.available_bytes + missing) / whole) / 100

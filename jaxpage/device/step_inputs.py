@@ -30,9 +30,7 @@ class StepInputs(NamedTuple):
 
     token_ids_T: jax.Array
     positions_T: jax.Array
-    slots_ZT: (
-        jax.Array
-    )  # of each cache group where each token's key and value go: block * S + offset; padding goes to block 0
+    slots_ZT: jax.Array  # of each cache group where each token's key and value go: block * S + offset; padding goes to block 0
     block_table_ZBM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
@@ -49,13 +47,13 @@ class StepInputs(NamedTuple):
     frequency_penalty_R: jax.Array
     presence_penalty_R: jax.Array
     num_prompt_tokens_R: jax.Array  # of the history: what follows is output
-    parents_T: (
-        jax.Array
-    )  # of steps that verify: where in the stream the token before this one stands; -1: before the step
-    tree_mask_TU: jax.Array  # of trees: which tokens of its row a token sees, itself included: a bit each
+    parents_T: jax.Array  # of steps that verify: where in the stream the token before this one stands; -1: before the step
+    # of trees: which tokens of its row a token sees, itself included: a bit each
+    tree_mask_TU: jax.Array
     q_ids_TW: jax.Array  # of drafts that may be rejected: what each was drawn from, padded with -1
     q_TW: jax.Array  # and the probabilities; of drafts that were chosen, 1 for the draft
-    scored_T: jax.Array  # the token whose log probability after this token is wanted; 0 where none is
+    # the token whose log probability after this token is wanted; 0 where none is
+    scored_T: jax.Array
     lora_slot_T: jax.Array  # of the adapter; 0: none
     flags: jax.Array  # see `Flags`
 
@@ -80,7 +78,15 @@ class ProcessorInputs(NamedTuple):
 
 
 _FLOATS = frozenset(
-    {"temperature_R", "top_p_R", "min_p_R", "repetition_penalty_R", "frequency_penalty_R", "presence_penalty_R", "q_TW"}
+    {
+        "temperature_R",
+        "top_p_R",
+        "min_p_R",
+        "repetition_penalty_R",
+        "frequency_penalty_R",
+        "presence_penalty_R",
+        "q_TW",
+    }
 )
 _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
@@ -89,9 +95,16 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
     tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T", "lora_slot_T"), (tokens,))
-    shapes |= {"slots_ZT": (tables.num_groups, tokens), "block_table_ZBM": (tables.num_groups, rows, tables.width)}
+    shapes |= {
+        "slots_ZT": (tables.num_groups, tokens),
+        "block_table_ZBM": (tables.num_groups, rows, tables.width),
+    }
     shapes |= dict.fromkeys(("context_len_B", "next_token_B"), (rows,))
-    shapes |= {"query_start": (rows + 1,), "seed_R2": (draws, 2), "parents_T": (tokens if bucket.verifies else 0,)}
+    shapes |= {
+        "query_start": (rows + 1,),
+        "seed_R2": (draws, 2),
+        "parents_T": (tokens if bucket.verifies else 0,),
+    }
     shapes["tree_mask_TU"] = (tokens, bucket.num_mask_words)
     shapes |= dict.fromkeys(("q_ids_TW", "q_TW"), (tokens, bucket.q_width))
     shapes["flags"] = (NUM_FLAGS,)
@@ -122,7 +135,9 @@ def _slices(bucket: Bucket, tables: TableShape) -> dict[str, tuple[slice, tuple[
     return slices
 
 
-def views(packed: npt.NDArray[np.int32], bucket: Bucket, tables: TableShape) -> dict[str, npt.NDArray[np.generic]]:
+def views(
+    packed: npt.NDArray[np.int32], bucket: Bucket, tables: TableShape
+) -> dict[str, npt.NDArray[np.generic]]:
     """The fields of a host vector, to be written in place."""
     fields: dict[str, npt.NDArray[np.generic]] = {}
     for name, (place, shape) in _slices(bucket, tables).items():
@@ -143,7 +158,9 @@ def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
 def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> StepInputs:
     """The inputs of step `index` of several: those of a decode bucket, whose rows are these tokens at their places."""
     first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
-    place_B = jnp.minimum(first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1)
+    place_B = jnp.minimum(
+        first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1
+    )
     of_draws = {name: getattr(inputs, name)[place_B] for name in StepInputs._fields if "_R" in name}
     positions_B, is_row_B = inputs.positions_T[place_B], length_B > 0
     return inputs._replace(

@@ -22,7 +22,14 @@ from jaxpage.device.moving import copy_blocks, copy_slots
 from jaxpage.device.recurrence import make_recur
 from jaxpage.device.sampler import NUM_CANDIDATES, draw, log_probabilities
 from jaxpage.device.selection_kernels import selection_kernels
-from jaxpage.device.step_inputs import Flags, ProcessorInputs, StepInputs, TableShape, at_step, unpack
+from jaxpage.device.step_inputs import (
+    Flags,
+    ProcessorInputs,
+    StepInputs,
+    TableShape,
+    at_step,
+    unpack,
+)
 from jaxpage.device.verify import accept, last_of, moves
 from jaxpage.layers.context import ForwardContext
 from jaxpage.layers.sharding import UNDIVIDED, Sharding
@@ -30,7 +37,8 @@ from jaxpage.layers.trace_scope import TraceScope, adapters_of
 from jaxpage.settings.cuda_graphs import USUAL_GRAPHS, GraphSettings
 from jaxpage.settings.draft_settings import AcceptanceRule
 
-# Tokens whose logits are made together: enough that reading the head's weights costs little (docs/lab-log.md).
+# Tokens whose logits are made together: enough that reading the head's weights costs little
+# (docs/lab-log.md).
 SCORED_AT_ONCE = 64
 
 
@@ -41,7 +49,8 @@ class StepOptions(NamedTuple):
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     tables: TableShape
-    # The cache group of each layer; of a divided model, of the layer's pages in each shard. A drafter's come after the model's.
+    # The cache group of each layer; of a divided model, of the layer's pages in each shard. A
+    # drafter's come after the model's.
     layer_groups: tuple[int, ...]
     attention_backend: Backend
     sample_by_row: bool
@@ -87,7 +96,14 @@ def model_step(
         pages: those of all layers, a drafter's after the model's.
     """
     with selection_kernels(options.attention_backend):
-        return _step(parameters, pages, unpack(packed, bucket, options.tables), processor_inputs, bucket, options)
+        return _step(
+            parameters,
+            pages,
+            unpack(packed, bucket, options.tables),
+            processor_inputs,
+            bucket,
+            options,
+        )
 
 
 def _step(
@@ -101,7 +117,9 @@ def _step(
     if bucket.num_steps > 1:
         return _multi_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
     pages, own_pages = split_layers(pages, options.drafter)
-    output, target, pages = _target_step(parameters["target"], pages, inputs, processor_inputs, bucket, options)
+    output, target, pages = _target_step(
+        parameters["target"], pages, inputs, processor_inputs, bucket, options
+    )
     if options.drafter is not None:
         with TraceScope(make_product_kernels(options.attention_backend)).opened():
             draft_candidates, own_pages = options.drafter.step(parameters, target, own_pages)
@@ -127,15 +145,22 @@ def _target_step(
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, options)
-    if bucket.trees:  # the right drafts of a chain are in place; there are no windows, so there is one cache group
+    # the right drafts of a chain are in place; there are no windows, so there is one cache group
+    if bucket.trees:
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
-    target = TargetStep(inputs, bucket, backend, by_row, hidden_TD, states, logits, token_ids_R, paths, last_B)
+    target = TargetStep(
+        inputs, bucket, backend, by_row, hidden_TD, states, logits, token_ids_R, paths, last_B
+    )
     return StepOutput(drawn, scored, paths), target, pages
 
 
 def _drawn(
-    logits: Logits, inputs: StepInputs, processor_inputs: ProcessorInputs, bucket: Bucket, options: StepOptions
+    logits: Logits,
+    inputs: StepInputs,
+    processor_inputs: ProcessorInputs,
+    bucket: Bucket,
+    options: StepOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the drawn tokens, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
     by_row = options.sample_by_row
@@ -144,15 +169,27 @@ def _drawn(
     def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
         logits_RV, paths = logits.whole(), no_paths
         if bucket.verifies:
-            token_ids_R, paths = decide(logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row)
+            token_ids_R, paths = decide(
+                logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row
+            )
         else:
             token_ids_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
-        return token_ids_R, paths, _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row)
+        return (
+            token_ids_R,
+            paths,
+            _pack_drawn(logits_RV, token_ids_R, inputs.flags[Flags.LOGPROBS] > 0, by_row=by_row),
+        )
 
     def of_parts() -> tuple[jax.Array, jax.Array, jax.Array]:
         token_ids_R, paths = draw_from_parts(logits, inputs, by_row=by_row), no_paths
         if bucket.verifies:
-            paths = accept(token_ids_R, inputs.token_ids_T, inputs.parents_T, inputs.query_start, bucket.max_query_len)
+            paths = accept(
+                token_ids_R,
+                inputs.token_ids_T,
+                inputs.parents_T,
+                inputs.query_start,
+                bucket.max_query_len,
+            )
         num_logprobs = 2 + 2 * min(NUM_CANDIDATES, logits.vocab_size)
         return token_ids_R, paths, jnp.pad(token_ids_R[:, None], ((0, 0), (0, num_logprobs)))
 
@@ -184,8 +221,11 @@ def _multi_step(
     def next_step(state: tuple[Any, ...]) -> tuple[Any, ...]:
         index, token_ids_B, pages, drawn = state
         drawn_B, pages = step(index, token_ids_B, pages)
-        drawn = drawn.at[jnp.where(index < length_B, first_B + index, num_tokens)].set(drawn_B, mode="drop")
-        # The text of a row that drew nothing (a negative id) ends there; what it computes until then is dropped.
+        drawn = drawn.at[jnp.where(index < length_B, first_B + index, num_tokens)].set(
+            drawn_B, mode="drop"
+        )
+        # The text of a row that drew nothing (a negative id) ends there; what it computes until
+        # then is dropped.
         return index + 1, jnp.maximum(drawn_B[:, 0], 0), pages, drawn
 
     start = jnp.int32(0), inputs.token_ids_T[jnp.minimum(first_B, num_tokens - 1)], pages
@@ -212,7 +252,12 @@ def _drawn_logits(
 
 
 def _logits(
-    model: Any, hidden_BD: jax.Array, lora_slot_B: jax.Array, options: StepOptions, *, divided: bool = False
+    model: Any,
+    hidden_BD: jax.Array,
+    lora_slot_B: jax.Array,
+    options: StepOptions,
+    *,
+    divided: bool = False,
 ) -> jax.Array:
     """Returns logits [B, V]; a family may multiply by linear layers there too, which take the rows' adapters (OPT-350m)."""
     with _scope(options, lora_slot_B, divided=divided).opened():
@@ -220,7 +265,12 @@ def _logits(
 
 
 def _score(
-    model: Any, hidden_TD: jax.Array, inputs: StepInputs, width: int, bucket: Bucket, options: StepOptions
+    model: Any,
+    hidden_TD: jax.Array,
+    inputs: StepInputs,
+    width: int,
+    bucket: Bucket,
+    options: StepOptions,
 ) -> jax.Array:
     """Returns the scores of the given tokens [T, width], for `unpack_drawn`; zeros where a step scores none.
 
@@ -230,11 +280,14 @@ def _score(
     tile = min(bucket.num_tokens, max(bucket.num_rows, SCORED_AT_ONCE))
     padding = -bucket.num_tokens % tile
     hidden_TD = jnp.pad(hidden_TD, ((0, padding), (0, 0)))
-    token_ids_T, lora_slot_T = (jnp.pad(array, (0, padding)) for array in (inputs.scored_T, inputs.lora_slot_T))
+    token_ids_T, lora_slot_T = (
+        jnp.pad(array, (0, padding)) for array in (inputs.scored_T, inputs.lora_slot_T)
+    )
 
     def score_tile(index: jax.Array, scored: jax.Array) -> jax.Array:
         hidden_BD, token_ids_B, lora_slot_B = (
-            jax.lax.dynamic_slice_in_dim(array, index * tile, tile) for array in (hidden_TD, token_ids_T, lora_slot_T)
+            jax.lax.dynamic_slice_in_dim(array, index * tile, tile)
+            for array in (hidden_TD, token_ids_T, lora_slot_T)
         )
         logits_BV = _logits(model, hidden_BD, lora_slot_B, options)
         rows = _pack_drawn(logits_BV, token_ids_B, True, by_row=options.sample_by_row)
@@ -264,7 +317,9 @@ def pooled_step(
     _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
     is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
-    return jnp.stack([hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]), pages
+    return jnp.stack(
+        [hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]
+    ), pages
 
 
 def _hidden(
@@ -273,19 +328,27 @@ def _hidden(
     """Returns the model, its hidden states, its pages, and the hidden states that a drafter takes."""
     model = nnx.merge(options.graph, parameters)
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
-    attend = make_attend(inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups)
+    attend = make_attend(
+        inputs, backend=options.attention_backend, bucket=bucket, layer_groups=groups
+    )
     aux_layers = options.drafter.aux_layers if options.drafter else ()
     recur = make_recur(inputs, layer_groups=groups, by_row=options.sample_by_row)
     context = ForwardContext(inputs.positions_T, attend, aux_layers=aux_layers, recur=recur)
     with _scope(options, inputs.lora_slot_T).opened():
-        hidden_TD, by_layer, states = model(inputs.token_ids_T, _by_layer(pages, options.sharding), context)
+        hidden_TD, by_layer, states = model(
+            inputs.token_ids_T, _by_layer(pages, options.sharding), context
+        )
     return model, hidden_TD, _in_a_row(by_layer, options.sharding), states or (hidden_TD,)
 
 
 def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
     """Returns each layer's pages, or of a divided model those of each of its shards."""
     count = sharding.num_local
-    return tuple(pages[at : at + count] for at in range(0, len(pages), count)) if sharding.is_divided else pages
+    return (
+        tuple(pages[at : at + count] for at in range(0, len(pages), count))
+        if sharding.is_divided
+        else pages
+    )
 
 
 def _in_a_row(by_layer: tuple[Any, ...], sharding: Sharding) -> KVPages:
@@ -297,14 +360,22 @@ def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
 
 
-def _pack_drawn(logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool) -> jax.Array:
+def _pack_drawn(
+    logits_BV: jax.Array, token_ids_B: jax.Array, wanted: jax.Array | bool, *, by_row: bool
+) -> jax.Array:
     def with_logprobs() -> jax.Array:
-        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(logits_BV, token_ids_B, by_row=by_row)
-        return jnp.concatenate([_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1)
+        logprobs_B, ranks_B, ids_BW, top_BW = log_probabilities(
+            logits_BV, token_ids_B, by_row=by_row
+        )
+        return jnp.concatenate(
+            [_bits(logprobs_B[:, None]), ranks_B[:, None], ids_BW, _bits(top_BW)], axis=1
+        )
 
     num_candidates = min(NUM_CANDIDATES, logits_BV.shape[1])
     width = 2 + 2 * num_candidates
-    rest = jax.lax.cond(wanted, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32))
+    rest = jax.lax.cond(
+        wanted, with_logprobs, lambda: jnp.zeros((logits_BV.shape[0], width), jnp.int32)
+    )
     return jnp.concatenate([token_ids_B[:, None], rest], axis=1)
 
 
@@ -317,4 +388,10 @@ def unpack_drawn(packed: npt.NDArray[np.int32], num_rows: int) -> Drawn:
     rows = np.ascontiguousarray(packed[:num_rows])
     num_candidates = (rows.shape[1] - 3) // 2
     floats = rows.view(np.float32)
-    return Drawn(rows[:, 0], floats[:, 1], rows[:, 2], rows[:, 3 : 3 + num_candidates], floats[:, 3 + num_candidates :])
+    return Drawn(
+        rows[:, 0],
+        floats[:, 1],
+        rows[:, 2],
+        rows[:, 3 : 3 + num_candidates],
+        floats[:, 3 + num_candidates :],
+    )

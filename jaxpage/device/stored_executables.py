@@ -37,7 +37,14 @@ _DIGEST_BYTES, _SIZE_BYTES = (
     8,
 )  # a file: the digest of its name and the rest, the workspace in bytes, the executable
 # What steps are traced from.
-_TRACED = ("jaxpage/device", "jaxpage/layers", "jaxpage/models", "jaxpage/step", "jaxpage/settings", "pallas_kernels")
+_TRACED = (
+    "jaxpage/device",
+    "jaxpage/layers",
+    "jaxpage/models",
+    "jaxpage/step",
+    "jaxpage/settings",
+    "pallas_kernels",
+)
 
 
 class Found(NamedTuple):
@@ -55,7 +62,8 @@ class StoredExecutables:
         self._lock = threading.Lock()
         self.num_found = 0
         self._is_full = False  # or cannot be written for another reason, which was said
-        self._texts: dict[int, tuple[Any, str]] = {}  # with what they are of, so that no other object gets its id
+        # with what they are of, so that no other object gets its id
+        self._texts: dict[int, tuple[Any, str]] = {}
 
     def get(self, compile_one: functools.partial[Any], arguments: Any, result: Any) -> Any:
         """The stored executable as `Found`, or what this call compiles, which is then stored.
@@ -71,14 +79,17 @@ class StoredExecutables:
             with self._lock:
                 self.num_found += 1
             workspace_bytes = int.from_bytes(contents[:_SIZE_BYTES], "little")
-            load = functools.partial(_loaded, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one)
+            load = functools.partial(
+                _loaded, contents[_SIZE_BYTES:], trees, self._devices, path, compile_one
+            )
             return Found(load, workspace_bytes)
         compiled = compile_one()
         try:
             _write(path, compiled, trees)
         except Exception as error:  # compiled again at the next start
             if not self._is_full:
-                why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]  # JAX may print whole trees of arrays
+                # JAX may print whole trees of arrays
+                why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
                 logger.warning("cannot store executables in %s: %s", self._directory, why)
             self._is_full = True
         return compiled
@@ -93,7 +104,10 @@ class StoredExecutables:
     def _tidy(self) -> None:
         """Deletes what was not used for the longest time."""
         try:
-            used = sorted(((entry.stat().st_mtime, entry) for entry in self._directory.iterdir()), reverse=True)
+            used = sorted(
+                ((entry.stat().st_mtime, entry) for entry in self._directory.iterdir()),
+                reverse=True,
+            )
             total = 0
             for _, entry in used:
                 total += entry.stat().st_size
@@ -105,7 +119,8 @@ class StoredExecutables:
     def _described(self, leaf: Any) -> str:
         if hasattr(leaf, "dtype"):
             return f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}"
-        if id(leaf) not in self._texts:  # a model is among them, in the call of every step; its text takes 50 ms
+        # a model is among them, in the call of every step; its text takes 50 ms
+        if id(leaf) not in self._texts:
             self._texts[id(leaf)] = leaf, repr(leaf)
         return self._texts[id(leaf)][1]
 
@@ -136,7 +151,10 @@ def _surroundings() -> str:
             processor_lines(),
             os.cpu_count(),
             cpu_kernels(),
-            [os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")],
+            [
+                os.environ.get(name, "")
+                for name in ("XLA_FLAGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+            ],
             str(jax.devices()),
         ]
     )
@@ -178,7 +196,9 @@ def _loaded(
 ) -> Any:
     arguments, result = trees
     try:
-        return serialize_executable.deserialize_and_load(bytes(payload), arguments, result, execution_devices=devices)
+        return serialize_executable.deserialize_and_load(
+            bytes(payload), arguments, result, execution_devices=devices
+        )
     except Exception as error:
         logger.warning("%s is compiled again: %s: %s", path, type(error).__name__, error)
         path.unlink(missing_ok=True)
@@ -212,4 +232,6 @@ def stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ
     is_tried = mesh.first.platform == "cpu" and mesh.is_one_process
-    return StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None
+    return (
+        StoredExecutables(directory / "executables", mesh.devices) if is_ours and is_tried else None
+    )

@@ -68,7 +68,9 @@ def truncate(
             cuts,
             asked,
             "top_k",
-            lambda: _largest_cutoff(logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k),
+            lambda: _largest_cutoff(
+                logits_V, lambda above_V: jnp.sum(above_V, dtype=jnp.int32) >= top_k
+            ),
             lambda: jnp.float32(-jnp.inf),
         )
         return _cut(logits_V, cutoff, None, top_p, min_p, asked, by_row=by_row)
@@ -141,7 +143,9 @@ def _likely(
             jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected
         )
 
-    kept_V = where_wanted(top_p < 1.0, asked, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool))
+    kept_V = where_wanted(
+        top_p < 1.0, asked, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
+    )
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
     return kept_V | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
 

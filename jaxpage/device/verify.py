@@ -26,11 +26,19 @@ def accept(
         parents_T: the place in the stream of the token before each draft; -1 for tokens that are no drafts. Of equal children
             the first counts.
     """
-    return follow((parents_T >= 0) & (drawn_T[parents_T] == token_ids_T), parents_T, query_start, max_query_len)
+    return follow(
+        (parents_T >= 0) & (drawn_T[parents_T] == token_ids_T),
+        parents_T,
+        query_start,
+        max_query_len,
+    )
 
 
 def follow(
-    is_right_T: Bool[Array, "T"], parents_T: Int[Array, "T"], query_start: Int[Array, "_"], max_query_len: int
+    is_right_T: Bool[Array, "T"],
+    parents_T: Int[Array, "T"],
+    query_start: Int[Array, "_"],
+    max_query_len: int,
 ) -> Int[Array, "B Q"]:
     """Returns each row's path from its first token down to children that are right, with -1 after the last.
 
@@ -77,6 +85,7 @@ def moves(
     target_BQ = query_start[:-1, None] + jnp.arange(paths_BQ.shape[1])
     stays_BQ = (paths_BQ < 0) | (paths_BQ == target_BQ)
     source_BQ, destination_BQ = (
-        jnp.where(stays_BQ, 0, slots_T[jnp.clip(place_BQ, 0, last)]) for place_BQ in (paths_BQ, target_BQ)
+        jnp.where(stays_BQ, 0, slots_T[jnp.clip(place_BQ, 0, last)])
+        for place_BQ in (paths_BQ, target_BQ)
     )
     return source_BQ.reshape(-1), destination_BQ.reshape(-1)

@@ -67,7 +67,9 @@ class Driver:
         """
         check_process()
         self.engine = engine
-        self.timeout_seconds = math.inf if request_timeout_seconds is None else request_timeout_seconds
+        self.timeout_seconds = (
+            math.inf if request_timeout_seconds is None else request_timeout_seconds
+        )
         self.turns = Turns(engine, num_places=num_places, timeout_seconds=self.timeout_seconds)
         self._stalled_after = stalled_after_seconds
         self._thread: threading.Thread | None = None
@@ -138,7 +140,9 @@ class Driver:
 
     # What others ask of it. Each method posts an order and returns at once.
 
-    def call(self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False) -> Answer[_Result]:
+    def call(
+        self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False
+    ) -> Answer[_Result]:
         """Calls a function of the engine between two steps. It is quick, or everybody waits."""
         answer: Answer[_Result] = Answer()
         self.turns.post(Order(function, answer, waits_for_weights))

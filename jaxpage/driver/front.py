@@ -35,17 +35,23 @@ class DrivenModel(BuiltModel):
     def _engine(self) -> Engine:
         return self._driver.engine
 
-    def _prepare(self, prompts: Any, params: Any, lora_request: Any = None) -> list[PreparedRequest]:
+    def _prepare(
+        self, prompts: Any, params: Any, lora_request: Any = None
+    ) -> list[PreparedRequest]:
         """Encodes and checks everything, so that a bad argument is refused before anything runs."""
         self._driver.check_open()
         normalised = normalise(prompts)
-        each = one_each(self.default_sampling_params() if params is None else params, len(normalised))
+        each = one_each(
+            self.default_sampling_params() if params is None else params, len(normalised)
+        )
         adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
         checked: dict[int, CheckedParams] = {}  # by the id of parameters that prompts may share
         for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
-                raise TypeError(f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}")
+                raise TypeError(
+                    f"params must be SamplingParams or BeamSearchParams, not {type(one).__name__}"
+                )
             try:
                 if id(one) not in checked:
                     checked[id(one)] = self._engine.admission.check_params(one)
@@ -57,13 +63,17 @@ class DrivenModel(BuiltModel):
                 raise
         return requests
 
-    def _prepare_stream(self, name: str, prompt: Any, params: Any, lora_request: Any) -> PreparedRequest:
+    def _prepare_stream(
+        self, name: str, prompt: Any, params: Any, lora_request: Any
+    ) -> PreparedRequest:
         """Prepares one prompt whose chunks are shown. Raises UnsupportedError where none can be."""
         request = self._prepare_one(name, prompt, params, lora_request)
         check_streamable(request.params)
         return request
 
-    def _prepare_one(self, name: str, prompt: Any, params: Any, lora_request: Any = None) -> PreparedRequest:
+    def _prepare_one(
+        self, name: str, prompt: Any, params: Any, lora_request: Any = None
+    ) -> PreparedRequest:
         """Prepares one prompt, for the method that is called `name`."""
         requests = self._prepare(prompt, params, lora_request)
         if len(requests) != 1:
@@ -76,13 +86,19 @@ class DrivenModel(BuiltModel):
         Raises TypeError, and what `Engine.opened_adapter` raises.
         """
         if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
-            raise TypeError(f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}")
-        opened = {one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None}
+            raise TypeError(
+                f"lora_request must be LoRARequest or None, not {type(wrong[0]).__name__}"
+            )
+        opened = {
+            one: self._engine.opened_adapter(one) for one in dict.fromkeys(asked) if one is not None
+        }
         return [opened.get(one) for one in asked]
 
     def _prepare_prefix(self, prefix: Any, cache_salt: str | None) -> PreparedRequest:
         """Prepares a prefix that is computed to be pinned."""
-        params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=2, ignore_eos=True, cache_salt=cache_salt
+        )
         requests = self._prepare(prefix, params)
         if len(requests) != 1:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
@@ -108,7 +124,9 @@ class DrivenModel(BuiltModel):
         return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
 
 
-def stacked(vectors: Sequence[npt.NDArray[np.float32]], *, normalize: bool) -> npt.NDArray[np.float32]:
+def stacked(
+    vectors: Sequence[npt.NDArray[np.float32]], *, normalize: bool
+) -> npt.NDArray[np.float32]:
     """Returns the vectors [N, D] of N prompts, with a length of 1 if that is asked for."""
     found = np.stack(vectors)
     return normalized(found) if normalize else found

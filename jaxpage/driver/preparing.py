@@ -33,7 +33,8 @@ def _encoded(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> t
     try:
         return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except BaseException as panic:
-        # A regular expression of tokenizer.json that gives up raises what is no Exception, from Rust.
+        # A regular expression of tokenizer.json that gives up raises what is no Exception, from
+        # Rust.
         if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
             raise
         raise ValueError("prompt: the model's tokenizer gives up on this text") from None

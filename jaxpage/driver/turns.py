@@ -53,7 +53,8 @@ class Turns:
         self.inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
         # Ends with the turns; with EngineFailed and its cause, if an exception ended them.
         self.ended: Future[None] = Future()
-        self.ended.set_running_or_notify_cancel()  # a waiter that is cancelled leaves it to the others
+        # a waiter that is cancelled leaves it to the others
+        self.ended.set_running_or_notify_cancel()
         self.began: float | None = None  # when this turn began; None: there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
         self.live: dict[str, Handle] = {}
@@ -116,7 +117,9 @@ class Turns:
         if self._num_places is None:
             return
         if number > self._num_places:
-            raise CapacityError(f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}")
+            raise CapacityError(
+                f"{number} requests at once; max_num_seqs + max_queued_requests is {self._num_places}"
+            )
         num_taken = 0
         try:
             while num_taken < number:
@@ -268,7 +271,9 @@ class Turns:
         try:
             output = one.news()
         except Exception as error:
-            logger.error("the output of request %s cannot be reported", one.request_id, exc_info=error)
+            logger.error(
+                "the output of request %s cannot be reported", one.request_id, exc_info=error
+            )
             failure = EngineFailed("The engine failed to report the output")
             failure.__cause__ = error
             self.end_one(one, failure)

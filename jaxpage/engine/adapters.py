@@ -34,7 +34,8 @@ class Adapters:
         self._write = write
         self._lock = threading.Lock()  # of the next two
         self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
-        self._read: OrderedDict[str, tuple[_Version, Adapter]] = OrderedDict()  # by path, the latest last
+        # by path, the latest last
+        self._read: OrderedDict[str, tuple[_Version, Adapter]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the latest last
         self._held: dict[str, Adapter] = {}  # by id of a request that has not finished
 
@@ -101,10 +102,16 @@ class Adapters:
 def directory_of(asked: LoRARequest) -> Path:
     """Raises ModelNotFoundError if it is not there."""
     if not (directory := Path(asked.lora_path)).is_dir():
-        raise ModelNotFoundError(f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}")
+        raise ModelNotFoundError(
+            f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}"
+        )
     return directory
 
 
 def _version(directory: Path) -> _Version:
-    stats = [os.stat(file_in(directory, name)) for name in (CONFIG, TENSORS) if (directory / name).exists()]
+    stats = [
+        os.stat(file_in(directory, name))
+        for name in (CONFIG, TENSORS)
+        if (directory / name).exists()
+    ]
     return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

@@ -95,19 +95,25 @@ class Admission:
             )
         if params.structured_outputs and self._spell is None:
             kind, _ = params.structured_outputs
-            raise ValueError(f"structured_outputs of {kind!r} needs text, but the model has no tokenizer")
+            raise ValueError(
+                f"structured_outputs of {kind!r} needs text, but the model has no tokenizer"
+            )
         self._check_processor_inputs(params)
         words = self._words(params)
         self._check_choice(params, words)
         return CheckedParams(asked, params, words)
 
-    def prepare(self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams) -> PreparedRequest:
+    def prepare(
+        self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams
+    ) -> PreparedRequest:
         """Raises ValueError: the prompt is empty, is too long, or has ids that the model has not."""
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
         longest = self._longest(checked.sampling)
         if len(token_ids) >= longest > self._max_model_len:  # nothing is generated
-            raise ValueError(f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}")
+            raise ValueError(
+                f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}"
+            )
         if len(token_ids) >= longest:
             raise ValueError(
                 f"The prompt has {len(token_ids)} tokens, which leaves no room to generate: max_model_len is "
@@ -157,7 +163,9 @@ class Admission:
 
     def _check_processor_inputs(self, params: SamplingParams) -> None:
         if len(params.logit_bias) > MAX_BIASES:
-            raise UnsupportedError(f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} are allowed")
+            raise UnsupportedError(
+                f"logit_bias has {len(params.logit_bias)} entries; at most {MAX_BIASES} are allowed"
+            )
         self._check_token_ids("logit_bias", [token_id for token_id, _ in params.logit_bias])
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         low, high = REPETITION_PENALTIES
@@ -187,7 +195,11 @@ class Admission:
     def _check_choice(self, params: SamplingParams, words: Words) -> None:
         """Raises ValueError if nothing can be drawn at the very beginning, whatever the logits are."""
         forbidden = {word[0] for word in words if len(word) == 1}
-        why = ["every token of the vocabulary" if params.allowed_token_ids is None else "all of allowed_token_ids"]
+        why = [
+            "every token of the vocabulary"
+            if params.allowed_token_ids is None
+            else "all of allowed_token_ids"
+        ]
         why += ["is a bad word"] if forbidden else []
         if params.min_tokens:
             forbidden |= self._eos(params) | params.stop_token_ids.as_set
@@ -203,14 +215,18 @@ class Admission:
 
     def _drawn_seed(self) -> int:
         """A function of the engine's seed and the request's ordinal, so that a run can be repeated."""
-        return int(np.random.SeedSequence((self._seed, self._num_admitted)).generate_state(1, np.uint64)[0])
+        return int(
+            np.random.SeedSequence((self._seed, self._num_admitted)).generate_state(1, np.uint64)[0]
+        )
 
     def _check_token_ids(self, name: str, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
             if type(token_id) is not int:
                 raise TypeError(f"{name} must hold integers, but has {token_id!r}")
             if not 0 <= token_id < self._vocab_size:
-                raise ValueError(f"{name} has {token_id}, but the model's token ids are 0 to {self._vocab_size - 1}")
+                raise ValueError(
+                    f"{name} has {token_id}, but the model's token ids are 0 to {self._vocab_size - 1}"
+                )
 
 
 def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:

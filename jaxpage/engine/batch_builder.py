@@ -34,7 +34,8 @@ class Batch:
     bucket: Bucket
     packed: npt.NDArray[np.int32]
     processor_inputs: ProcessorInputs  # None for each that no draw asks for
-    swap_out: tuple[Move, ...]  # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
+    # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
+    swap_out: tuple[Move, ...]
     swap_in: tuple[Move, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
     copies: tuple[Move, ...]  # each [num_copies, 2], padded with the null block
     num_draws: int
@@ -67,7 +68,10 @@ class BatchBuilder:
         self.host_blocks = tuple(host_blocks) or (range(1, 1),) * len(blocks)
 
     def build(
-        self, plan: StepPlan, masks: Mapping[int, Mask] = NO_MASKS, lora_slots: Mapping[str, int] = NO_SLOTS
+        self,
+        plan: StepPlan,
+        masks: Mapping[int, Mask] = NO_MASKS,
+        lora_slots: Mapping[str, int] = NO_SLOTS,
     ) -> Batch:
         """
         Args:
@@ -114,8 +118,12 @@ class BatchBuilder:
             bucket,
             packed,
             processor_inputs,
-            swap_out=_moves("swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped),
-            swap_in=_moves("swap_in", plan.swap_in, self.host_blocks, self.blocks, self.menu.num_swapped),
+            swap_out=_moves(
+                "swap_out", plan.swap_out, self.blocks, self.host_blocks, self.menu.num_swapped
+            ),
+            swap_in=_moves(
+                "swap_in", plan.swap_in, self.host_blocks, self.blocks, self.menu.num_swapped
+            ),
             copies=_moves("copies", plan.copies, self.blocks, self.blocks, self.menu.num_copies),
             num_draws=len(plan.samples),
             num_rows=len(plan.rows),
@@ -128,7 +136,9 @@ class BatchBuilder:
         lengths = [len(row.token_ids) for row in rows]
         ends = list(itertools.accumulate(lengths))
         total, num_rows = ends[-1], len(rows)
-        fields["token_ids_T"][:total] = list(itertools.chain.from_iterable(row.token_ids for row in rows))
+        fields["token_ids_T"][:total] = list(
+            itertools.chain.from_iterable(row.token_ids for row in rows)
+        )
         fields["query_start"][1:] = total
         fields["query_start"][1 : num_rows + 1] = ends
         fields["context_len_B"][:num_rows] = [row.context_length for row in rows]
@@ -188,13 +198,22 @@ class BatchBuilder:
         """Only of steps that penalise: the others do not look at them."""
         count = len(samples)
         fields["repetition_penalty_R"][:] = 1.0
-        fields["repetition_penalty_R"][:count] = [sample.params.repetition_penalty for sample in samples]
-        fields["frequency_penalty_R"][:count] = [sample.params.frequency_penalty for sample in samples]
-        fields["presence_penalty_R"][:count] = [sample.params.presence_penalty for sample in samples]
+        fields["repetition_penalty_R"][:count] = [
+            sample.params.repetition_penalty for sample in samples
+        ]
+        fields["frequency_penalty_R"][:count] = [
+            sample.params.frequency_penalty for sample in samples
+        ]
+        fields["presence_penalty_R"][:count] = [
+            sample.params.presence_penalty for sample in samples
+        ]
         fields["num_prompt_tokens_R"][:count] = [sample.num_prompt_tokens for sample in samples]
 
     def _check(self, fields: dict[str, Any]) -> None:
-        limits: list[tuple[str, Any, int]] = [("token_ids_T", ..., self.vocab_size), ("scored_T", ..., self.vocab_size)]
+        limits: list[tuple[str, Any, int]] = [
+            ("token_ids_T", ..., self.vocab_size),
+            ("scored_T", ..., self.vocab_size),
+        ]
         limits.append(("lora_slot_T", ..., 1 + self.max_loras))
         for group, blocks in enumerate(self.blocks):
             limits.append(("slots_ZT", group, (1 + len(blocks)) * self.block_size))
@@ -215,7 +234,9 @@ def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> N
         if index in masks or sample.params.processes_logits or sample.suppressed_token_ids
     }
     if asking:
-        raise ValueError(f"sequences {sorted(asking)} need the host between two tokens, in a step that draws several")
+        raise ValueError(
+            f"sequences {sorted(asking)} need the host between two tokens, in a step that draws several"
+        )
 
 
 def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
@@ -225,7 +246,10 @@ def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
     ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
     for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
         if row.q is not None:
-            drafts, width = slice(first + 1, first + len(row.token_ids)), row.q.token_ids_NW.shape[1]
+            drafts, width = (
+                slice(first + 1, first + len(row.token_ids)),
+                row.q.token_ids_NW.shape[1],
+            )
             q_TW[drafts] = 0.0
             ids_TW[drafts, :width], q_TW[drafts, :width] = row.q
 
@@ -260,7 +284,11 @@ def _counted(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]
 
 
 def _moves(
-    name: str, pairs: tuple[tuple[int, int], ...], sources: Sequence[range], destinations: Sequence[range], size: int
+    name: str,
+    pairs: tuple[tuple[int, int], ...],
+    sources: Sequence[range],
+    destinations: Sequence[range],
+    size: int,
 ) -> tuple[Move, ...]:
     """The pairs of each cache group as arrays [size, 2], the last padded with null blocks. Only padding may name one."""
     if not pairs:

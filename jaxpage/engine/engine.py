@@ -114,7 +114,9 @@ class Engine:
 
         Raises ValueError or UnsupportedError, naming the parameter and its value.
         """
-        checked = params if isinstance(params, CheckedParams) else self.admission.check_params(params)
+        checked = (
+            params if isinstance(params, CheckedParams) else self.admission.check_params(params)
+        )
         return self.admission.prepare(prompt, token_ids, checked)
 
     def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
@@ -133,7 +135,9 @@ class Engine:
         """
         request = self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compiled(prepared.params)
-        first_id, *other_ids = range(self._num_sequences, self._num_sequences + request.num_sequence_ids)
+        first_id, *other_ids = range(
+            self._num_sequences, self._num_sequences + request.num_sequence_ids
+        )
         sequence = Sequence(
             sequence_id=first_id,
             sample_index=0,
@@ -154,7 +158,9 @@ class Engine:
             self._groups[sequence_id] = group
             self._strategies[sequence_id] = strategy
         self.events.arrived(group)
-        return Reporter(group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version)
+        return Reporter(
+            group, self.metrics.arrived(request_id), self.tokenizer, self.weights_version
+        )
 
     def opened_adapter(self, asked: LoRARequest) -> NamedAdapter:
         """On any thread. Raises UnsupportedError without `enable_lora`, and what `Adapters.opened` raises."""
@@ -184,16 +190,21 @@ class Engine:
         plan = self.scheduler.plan(drafts)
         if plan is None:
             return None
-        return replace(plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots))
+        return replace(
+            plan, draft_depth=self.speculator.draft_depth(plan, self.scheduler.has_sequence_slots)
+        )
 
     def _run(self, plan: StepPlan) -> StepResult | None:
         """None: the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         self._mask_budget.begin_step()
         try:
-            self.events.planned(plan)  # in here, so that a replay can fail where the logged step did
+            # in here, so that a replay can fail where the logged step did
+            self.events.planned(plan)
             slots = self.adapters.placed(plan) if self.adapters else NO_SLOTS
-            result = self.runner.run(self.builder.build(plan, masks_of(plan, self._strategies), slots))
+            result = self.runner.run(
+                self.builder.build(plan, masks_of(plan, self._strategies), slots)
+            )
         except Exception as error:
             logger.exception("step %d failed; running requests end with an error", plan.step_id)
             self.events.failed(plan, error)
@@ -207,7 +218,8 @@ class Engine:
         self.speculator.observe(report)
         self._forget_finished(report.groups)
         if (report.result.token_ids == NOT_FINITE).any():
-            self.reset_prefix_cache()  # numbers that are none may be in the pages too, and must not outlive their request
+            # numbers that are none may be in the pages too, and must not outlive their request
+            self.reset_prefix_cache()
 
     def abort_all(self) -> list[SequenceGroup]:
         """Ends every request, and returns them."""
@@ -268,8 +280,13 @@ class Engine:
         """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
         edits: list[Edit] = []
         for group in self.scheduler.running:
-            ended, due = [sequence.sequence_id for sequence in group.unfinished], group.pending_forks
-            edits += [Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)]
+            ended, due = (
+                [sequence.sequence_id for sequence in group.unfinished],
+                group.pending_forks,
+            )
+            edits += [
+                Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)
+            ]
             edits += [Finish(sequence_id, "error") for sequence_id in (*ended, *due)]
         groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
         self._forget_finished(groups)
@@ -279,7 +296,9 @@ class Engine:
     def rebuild_pages(self) -> None:
         """The only place that makes the pages anew, because the prefix cache and the pins must go with them."""
         if pins := self.scheduler.block_manager.pins:
-            logger.warning("%d pinned prefixes are lost with the KV pages; pin them again", len(pins))
+            logger.warning(
+                "%d pinned prefixes are lost with the KV pages; pin them again", len(pins)
+            )
         self.scheduler.lose_pages()
         self.runner.rebuild_pages()
         self.events.pages_rebuilt()
@@ -302,7 +321,9 @@ class Engine:
         request = group.request
         if request.beam:
             return BeamStrategy(request, group.reserved_ids, lambda: self._new_detokenizer(request))
-        return SamplingStrategy(request, lambda: self._new_detokenizer(request), grammar, self._mask_budget)
+        return SamplingStrategy(
+            request, lambda: self._new_detokenizer(request), grammar, self._mask_budget
+        )
 
     def _new_detokenizer(self, request: Request) -> StreamDetokenizer | NoText:
         if self.tokenizer is None:

@@ -9,7 +9,8 @@ from typing import Any
 from jaxpage.outputs import RequestMetrics
 from jaxpage.step.request import SequenceGroup
 
-# 1, 2, 5, 10, ...: from a tenth of a millisecond, a step of a small model, to longer than anybody waits; and to a million tokens.
+# 1, 2, 5, 10, ...: from a tenth of a millisecond, a step of a small model, to longer than anybody
+# waits; and to a million tokens.
 SECONDS = (*(mantissa * 10.0**power for power in range(-4, 3) for mantissa in (1, 2, 5)), 1000.0)
 TOKENS = (*(mantissa * 10.0**power for power in range(6) for mantissa in (1, 2, 5)), 1e6)
 
@@ -18,7 +19,8 @@ class Histogram:
     """Counts how many values lie at or below each bound, and adds them up; its bounds are fixed, as Prometheus has them."""
 
     def __init__(self, bounds: Sequence[float]):
-        self._bounds = tuple(float(f"{bound:g}") for bound in bounds)  # 0.0002, not 0.00020000000000000001
+        # 0.0002, not 0.00020000000000000001
+        self._bounds = tuple(float(f"{bound:g}") for bound in bounds)
         self._counts = [0] * (len(bounds) + 1)  # the last: above every bound
         self._sum = 0.0
 
@@ -63,7 +65,11 @@ class Latencies:
         """A request has ended."""
         if {sequence.finish_reason for sequence in group.sequences} - {"stop", "length"}:
             return
-        scheduled, first, last = metrics.first_scheduled_time, metrics.first_token_time, metrics.last_token_time
+        scheduled, first, last = (
+            metrics.first_scheduled_time,
+            metrics.first_token_time,
+            metrics.last_token_time,
+        )
         if scheduled is None or first is None or last is None or metrics.finished_time is None:
             return
         num_tokens = [sequence.num_output_tokens for sequence in group.sequences]

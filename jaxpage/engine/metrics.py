@@ -39,12 +39,16 @@ class EngineMetrics:
         metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
         return metrics
 
-    def scheduled(self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler) -> None:
+    def scheduled(
+        self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler
+    ) -> None:
         """Books a step that is about to run."""
         now = self._step_began = time.monotonic()
         manager = scheduler.block_manager
         used_blocks = manager.num_usable - manager.num_free
-        self.memory.begin(scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted))
+        self.memory.begin(
+            scheduler.usage, used_blocks=used_blocks, num_preempted=len(plan.preempted)
+        )
         for row in plan.rows:
             metrics = self.requests[group_of[row.sequence_id].request.request_id]
             if metrics.first_scheduled_time is None:
@@ -65,7 +69,9 @@ class EngineMetrics:
             if (group := group_of.get(row.sequence_id)) is None:
                 continue  # aborted meanwhile
             num_prompt_tokens = len(group.request.prompt_token_ids)
-            self.prompt_tokens_total += max(0, min(row.context_length, num_prompt_tokens) - row.start)
+            self.prompt_tokens_total += max(
+                0, min(row.context_length, num_prompt_tokens) - row.start
+            )
         for sequence_id, num_tokens, num_accepted in self.speculation.add(plan, edits, group_of):
             if (group := group_of.get(sequence_id)) is None:
                 continue
@@ -74,7 +80,9 @@ class EngineMetrics:
             metrics.num_draft_tokens += num_tokens
             metrics.num_accepted_tokens += num_accepted
         self.speculation.took(plan, report.drafts.seconds, now - self._step_began)
-        advanced = {id(group_of[sequence_id]) for sequence_id in appended if sequence_id in group_of}
+        advanced = {
+            id(group_of[sequence_id]) for sequence_id in appended if sequence_id in group_of
+        }
         for group in report.groups:
             metrics = self.requests[group.request.request_id]
             metrics.num_preemptions = group.num_preemptions
@@ -106,10 +114,15 @@ class EngineMetrics:
             "num_blocks_cached": manager.num_cached,  # of the free ones
             "num_blocks_pinned": sum(manager.num_pinned_blocks),
             "num_preemptions_total": dict(scheduler.num_preemptions),
-            "prefix_cache_queries_total": prefixes.num_queried,  # in tokens, as vLLM counts; each request once
+            # in tokens, as vLLM counts; each request once
+            "prefix_cache_queries_total": prefixes.num_queried,
             "prefix_cache_hits_total": prefixes.num_hits,
-            "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,  # after preemptions, in neither of the above
-            **{f"prefix_files_{name}_blocks_total": count for name, count in asdict(self.prefix_files).items()},
+            # after preemptions, in neither of the above
+            "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,
+            **{
+                f"prefix_files_{name}_blocks_total": count
+                for name, count in asdict(self.prefix_files).items()
+            },
             "prompt_tokens_total": self.prompt_tokens_total,
             "generation_tokens_total": self.generation_tokens_total,
             "copy_on_write_blocks_total": self.copy_on_write_blocks_total,
@@ -120,7 +133,8 @@ class EngineMetrics:
             "kv_internal_fragmentation_slots": split.internal_fragmentation_slots,
             "kv_free_slots": split.free_slots,
             "kv_saved_by_sharing_blocks": split.saved_blocks,
-            "kv_saved_by_sharing_perc": split.saved_by_sharing,  # of the blocks without sharing, 0 to 1
+            # of the blocks without sharing, 0 to 1
+            "kv_saved_by_sharing_perc": split.saved_by_sharing,
             "request_success_total": dict(self.request_success_total),
             "compile_total": executables.compile_total,
             "compile_seconds_total": executables.compile_seconds,

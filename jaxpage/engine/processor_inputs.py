@@ -16,7 +16,12 @@ _ALL = np.uint32(0xFFFFFFFF)
 
 
 def processor_inputs_of(
-    samples: tuple[Sample, ...], masks: Mapping[int, Mask], num_draws: int, *, vocab_size: int, context: int
+    samples: tuple[Sample, ...],
+    masks: Mapping[int, Mask],
+    num_draws: int,
+    *,
+    vocab_size: int,
+    context: int,
 ) -> ProcessorInputs:
     """None in place of what no draw of the step asks for.
 
@@ -25,7 +30,9 @@ def processor_inputs_of(
         num_draws: R, of the arrays.
     """
     asking = [
-        (i, s) for i, s in enumerate(samples) if s.params.processes_logits or s.suppressed_token_ids or i in masks
+        (i, s)
+        for i, s in enumerate(samples)
+        if s.params.processes_logits or s.suppressed_token_ids or i in masks
     ]
     if not asking:
         return NOTHING
@@ -37,7 +44,9 @@ def processor_inputs_of(
         or sample.params.allowed_token_ids is not None
         or (sample.is_early and sample.params.stop_token_ids)
     ]
-    biased = [(index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias]
+    biased = [
+        (index, sample.params.logit_bias) for index, sample in asking if sample.params.logit_bias
+    ]
     penalised = [(index, sample) for index, sample in asking if sample.params.penalises]
     shapes = processor_shapes(num_draws, vocab_size=vocab_size, context=context)
     mask_RU: Any = None

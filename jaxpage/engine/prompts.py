@@ -33,7 +33,9 @@ def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
     def renamed(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
         if "sampling_params" in keywords:
             if "params" in keywords:
-                raise TypeError(f"{method.__qualname__} takes params or sampling_params, its other name, and not both")
+                raise TypeError(
+                    f"{method.__qualname__} takes params or sampling_params, its other name, and not both"
+                )
             keywords["params"] = keywords.pop("sampling_params")
         return method(*arguments, **keywords)
 
@@ -58,12 +60,18 @@ def as_list(given: Any) -> Any:
 def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
     """A list of integers, or an array of them with one axis, as a list. Raises TypeError; ValueError for ids that the model has not."""
     given = as_list(token_ids)
-    if not isinstance(given, Sequence) or isinstance(given, str | bytes) or not all(map(_is_integer, given)):
+    if (
+        not isinstance(given, Sequence)
+        or isinstance(given, str | bytes)
+        or not all(map(_is_integer, given))
+    ):
         raise TypeError(
             f"token_ids must be a list of integers, or an array of them with one axis; got {token_ids!r:.80}"
         )
     if wrong := [token_id for token_id in given if not 0 <= token_id < vocab_size]:
-        raise ValueError(f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}")
+        raise ValueError(
+            f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}"
+        )
     return [int(token_id) for token_id in given]
 
 
@@ -71,10 +79,18 @@ def chat_prompt(
     tokenizer: Any, messages: Any, tools: Sequence[Any] | None, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The prompt of a conversation, by the chat template that the tokenizer has. See `LLM.chat_prompt`."""
-    if not isinstance(messages, list | tuple) or not messages or not all(isinstance(m, Mapping) for m in messages):
-        raise TypeError(f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}")
+    if (
+        not isinstance(messages, list | tuple)
+        or not messages
+        or not all(isinstance(m, Mapping) for m in messages)
+    ):
+        raise TypeError(
+            f"a conversation must be a list of {{'role': ..., 'content': ...}}; got {messages!r:.80}"
+        )
     messages = [_checked_message(message) for message in messages]
-    if given := [name for name in ("messages", "add_generation_prompt", "tokenize") if name in variables]:
+    if given := [
+        name for name in ("messages", "add_generation_prompt", "tokenize") if name in variables
+    ]:
         raise ValueError(f"chat_template_kwargs cannot have {', '.join(given)}")
     template = tokenizer.get_chat_template(tools=list(tools) if tools else None)
     asked = [*(["tools"] if tools else []), *variables]
@@ -86,7 +102,10 @@ def chat_prompt(
         )
     except TemplateError as error:
         raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-    return {"prompt": text, "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"]}
+    return {
+        "prompt": text,
+        "prompt_token_ids": tokenizer(text, add_special_tokens=False)["input_ids"],
+    }
 
 
 def _checked_message(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,12 +114,20 @@ def _checked_message(message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a message needs a 'role'; got {message!r:.80}")
     content = message.get("content")
     if isinstance(content, list | tuple):
-        wrong = [part for part in content if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)]
+        wrong = [
+            part
+            for part in content
+            if not isinstance(part, Mapping) or not isinstance(part.get("text"), str)
+        ]
         if wrong or any(part.get("type") != "text" for part in content):
-            raise ValueError(f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}")
+            raise ValueError(
+                f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}"
+            )
         content = "\n".join(part["text"] for part in content)
     elif content is not None and not isinstance(content, str):
-        raise ValueError(f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}")
+        raise ValueError(
+            f"content must be a string, or a list of parts of type 'text'; got {content!r:.80}"
+        )
     return {**message, "content": content} if "content" in message else dict(message)
 
 
@@ -117,7 +144,9 @@ def _one(prompt: Any) -> Prompt:
 
 def _from_dict(prompt: dict[str, Any]) -> Prompt:
     if unknown := set(prompt) - {"prompt", "prompt_token_ids"}:
-        raise TypeError(f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}")
+        raise TypeError(
+            f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}"
+        )
     token_ids, text = as_list(prompt.get("prompt_token_ids")), prompt.get("prompt")
     if token_ids is None and text is None:
         raise TypeError(f"a prompt is empty; it must be {FORMS}")
@@ -140,14 +169,20 @@ def _valid_text(text: str) -> str:
 
 
 def _is_token_ids(prompts: Any) -> bool:
-    return isinstance(prompts, list | tuple) and bool(prompts) and all(_is_integer(item) for item in prompts)
+    return (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(_is_integer(item) for item in prompts)
+    )
 
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def one_each(params: _Params | Sequence[_Params], count: int, name: str = "params") -> list[_Params]:
+def one_each(
+    params: _Params | Sequence[_Params], count: int, name: str = "params"
+) -> list[_Params]:
     """The same parameters for every prompt, or one per prompt. Raises ValueError when the numbers differ. name: of the argument."""
     if not isinstance(params, list | tuple):
         return [params] * count  # type: ignore[list-item]

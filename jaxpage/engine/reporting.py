@@ -14,14 +14,21 @@ from jaxpage.step.request import Sequence, SequenceGroup
 class Reporter:
     """Reports on one request. Each `delta` starts where the one before ended."""
 
-    def __init__(self, group: SequenceGroup, metrics: RequestMetrics, tokenizer: Any | None, weights_version: int = 0):
+    def __init__(
+        self,
+        group: SequenceGroup,
+        metrics: RequestMetrics,
+        tokenizer: Any | None,
+        weights_version: int = 0,
+    ):
         self._group = group
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._weights_version = weights_version
         self._prompt_token_ids = list(group.request.prompt_token_ids)  # one list for all chunks
         self._prompt_was_reported = False
-        self._seen: dict[int, tuple[int, int]] = {}  # sequence id -> output tokens and characters already reported
+        # sequence id -> output tokens and characters already reported
+        self._seen: dict[int, tuple[int, int]] = {}
 
     @property
     def finished(self) -> bool:
@@ -64,12 +71,18 @@ class Reporter:
     def _hypotheses(self, beam: BeamSearchParams) -> list[CompletionOutput]:
         """The result of a beam search, the best first. One that was cut short has none: then the beams that were."""
         sequences = self._group.sequences
-        cut_short = [sequence for sequence in sequences if sequence.finish_reason in ("abort", "error")]
+        cut_short = [
+            sequence for sequence in sequences if sequence.finish_reason in ("abort", "error")
+        ]
         completions = []
         for sequence in cut_short or sequences:
             num_tokens = sequence.num_output_tokens
-            score = hypothesis_score(sequence.cumulative_logprob, max(num_tokens, 1), beam.length_penalty)
-            completions.append(replace(self._completion(sequence, 0, 0), score=score if num_tokens else None))
+            score = hypothesis_score(
+                sequence.cumulative_logprob, max(num_tokens, 1), beam.length_penalty
+            )
+            completions.append(
+                replace(self._completion(sequence, 0, 0), score=score if num_tokens else None)
+            )
         ranked = sorted(completions, key=lambda completion: -(completion.score or 0.0))
         return _numbered(ranked[: beam.n or beam.beam_width])
 
@@ -81,7 +94,9 @@ class Reporter:
         return [None, *(self._logprobs(token, wanted) for token in self._group.prompt_logprobs)]
 
     def _output(
-        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+        self,
+        completions: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
     ) -> RequestOutput:
         request = self._group.request
         return RequestOutput(
@@ -102,15 +117,21 @@ class Reporter:
             index=sequence.sample_index,
             text=sequence.text[characters:],
             token_ids=sequence.token_ids[sequence.num_prompt_tokens + tokens :],
-            cumulative_logprob=None if self._group.request.num_logprobs is None else sequence.cumulative_logprob,
-            logprobs=None if wanted is None else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
+            cumulative_logprob=None
+            if self._group.request.num_logprobs is None
+            else sequence.cumulative_logprob,
+            logprobs=None
+            if wanted is None
+            else [self._logprobs(one, wanted) for one in sequence.logprobs[tokens:]],
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
         )
 
     def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
         """The token itself first, then the likeliest `wanted`."""
-        entries = {token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))}
+        entries = {
+            token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))
+        }
         for rank, (token_id, logprob) in enumerate(
             zip(token.top_token_ids[:wanted], token.top_logprobs[:wanted], strict=True), start=1
         ):

@@ -46,10 +46,15 @@ class Runner:
         for group, pairs in batch.copies:
             self._pages = self.executables.copy(self._pages, group, pairs)
         step = self.executables.step(batch.bucket, batch.draft_depth)
-        output, self._pages = step(self._parameters, self._pages, batch.packed, batch.processor_inputs)
+        output, self._pages = step(
+            self._parameters, self._pages, batch.packed, batch.processor_inputs
+        )
         result = StepResult(*unpack_drawn(np.asarray(output.drawn), batch.num_draws))
         if batch.num_scored:
-            result = replace(result, scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)))
+            result = replace(
+                result,
+                scored=StepResult(*unpack_drawn(np.asarray(output.scored), batch.num_scored)),
+            )
         if output.paths.size:
             result = replace(result, paths=np.asarray(output.paths)[: batch.num_rows])
         if output.draft_candidates is not None:
@@ -103,7 +108,9 @@ class Runner:
         add_missing(target, self._parameters["target"], lambda adapters: adapters)
         self._parameters = {**self._parameters, "target": target}
 
-    def write_adapter(self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None) -> None:
+    def write_adapter(
+        self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None
+    ) -> None:
         """A and B of a linear layer into a slot, from 1; None: zeros. Nothing is compiled for it."""
         for index, name in enumerate(("a", "b")):
             sharded = self._adapters[*path, "lora", name]
@@ -111,10 +118,17 @@ class Runner:
                 module = at(self._parameters["target"], place.path[:-1])
                 before, parts = module[name], []
                 for shard in before.addressable_shards:
-                    numbers, device = np.array(shard.data), (shard.index[0].start or 0) // place.shape[0]
-                    numbers[slot - 1] = 0 if layer is None else sharded.part(layer[index][None], place, device)[0]
+                    numbers, device = (
+                        np.array(shard.data),
+                        (shard.index[0].start or 0) // place.shape[0],
+                    )
+                    numbers[slot - 1] = (
+                        0 if layer is None else sharded.part(layer[index][None], place, device)[0]
+                    )
                     parts.append(jax.device_put(numbers, shard.device))
-                module[name] = jax.make_array_from_single_device_arrays(before.shape, before.sharding, parts)
+                module[name] = jax.make_array_from_single_device_arrays(
+                    before.shape, before.sharding, parts
+                )
                 before.delete()
 
     def rebuild_pages(self) -> None:

@@ -25,7 +25,10 @@ def scores_of(
     outputs: Sequence[RequestOutput], pairs: Sequence[tuple[list[int], list[int]]], *, single: bool
 ) -> list[float] | list[list[float]]:
     """What `LLM.score` returns, of the outputs of `scored_pairs`. Raises RuntimeError where a step failed."""
-    if failed := next((each for output in outputs for each in output.outputs if each.finish_reason == "error"), None):
+    if failed := next(
+        (each for output in outputs for each in output.outputs if each.finish_reason == "error"),
+        None,
+    ):
         raise RuntimeError(
             f"the engine failed during scoring, and its log says why: {failed.stop_reason or 'a step failed'}"
         )
@@ -36,9 +39,14 @@ def scores_of(
     return scores[0] if single else scores
 
 
-def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[list[int], list[int]]]]:
+def scored_pairs(
+    prompts: Any, continuations: Any
+) -> tuple[bool, list[tuple[list[int], list[int]]]]:
     """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises TypeError or ValueError."""
-    prompts, continuations = _listed("prompt_token_ids", prompts), _listed("continuation_token_ids", continuations)
+    prompts, continuations = (
+        _listed("prompt_token_ids", prompts),
+        _listed("continuation_token_ids", continuations),
+    )
     kinds = {isinstance(each, list | tuple) for each in (*prompts, *continuations)}
     if len(kinds) > 1:
         raise TypeError(
@@ -48,7 +56,10 @@ def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[lis
     prompts, continuations = ([prompts], [continuations]) if single else (prompts, continuations)
     if len(prompts) != len(continuations):
         raise ValueError(f"there are {len(prompts)} prompts and {len(continuations)} continuations")
-    pairs = [(list(prompt), list(continuation)) for prompt, continuation in zip(prompts, continuations, strict=True)]
+    pairs = [
+        (list(prompt), list(continuation))
+        for prompt, continuation in zip(prompts, continuations, strict=True)
+    ]
     if any(not prompt or not continuation for prompt, continuation in pairs):
         raise ValueError("a prompt and its continuation must have at least one token each")
     return single, pairs
@@ -57,8 +68,12 @@ def scored_pairs(prompts: Any, continuations: Any) -> tuple[bool, list[tuple[lis
 def _listed(name: str, given: Any) -> list[Any]:
     """With arrays as lists. Raises TypeError for texts, and for what is no list."""
     listed = as_list(given)
-    if isinstance(listed, str) or (isinstance(listed, list | tuple) and any(isinstance(each, str) for each in listed)):
+    if isinstance(listed, str) or (
+        isinstance(listed, list | tuple) and any(isinstance(each, str) for each in listed)
+    ):
         raise TypeError("score takes token ids, and no texts: use those of llm.tokenizer")
     if not isinstance(listed, list | tuple):
-        raise TypeError(f"{name} must be a list of token ids, or a list of such lists; got {given!r:.80}")
+        raise TypeError(
+            f"{name} must be a list of token ids, or a list of such lists; got {given!r:.80}"
+        )
     return [as_list(each) for each in listed]

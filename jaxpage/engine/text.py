@@ -6,12 +6,13 @@ import copy
 from typing import Any, Self
 
 _REPLACEMENT = "\ufffd"
-# Replacement characters at the end of a text that another byte may change: a character of UTF-8 has four bytes, of which three may be
-# there. Each of them stands for one byte or for up to three.
+# Replacement characters at the end of a text that another byte may change: a character of UTF-8 has
+# four bytes, of which three may be there. Each of them stands for one byte or for up to three.
 _MOST_OPEN = 3
 _OPEN_TOKENS = 9
 _MOST_PENDING = 16  # tokens that are held back in hope of text
-_CONTEXT_TOKENS = 8  # of the prompt, so that the first piece of text gets or lacks its leading space rightly
+# of the prompt, so that the first piece of text gets or lacks its leading space rightly
+_CONTEXT_TOKENS = 8
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -45,15 +46,22 @@ class StreamDetokenizer:
     with byte fallback changes its mind about invalid bytes, and it repeats a prompt that ends in a replacement character.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: tuple[int, ...], *, skip_special_tokens: bool):
+    def __init__(
+        self, tokenizer: Any, prompt_token_ids: tuple[int, ...], *, skip_special_tokens: bool
+    ):
         self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._known = self._decode(self._window)  # the text of the window that has been given out, or was the prompt's
+        # the text of the window that has been given out, or was the prompt's
+        self._known = self._decode(self._window)
         self._num_known = len(self._window)
 
     def push(self, token_id: int) -> str:
-        if self._skip and not self._decode([token_id]) and self._backend.decode([token_id], skip_special_tokens=False):
+        if (
+            self._skip
+            and not self._decode([token_id])
+            and self._backend.decode([token_id], skip_special_tokens=False)
+        ):
             return ""  # a special token: it is no part of any text
         self._window.append(token_id)
         text, new = self._decode(self._window), ""
@@ -85,7 +93,9 @@ class StreamDetokenizer:
             self._window = self._window[self._num_known :]
             known = self._decode(self._window)
             self._known = known[: len(known) - num_open]
-            self._num_known = max(0, len(self._window) - _OPEN_TOKENS) if num_open else len(self._window)
+            self._num_known = (
+                max(0, len(self._window) - _OPEN_TOKENS) if num_open else len(self._window)
+            )
         return new
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -25,7 +25,8 @@ _gelu_tanh = partial(jax.nn.gelu, approximate=True)
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": _gelu_exact,
     "gelu_python": _gelu_exact,
-    # One formula under many names: they differ in how transformers writes it down, not in what it computes.
+    # One formula under many names: they differ in how transformers writes it down, not in what it
+    # computes.
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "gelu_accurate": _gelu_tanh,

@@ -80,13 +80,20 @@ class Attention(nnx.Module):
         return q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
 
     def attended(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, layer_pages: LayerPages, context: ForwardContext
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer_pages: LayerPages,
+        context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output for what `projected` made, after those norms that are over all heads."""
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
-        q_TNH, k_TKH, v_TKH = (part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v))
+        q_TNH, k_TKH, v_TKH = (
+            part.reshape(part.shape[0], -1, self.head_width) for part in (q, k, v)
+        )
         if not self.norm_together:
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.rope is not None:
@@ -94,7 +101,9 @@ class Attention(nnx.Module):
             q_TNH, k_TKH = angles.rotate(q_TNH), angles.rotate(k_TKH)
         if self.query_growth is not None:
             rate, length = self.query_growth
-            growth_T = 1 + rate * jnp.log(1 + jnp.floor(context.positions_T.astype(jnp.float32) / length))
+            growth_T = 1 + rate * jnp.log(
+                1 + jnp.floor(context.positions_T.astype(jnp.float32) / length)
+            )
             q_TNH = q_TNH * growth_T[:, None, None].astype(q_TNH.dtype)
         options = AttentionOptions(
             scale=self.scale,
@@ -102,16 +111,24 @@ class Attention(nnx.Module):
             logit_softcap=self.logit_softcap,
             sinks=None if self.sinks is None else self.sinks[...],
         )
-        out_TNH, layer_pages = context.attend(self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options)
+        out_TNH, layer_pages = context.attend(
+            self.layer_index, q_TNH, k_TKH, v_TKH, layer_pages, options
+        )
         if gate_TNH is not None:
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 
     def _normed(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (q, k) if self.query_norm is None or self.key_norm is None else (self.query_norm(q), self.key_norm(k))
+        return (
+            (q, k)
+            if self.query_norm is None or self.key_norm is None
+            else (self.query_norm(q), self.key_norm(k))
+        )
 
 
-def query_key_value(num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike) -> Linear:
+def query_key_value(
+    num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike
+) -> Linear:
     """Returns one product out of Llama's `q_proj`, `k_proj` and `v_proj`, or out of Phi-3's `qkv_proj`.
 
     num_queries, num_keys: rows of each, that is heads times head width.

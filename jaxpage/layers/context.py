@@ -11,10 +11,14 @@ from jaxtyping import Array, Int
 
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
-from pallas_kernels import AttentionOptions as AttentionOptions  # the layers' one word of the kernels' language
+
+# the layers' one word of the kernels' language
+from pallas_kernels import AttentionOptions as AttentionOptions
 
 LayerPages = (
-    Any  # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it returns it
+    # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it
+    # returns it
+    Any
 )
 
 

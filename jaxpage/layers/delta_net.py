@@ -98,10 +98,17 @@ class GatedDeltaNet(nnx.Module):
 
         def declare(part: str, axis: Axis, *shape: int) -> nnx.Param[jax.Array]:
             axes = (axis, *(None,) * (len(shape) - 1))
-            return parameter(shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)])
+            return parameter(
+                shape, axes=axes, dtype=dtype, sources=[tensor(f"{name}.{part}", *shape)]
+            )
 
-        self.convolution = declare("conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel)
-        self.rate, self.time_step_bias = declare("A_log", "heads", heads), declare("dt_bias", "heads", heads)
+        self.convolution = declare(
+            "conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel
+        )
+        self.rate, self.time_step_bias = (
+            declare("A_log", "heads", heads),
+            declare("dt_bias", "heads", heads),
+        )
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -115,14 +122,18 @@ class GatedDeltaNet(nnx.Module):
         gated_TNH = self.norm(out.astype(x_TD.dtype).reshape(shape)).astype(jnp.float32) * gate_TNH
         return self.output(gated_TNH.astype(x_TD.dtype).reshape(x_TD.shape[0], -1)), layer_pages
 
-    def _projected(self, x_TD: Float[Array, "T D"]) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
+    def _projected(
+        self, x_TD: Float[Array, "T D"]
+    ) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
         """Returns the input of the recurrence, and the gates."""
         widths, num_tokens = self.widths, x_TD.shape[0]
         mixed, numbers = self.input(x_TD), self.beta_step(x_TD)
         if not widths.grouped:
             mixed, gate = jnp.split(mixed, [widths.convolved], axis=1)
             return jnp.concatenate([mixed, numbers], axis=1), gate
-        mixed, numbers = (each.reshape(num_tokens, widths.key_heads, -1) for each in (mixed, numbers))
+        mixed, numbers = (
+            each.reshape(num_tokens, widths.key_heads, -1) for each in (mixed, numbers)
+        )
         ends = [widths.key, 2 * widths.key, 2 * widths.key + widths.per_key * widths.value]
         q, k, v, gate = jnp.split(mixed, ends, axis=-1)
         parts = (q, k, v, *jnp.split(numbers, 2, axis=-1))
@@ -145,7 +156,9 @@ class GatedDeltaNet(nnx.Module):
             return jnp.repeat(x * length, widths.per_key, axis=1)
 
         beta_BN, time_step_BN = jnp.split(inputs_BWE[:, -1, widths.convolved :], 2, axis=-1)
-        rate_1N, bias_1N = (each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias))
+        rate_1N, bias_1N = (
+            each[...].astype(jnp.float32)[None] for each in (self.rate, self.time_step_bias)
+        )
         decay_BN = jnp.exp(-jnp.exp(rate_1N) * jax.nn.softplus(time_step_BN + bias_1N))
         v_BNV = v.reshape(-1, widths.value_heads, widths.value)
         return of_heads(q) * widths.key**-0.5, of_heads(k), v_BNV, decay_BN, jax.nn.sigmoid(beta_BN)

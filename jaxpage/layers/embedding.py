@@ -28,9 +28,13 @@ class Embedding(nnx.Module):
         dtype: DTypeLike,
     ):
         others = tuple(f"{alias}.weight" for alias in aliases)
-        sources = [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
+        sources = (
+            [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
+        )
         self.name, self.axis = name, axis
-        self.table = parameter((num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources)
+        self.table = parameter(
+            (num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources
+        )
 
     @property
     def num_rows(self) -> int:

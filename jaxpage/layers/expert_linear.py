@@ -13,7 +13,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.parameter import Axis, Piece, Source, Stored, concatenate, parameter, stack, tensor
+from jaxpage.layers.parameter import (
+    Axis,
+    Piece,
+    Source,
+    Stored,
+    concatenate,
+    parameter,
+    stack,
+    tensor,
+)
 from jaxpage.layers.product import product, product_by_group
 from jaxpage.layers.weight_kinds import Grouped, StoredWeight
 
@@ -62,7 +71,9 @@ class ExpertLinearSpec:
             return None
         shape = (self.num_experts, self.num_out)
         sources = [tensor(f"{self.name}_bias", *shape)]
-        return parameter(shape, axes=("expert", self.output_axis), dtype=self.dtype, sources=sources)
+        return parameter(
+            shape, axes=("expert", self.output_axis), dtype=self.dtype, sources=sources
+        )
 
 
 class ExpertLinear(nnx.Module):
@@ -72,7 +83,9 @@ class ExpertLinear(nnx.Module):
         self.spec = spec
 
         def sources() -> list[Source]:
-            apart = spec.sources(lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in))
+            apart = spec.sources(
+                lambda module: tensor(f"{module}.weight", spec.rows_of_part, spec.num_in)
+            )
             return [*apart, tensor(spec.name, *spec.stacked_shape, transpose=spec.transposed)]
 
         self.kernel = parameter(
@@ -111,9 +124,14 @@ class MXFP4ExpertLinear(ExpertLinear):
             name: str, stored_shape: tuple[int, ...], columns: int, dtype: str, stored: Stored
         ) -> nnx.Param[jax.Array]:
             shape = (*leading, columns)
-            source = Source(shape, (Piece(f"{spec.name}_{name}", stored_shape, shape, (0, 0, 0), stored=stored),))
+            source = Source(
+                shape,
+                (Piece(f"{spec.name}_{name}", stored_shape, shape, (0, 0, 0), stored=stored),),
+            )
             axes = ("expert", spec.output_axis, spec.input_axis)
-            return parameter(shape, axes=axes, dtype=jnp.dtype(dtype), sources=[source], keeps_dtype=True)
+            return parameter(
+                shape, axes=axes, dtype=jnp.dtype(dtype), sources=[source], keeps_dtype=True
+            )
 
         blocks = (*leading, num_groups, MXFP4_GROUP // 2)
         self.kernel = declare("blocks", blocks, spec.num_in // 2, "uint8", Stored(("uint8",)))

@@ -22,7 +22,8 @@ from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
 
-# Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture of experts").
+# Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture
+# of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
 # Up to so many pairs are sorted by comparing all with all, which on a GPU takes two launches.
 PAIRS_COMPARED = 2048
@@ -60,12 +61,22 @@ class ExpertsSpec:
 class Experts(nnx.Module):
     """gate_up: the gates' rows first, or as `ClampedSwiGLU` says."""
 
-    def __init__(self, gate_up: ExpertLinear, down: ExpertLinear, *, activation: str, swiglu: ClampedSwiGLU | None):
+    def __init__(
+        self,
+        gate_up: ExpertLinear,
+        down: ExpertLinear,
+        *,
+        activation: str,
+        swiglu: ClampedSwiGLU | None,
+    ):
         self.gate_up, self.down = gate_up, down
         self.activation, self.swiglu = activation, swiglu
 
     def __call__(
-        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"], weight_TX: Float[Array, "T X"]
+        self,
+        x_TD: Float[Array, "T D"],
+        expert_TX: Int[Array, "T X"],
+        weight_TX: Float[Array, "T X"],
     ) -> Float[Array, "T D"]:
         """Returns the sum of what the chosen experts make of each token, with these weights."""
         out_TXD = self.made(x_TD, expert_TX)
@@ -74,12 +85,16 @@ class Experts(nnx.Module):
             total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
         return total_TD.astype(x_TD.dtype)
 
-    def made(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
+    def made(
+        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
+    ) -> Float[Array, "T X D"]:
         """Returns what each of the chosen experts makes of each token; zeros for a number that is no expert's."""
         found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
-    def _made_at_once(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"] | None:
+    def _made_at_once(
+        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
+    ) -> Float[Array, "T X D"] | None:
         """Multiplies by all experts' gates and ups at once, and by all their downs.
 
         Returns None where no kernel takes these products.
@@ -98,7 +113,9 @@ class Experts(nnx.Module):
             return None
         return jnp.where(is_expert_TX[..., None], made_PD[place_P].reshape(*expert_TX.shape, -1), 0)
 
-    def _made_by_tiles(self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]) -> Float[Array, "T X D"]:
+    def _made_by_tiles(
+        self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
+    ) -> Float[Array, "T X D"]:
         """Multiplies tiles of rows one after another, each by the weights of one expert."""
         num_tokens, per_token = expert_TX.shape
         num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
@@ -114,7 +131,9 @@ class Experts(nnx.Module):
             expert = jnp.searchsorted(end_E, index, side="right", method="compare_all")
             place = (index - jnp.where(expert > 0, end_E[expert - 1], 0)) * rows + jnp.arange(rows)
             pair = jnp.where(
-                place < count_E[expert], order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)], num_pairs
+                place < count_E[expert],
+                order_P[jnp.minimum(first_E[expert] + place, num_pairs - 1)],
+                num_pairs,
             )
             made = self.down(expert, self._between(self.gate_up(expert, x_TD[pair // per_token])))
             return out_PD.at[pair].set(made, mode="drop")
@@ -171,6 +190,7 @@ class MixtureOfExperts(nnx.Module):
             return out_TD
         shared_TD = self.shared(x_TD)
         if self.shared_gate is not None:
-            two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)  # a matrix-vector product would take another path
+            # a matrix-vector product would take another path
+            two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)
             shared_TD = jax.nn.sigmoid(product(x_TD, two_2D)[:, :1]) * shared_TD
         return out_TD + shared_TD

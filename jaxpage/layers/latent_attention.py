@@ -74,7 +74,13 @@ class LatentAttention(nnx.Module):
     ):
         self.layer_index, self.num_heads, self.widths = layer_index, num_heads, widths
         self.rope, self.scale = rope, scale
-        self.queries, self.down, self.norm, self.expand, self.output = queries, down, norm, expand, output
+        self.queries, self.down, self.norm, self.expand, self.output = (
+            queries,
+            down,
+            norm,
+            expand,
+            output,
+        )
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -85,10 +91,16 @@ class LatentAttention(nnx.Module):
         expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)
         expand_NOR = expand_OR.reshape(self.num_heads, widths.plain + widths.value, widths.rank)
         angles = context.angles(self.rope)
-        absorbed_TNR = product_by_head(q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True)
+        absorbed_TNR = product_by_head(
+            q_TNH[..., : widths.plain], expand_NOR[:, : widths.plain], transposed=True
+        )
         q_TNH = jnp.concatenate([absorbed_TNR, angles.rotate(q_TNH[..., widths.plain :])], axis=-1)
-        k_T1H = jnp.concatenate([self.norm(latent_TR)[:, None], angles.rotate(shared_TE[:, None])], axis=-1)
+        k_T1H = jnp.concatenate(
+            [self.norm(latent_TR)[:, None], angles.rotate(shared_TE[:, None])], axis=-1
+        )
         options = AttentionOptions(scale=self.scale, value_width=widths.rank)
-        out_TNR, layer_pages = context.attend(self.layer_index, q_TNH, k_T1H, None, layer_pages, options)
+        out_TNR, layer_pages = context.attend(
+            self.layer_index, q_TNH, k_T1H, None, layer_pages, options
+        )
         out_TNV = product_by_head(out_TNR, expand_NOR[:, widths.plain :])
         return self.output(out_TNV.reshape(num_tokens, -1)), layer_pages

@@ -53,10 +53,14 @@ class LinearSpec:
 
         def one(module: str, rows: int) -> Source:
             transpose, shape = self.transposed and bool(columns), (rows, *columns)
-            return tensor(f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose)
+            return tensor(
+                f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose
+            )
 
         axes = (self.output_axis, *(self.input_axis for _ in columns))
-        return parameter((self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one))
+        return parameter(
+            (self.num_out, *columns), axes=axes, dtype=self.dtype, sources=self.sources(one)
+        )
 
     def sources(self, one: Callable[[str, int], Source]) -> list[Source]:
         """Returns the sources of a parameter that has a row for each output.

@@ -26,11 +26,19 @@ class LoRA(nnx.Module):
     """
 
     def __init__(
-        self, num_slots: int, rank: int, num_in: int, rows: tuple[int, ...], axes: tuple[Axis, Axis], dtype: DTypeLike
+        self,
+        num_slots: int,
+        rank: int,
+        num_in: int,
+        rows: tuple[int, ...],
+        axes: tuple[Axis, Axis],
+        dtype: DTypeLike,
     ):
         """Declares the parameters. axes: those of the linear layer's inputs and outputs."""
         self.rows = rows
-        self.a = parameter((num_slots, len(rows) * rank, num_in), axes=(None, None, axes[0]), dtype=dtype)
+        self.a = parameter(
+            (num_slots, len(rows) * rank, num_in), axes=(None, None, axes[0]), dtype=dtype
+        )
         self.b = parameter((num_slots, sum(rows), rank), axes=(None, axes[1], None), dtype=dtype)
 
     def __call__(self, x_TI: Float[Array, "T I"], y_TO: Float[Array, "T O"]) -> Float[Array, "T O"]:
@@ -41,9 +49,17 @@ class LoRA(nnx.Module):
 
         def add(index: jax.Array, y_TO: jax.Array) -> jax.Array:
             slot = adapters.present[index]
-            a, b = (jax.lax.dynamic_index_in_dim(of[...], slot - 1, keepdims=False) for of in (self.a, self.b))
+            a, b = (
+                jax.lax.dynamic_index_in_dim(of[...], slot - 1, keepdims=False)
+                for of in (self.a, self.b)
+            )
             inner = jnp.split(product(x_TI, a), len(self.rows), axis=1)
-            added = [product(inner_TR, b_OR) for inner_TR, b_OR in zip(inner, jnp.split(b, ends), strict=True)]
-            return jnp.where(adapters.slot_T[:, None] == slot, y_TO + jnp.concatenate(added, axis=1), y_TO)
+            added = [
+                product(inner_TR, b_OR)
+                for inner_TR, b_OR in zip(inner, jnp.split(b, ends), strict=True)
+            ]
+            return jnp.where(
+                adapters.slot_T[:, None] == slot, y_TO + jnp.concatenate(added, axis=1), y_TO
+            )
 
         return jax.lax.fori_loop(0, adapters.num_present, add, y_TO)

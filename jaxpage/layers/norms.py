@@ -13,14 +13,20 @@ from jaxpage.layers.parameter import parameter, tensor
 
 def _mean(x: jax.Array) -> jax.Array:
     """The mean over the last axis. On a GPU a plain one, which XLA fuses with what is around it."""
-    return jax.lax.platform_dependent(x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True))
+    return jax.lax.platform_dependent(
+        x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True)
+    )
 
 
 def _mean_as_product(x: jax.Array) -> jax.Array:
     """A product with ones: XLA on CPU adds up a plain reduction in an order that depends on the other axes."""
     width = x.shape[-1]
-    ones_2D = jnp.ones((2, width), x.dtype)  # two rows, since a matrix-vector product takes yet another path
-    return jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1] / width
+    # two rows, since a matrix-vector product takes yet another path
+    ones_2D = jnp.ones((2, width), x.dtype)
+    return (
+        jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1]
+        / width
+    )
 
 
 def _declare(name: str, width: int, axis: str | None, dtype: DTypeLike) -> nnx.Param[jax.Array]:
@@ -51,13 +57,15 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
-        # Of two axes: with three, XLA of jax 0.12 on CPU rounds a row in another way in another shape.
+        # Of two axes: with three, XLA of jax 0.12 on CPU rounds a row in another way in another
+        # shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
         scale = _along_last_axis(self.scale, 2)
         if self.offset:
-            # XLA takes the sum out of a loop over steps, and rounds the product otherwise where it stands with the sum. The barrier
-            # keeps them apart, so that one step and several have the same bits.
+            # XLA takes the sum out of a loop over steps, and rounds the product otherwise where it
+            # stands with the sum. The barrier keeps them apart, so that one step and several have
+            # the same bits.
             scale = jax.lax.optimization_barrier(scale + self.offset)
         return (normed * scale).astype(x.dtype).reshape(x.shape)
 
@@ -66,7 +74,14 @@ class LayerNorm(nnx.Module):
     """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale only if `affine`, bias only if `bias` too."""
 
     def __init__(
-        self, width: int, *, name: str, epsilon: float = 1e-5, affine: bool = True, bias: bool = True, dtype: DTypeLike
+        self,
+        width: int,
+        *,
+        name: str,
+        epsilon: float = 1e-5,
+        affine: bool = True,
+        bias: bool = True,
+        dtype: DTypeLike,
     ):
         self.scale = _declare(f"{name}.weight", width, "embed", dtype) if affine else None
         self.bias = _declare(f"{name}.bias", width, "embed", dtype) if affine and bias else None

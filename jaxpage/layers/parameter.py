@@ -25,7 +25,8 @@ AXES = {
     "ffn": "the inner width of a feed-forward layer",
     "expert": "the experts of a mixture",
 }
-# A fused axis lists its parts in order, each with its size: (("heads", 256), ("kv_heads", 64), ("kv_heads", 64)).
+# A fused axis lists its parts in order, each with its size: (("heads", 256), ("kv_heads", 64),
+# ("kv_heads", 64)).
 Axis = str | None | tuple[tuple[str | None, int], ...]
 
 
@@ -89,7 +90,9 @@ def tensor(
     filled = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
     if rows is not None:
         filled = (rows[1] - rows[0], *filled[1:])
-    return Source(filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases, stored),))
+    return Source(
+        filled, (Piece(name, shape, filled, (0,) * len(filled), transpose, rows, aliases, stored),)
+    )
 
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
@@ -131,7 +134,10 @@ def parameter(
     keeps_dtype: whether it has this type in a model of any; integers always do.
     Raises ValueError for a declaration that contradicts itself.
     """
-    parts = [axis if isinstance(axis, tuple) else ((axis, size),) for axis, size in zip(axes, shape, strict=True)]
+    parts = [
+        axis if isinstance(axis, tuple) else ((axis, size),)
+        for axis, size in zip(axes, shape, strict=True)
+    ]
     names = [name for axis in parts for name in {name for name, _ in axis} - {None}]
     if unknown := set(names) - AXES.keys():
         raise ValueError(f"axes {sorted(map(str, unknown))} are not among {', '.join(AXES)}")
@@ -153,6 +159,10 @@ def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
 
 def _checked(sources: Sequence[Source], shape: tuple[int, ...]) -> tuple[Source, ...]:
     for source in sources:
-        if source.shape != shape or sum(math.prod(piece.shape) for piece in source.pieces) != math.prod(shape):
-            raise ValueError(f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}")
+        if source.shape != shape or sum(
+            math.prod(piece.shape) for piece in source.pieces
+        ) != math.prod(shape):
+            raise ValueError(
+                f"{[piece.name for piece in source.pieces]} make {source.shape}, the parameter is {shape}"
+            )
     return tuple(sources)

@@ -15,7 +15,9 @@ SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
 
 
 @jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
-def product(x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None) -> Float[Array, "T O"]:
+def product(
+    x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None
+) -> Float[Array, "T O"]:
     """Returns `x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
 
     Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
@@ -42,7 +44,9 @@ def xla_product(
     x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
 ) -> Float[Array, "T O"]:
     """Multiplies as `product` does, without a kernel of ours."""
-    precision = jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = (
+        jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
@@ -54,9 +58,14 @@ def _for_grouped() -> ProductKernels:
 
 def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     """Returns rows of a table of few bits, in float32."""
-    zero, minimum = (None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ))
+    zero, minimum = (
+        None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ)
+    )
     rows = weight._replace(
-        values=weight.values[ids_T], scale_OJ=weight.scale_OJ[ids_T], zero_OJ=zero, minimum_OJ=minimum
+        values=weight.values[ids_T],
+        scale_OJ=weight.scale_OJ[ids_T],
+        zero_OJ=zero,
+        minimum_OJ=minimum,
     )
     return _for_grouped().numbers(rows)
 
@@ -75,8 +84,12 @@ def product_by_head(
     """Multiplies each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
 
     def whole(x_TNI: jax.Array) -> jax.Array:
-        precision = jax.lax.Precision.HIGHEST if x_TNI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-        return jnp.einsum("TNI,NIO->TNO" if transposed else "TNI,NOI->TNO", x_TNI, weight, precision=precision)
+        precision = (
+            jax.lax.Precision.HIGHEST if x_TNI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+        )
+        return jnp.einsum(
+            "TNI,NIO->TNO" if transposed else "TNI,NOI->TNO", x_TNI, weight, precision=precision
+        )
 
     def by_tiles(x_TNI: jax.Array) -> jax.Array:
         """Multiplies in one shape for any number of tokens: on CPU the shape decides XLA's path, and with it the bits."""
@@ -89,7 +102,9 @@ def product_by_head(
     return found
 
 
-def product_by_state(x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]) -> Float[Array, "B N V"]:
+def product_by_state(
+    x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]
+) -> Float[Array, "B N V"]:
     """Multiplies each row's and head's vector by its matrix. XLA on CPU takes up to twenty times as long for a plain sum of products."""
     return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
 
@@ -112,7 +127,10 @@ def has_product_by_group() -> bool:
 
 @jax.named_scope("product")
 def product_by_group(
-    x_PI: Float[Array, "P I"], weight: StoredWeight, group_P: Int[Array, "P"], count_E: Int[Array, "E"]
+    x_PI: Float[Array, "P I"],
+    weight: StoredWeight,
+    group_P: Int[Array, "P"],
+    count_E: Int[Array, "E"],
 ) -> Float[Array, "P O"] | None:
     """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
 
@@ -138,7 +156,9 @@ def rounded_product(
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
     """Returns the sums of x, rounded to eight bits, and the scale of each token."""
     rounded_TI, scale_T1 = rounded_inputs(x_TI)
-    return jnp.einsum("TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32), scale_T1
+    return jnp.einsum(
+        "TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32
+    ), scale_T1
 
 
 def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
@@ -147,6 +167,8 @@ def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float
 
     Multiplied by the inverse of the scale: XLA makes that of a division, so a kernel has to do the same.
     """
-    scale_T1 = jnp.maximum(jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE)
+    scale_T1 = jnp.maximum(
+        jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE
+    )
     scale_T1 = jnp.where(jnp.isnan(x_TI).any(axis=1, keepdims=True), jnp.nan, scale_T1)
     return jnp.round(x_TI * (1 / scale_T1)).astype(jnp.int8), scale_T1

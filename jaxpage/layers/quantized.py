@@ -17,7 +17,8 @@ from jaxpage.layers.parameter import Piece, Source, Stored, parameter
 from jaxpage.layers.product import product, rows_of
 from jaxpage.layers.weight_kinds import Grouped, Scaled
 
-CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}  # of the arrays that hold them
+# of the arrays that hold them
+CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}
 
 
@@ -43,7 +44,13 @@ class StoredArray:
     aliases: tuple[str, ...] = ()
 
     def source(
-        self, num_out: int, num_in: int, shape: tuple[int, ...], *, repeats: int = 1, transposed: bool = False
+        self,
+        num_out: int,
+        num_in: int,
+        shape: tuple[int, ...],
+        *,
+        repeats: int = 1,
+        transposed: bool = False,
     ) -> Callable[[str], Source]:
         """Returns a function that gives the source of a module by its name; all its modules are alike.
 
@@ -58,16 +65,33 @@ class StoredArray:
             found = self.decode(numbers, num_out, num_in, *others)
             return found if repeats == 1 else np.repeat(found, repeats, axis=0)[:num_out]
 
-        stored = Stored(self.dtypes, decode, self.check)  # one for all of them, as models may have 100,000
+        # one for all of them, as models may have 100,000
+        stored = Stored(self.dtypes, decode, self.check)
 
         def of_module(module: str) -> Source:
             aliases = tuple(f"{module}.{name}" for name in self.aliases)
-            own = Piece(f"{module}.{self.name}", stored_shape, shape, (0, 0), transpose, aliases=aliases, stored=stored)
+            own = Piece(
+                f"{module}.{self.name}",
+                stored_shape,
+                shape,
+                (0, 0),
+                transpose,
+                aliases=aliases,
+                stored=stored,
+            )
             if (other := self.beside) is None:
                 return Source(shape, (own,))
             of_other = Stored(other.dtypes, check=other.check)
-            beside = Piece(f"{module}.{other.name}", other.shape(num_out, num_in), (0, 0), (0, 0), stored=of_other)
-            return Source(shape, (own._replace(stored=replace(stored, beside=(beside.name,))), beside))
+            beside = Piece(
+                f"{module}.{other.name}",
+                other.shape(num_out, num_in),
+                (0, 0),
+                (0, 0),
+                stored=of_other,
+            )
+            return Source(
+                shape, (own._replace(stored=replace(stored, beside=(beside.name,))), beside)
+            )
 
         return of_module
 
@@ -103,12 +127,22 @@ class Quantized(nnx.Module):
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
-        self.code, self.group_size, self.int8_inputs = form.code, form.group_size or spec.num_in, form.int8_inputs
+        self.code, self.group_size, self.int8_inputs = (
+            form.code,
+            form.group_size or spec.num_in,
+            form.int8_inputs,
+        )
         num_groups = -(-spec.num_in // self.group_size)
-        self.kernel = self._declare(form.values, spec.num_in // CODES_PER_BYTE[form.code], CODE_DTYPES[form.code])
-        self.scale = self._declare(form.scale, num_groups, form.scale_dtype, repeats=form.block_rows)
+        self.kernel = self._declare(
+            form.values, spec.num_in // CODES_PER_BYTE[form.code], CODE_DTYPES[form.code]
+        )
+        self.scale = self._declare(
+            form.scale, num_groups, form.scale_dtype, repeats=form.block_rows
+        )
         self.zero = self._declare(form.zero, num_groups) if form.zero else None
-        self.minimum = self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
+        self.minimum = (
+            self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
+        )
 
     def _declare(
         self, array: StoredArray, num_columns: int, dtype: str = "float32", repeats: int = 1
@@ -117,7 +151,9 @@ class Quantized(nnx.Module):
 
         def one(module: str, num_rows: int) -> Source:
             shape = num_rows, num_columns
-            return array.source(num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed)(module)
+            return array.source(
+                num_rows, spec.num_in, shape, repeats=repeats, transposed=spec.transposed
+            )(module)
 
         return parameter(
             (spec.num_out, num_columns),
@@ -175,7 +211,10 @@ class LinearOfParts(Linear):
         self.spec = spec
         specs = [replace(spec, parts=(part,), fused=None) for part in spec.parts]
         self.parts = nnx.List(
-            [QuantizedLinear(one, form) if form else Linear(one) for one, form in zip(specs, forms, strict=True)]
+            [
+                QuantizedLinear(one, form) if form else Linear(one)
+                for one, form in zip(specs, forms, strict=True)
+            ]
         )
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:

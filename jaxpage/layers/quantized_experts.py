@@ -25,16 +25,24 @@ class QuantizedExpertLinear(ExpertLinear):
 
     def __init__(self, spec: ExpertLinearSpec, form: WeightFormat):
         self.spec = spec
-        self.code, self.group_size, self.int8_inputs = form.code, form.group_size or spec.num_in, form.int8_inputs
+        self.code, self.group_size, self.int8_inputs = (
+            form.code,
+            form.group_size or spec.num_in,
+            form.int8_inputs,
+        )
         self.block_rows, num_groups = form.block_rows, -(-spec.num_in // self.group_size)
         values, dtype = form.values, CODE_DTYPES[form.code]
         if form.code == "fp8":
             dtype, decode = "uint8", values.decode
             values = replace(values, decode=lambda *arguments: decode(*arguments).view(np.uint8))
         self.kernel = self._declare(values, spec.num_in // CODES_PER_BYTE[form.code], dtype)
-        self.scale = self._declare(form.scale, num_groups, form.scale_dtype, block_rows=form.block_rows)
+        self.scale = self._declare(
+            form.scale, num_groups, form.scale_dtype, block_rows=form.block_rows
+        )
         self.zero = self._declare(form.zero, num_groups) if form.zero else None
-        self.minimum = self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
+        self.minimum = (
+            self._declare(form.minimum, num_groups, form.scale_dtype) if form.minimum else None
+        )
         self.bias = spec.declare_bias()
 
     def _declare(
@@ -46,7 +54,10 @@ class QuantizedExpertLinear(ExpertLinear):
 
         def sources() -> list[Source]:
             one = array.source(spec.rows_of_part, spec.num_in, (rows, num_columns))
-            return [*spec.sources(one), *([self._of_stacked(array, shape)] if array.rounded else [])]
+            return [
+                *spec.sources(one),
+                *([self._of_stacked(array, shape)] if array.rounded else []),
+            ]
 
         return parameter(
             shape,
@@ -64,7 +75,14 @@ class QuantizedExpertLinear(ExpertLinear):
             return np.stack([array.decode(each, spec.num_out, spec.num_in) for each in numbers])
 
         stored = Stored(array.dtypes, decode)
-        return Source(shape, (Piece(spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored),))
+        return Source(
+            shape,
+            (
+                Piece(
+                    spec.name, spec.stacked_shape, shape, (0, 0, 0), spec.transposed, stored=stored
+                ),
+            ),
+        )
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped:
         values, scale = self.kernel[...][expert], self.scale[...][expert]
@@ -75,7 +93,9 @@ class QuantizedExpertLinear(ExpertLinear):
             scale_row_O = jnp.asarray(self._block_of_output())
         elif self.block_rows > 1:
             scale = scale[self._block_of_output()]
-        zero, minimum = (None if each is None else each[...][expert] for each in (self.zero, self.minimum))
+        zero, minimum = (
+            None if each is None else each[...][expert] for each in (self.zero, self.minimum)
+        )
         return Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
 
     def _block_of_output(self) -> np.ndarray:

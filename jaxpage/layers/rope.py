@@ -48,6 +48,13 @@ class Angles:
             first_TNE, second_TNE = wide[..., 0::2], wide[..., 1::2]
         else:
             first_TNE, second_TNE = jnp.split(wide, 2, axis=-1)
-        turned = (first_TNE * cos_T1E - second_TNE * sin_T1E, second_TNE * cos_T1E + first_TNE * sin_T1E)
-        joined = jnp.stack(turned, -1).reshape(wide.shape) if self.interleaved else jnp.concatenate(turned, axis=-1)
+        turned = (
+            first_TNE * cos_T1E - second_TNE * sin_T1E,
+            second_TNE * cos_T1E + first_TNE * sin_T1E,
+        )
+        joined = (
+            jnp.stack(turned, -1).reshape(wide.shape)
+            if self.interleaved
+            else jnp.concatenate(turned, axis=-1)
+        )
         return jnp.concatenate([joined.astype(x_TNH.dtype), x_TNH[..., width:]], axis=-1)

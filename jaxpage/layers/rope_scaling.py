@@ -19,7 +19,9 @@ LENGTH = "original_max_position_embeddings"
 _Scaling = Callable[[Mapping[str, Any], int, int], tuple[Floats, float]]
 
 
-def make_rope(parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int) -> tuple[Rope, int]:
+def make_rope(
+    parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int
+) -> tuple[Rope, int]:
     """The rope of a config and the number of positions for which it holds.
 
     parameters: `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`, and what the type needs, in which
@@ -30,11 +32,14 @@ def make_rope(parameters: Mapping[str, Any], *, head_width: int, max_position_em
     try:
         frequencies, factor = SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
     except ArithmeticError as error:
-        raise CheckpointError(f"rope parameters {dict(parameters)} make no sense ({error})") from error
+        raise CheckpointError(
+            f"rope parameters {dict(parameters)} make no sense ({error})"
+        ) from error
     limit = max_position_embeddings
     if rope_type == "longrope":
-        # Past the original length transformers changes the frequencies of the whole sequence, cached keys included;
-        # a cache of rotated keys cannot follow, so the model is served up to there, where the short factors hold.
+        # Past the original length transformers changes the frequencies of the whole sequence,
+        # cached keys included; a cache of rotated keys cannot follow, so the model is served up to
+        # there, where the short factors hold.
         limit = min(limit, parameters[LENGTH])
     return Rope(tuple(float(f) for f in frequencies), float(factor)), limit
 
@@ -46,13 +51,25 @@ def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str
     wrong = [f"rope_type {kind!r} needs {name}" for name in needed if parameters.get(name) is None]
     for name in (*needed, *optional):
         value = parameters.get(name)
-        if value is not None and not _is_number(value) and not (name in _MAY_BE_ZERO and value == 0):
+        if (
+            value is not None
+            and not _is_number(value)
+            and not (name in _MAY_BE_ZERO and value == 0)
+        ):
             wrong.append(f"rope {name} must be a positive number, not {value!r}")
-    if kind == "llama3" and not wrong and parameters["high_freq_factor"] == parameters["low_freq_factor"]:
+    if (
+        kind == "llama3"
+        and not wrong
+        and parameters["high_freq_factor"] == parameters["low_freq_factor"]
+    ):
         wrong.append("rope high_freq_factor and low_freq_factor must differ")
     for name in ("short_factor", "long_factor") if kind == "longrope" else ():
         values = parameters.get(name)
-        if not isinstance(values, list) or len(values) != head_width // 2 or not all(map(_is_number, values)):
+        if (
+            not isinstance(values, list)
+            or len(values) != head_width // 2
+            or not all(map(_is_number, values))
+        ):
             wrong.append(f"rope {name} must be a list of {head_width // 2} numbers")
     length = parameters.get(LENGTH)
     if kind in ("llama3", "yarn", "longrope") and (type(length) is not int or length < 1):
@@ -69,13 +86,16 @@ def _linear(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, 
 
 
 def _dynamic(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
-    # NTK scaling starts only past `max_position_embeddings`, where no sequence of this engine goes: there it would
-    # turn each key by the length at the time it was computed, which depends on how the prompt was chunked.
+    # NTK scaling starts only past `max_position_embeddings`, where no sequence of this engine goes:
+    # there it would turn each key by the length at the time it was computed, which depends on how
+    # the prompt was chunked.
     return _plain(parameters, width, max_positions)
 
 
 def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, float]:
-    factor, low, high = (parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        parameters[name] for name in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     original = parameters[LENGTH]
     frequencies = np.float32(1.0) / _wavelengths(parameters, width)
     wavelengths = np.float32(2 * math.pi) / frequencies
@@ -94,7 +114,9 @@ def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tupl
     ramp = (np.arange(width // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
     extrapolated = np.float32(1.0) - np.clip(ramp, np.float32(0.0), np.float32(1.0))
     stretched = np.float32(1.0) / (np.float32(factor) * wavelengths)
-    frequencies = stretched * (np.float32(1.0) - extrapolated) + np.float32(1.0) / wavelengths * extrapolated
+    frequencies = (
+        stretched * (np.float32(1.0) - extrapolated) + np.float32(1.0) / wavelengths * extrapolated
+    )
     return frequencies, _yarn_attention_factor(parameters, factor)
 
 
@@ -102,9 +124,16 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
     """Between which pairs of the head the scaling ramps from none to full."""
 
     def pair_of(rotations: float) -> float:
-        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(parameters["rope_theta"]))
+        return (
+            width
+            * math.log(original / (rotations * 2 * math.pi))
+            / (2 * math.log(parameters["rope_theta"]))
+        )
 
-    low, high = pair_of(float(parameters.get("beta_fast") or 32)), pair_of(float(parameters.get("beta_slow") or 1))
+    low, high = (
+        pair_of(float(parameters.get("beta_fast") or 32)),
+        pair_of(float(parameters.get("beta_slow") or 1)),
+    )
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = float(max(low, 0)), float(min(high, width - 1))
@@ -120,10 +149,16 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return magnitude(mscale) / magnitude(mscale_all_dim) if mscale and mscale_all_dim else magnitude(1.0)
+    return (
+        magnitude(mscale) / magnitude(mscale_all_dim)
+        if mscale and mscale_all_dim
+        else magnitude(1.0)
+    )
 
 
-def _longrope(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
+def _longrope(
+    parameters: Mapping[str, Any], width: int, max_positions: int
+) -> tuple[Floats, float]:
     original, factor = parameters[LENGTH], parameters.get("factor")
     factor = max_positions / original if factor is None else factor
     attention = parameters.get("attention_factor")
@@ -151,7 +186,8 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
 }
 
-_MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")  # which is as if they were left out
+# which is as if they were left out
+_MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 
 def _wavelengths(parameters: Mapping[str, Any], width: int) -> Floats:

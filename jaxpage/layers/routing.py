@@ -61,10 +61,16 @@ class Router(nnx.Module):
     ):
         self.routing = routing
         count = routing.num_experts
-        self.weight = parameter((count, model_width), axes=(None, "embed"), dtype=dtype, sources=[weight])
-        self.bias = parameter((count,), axes=(None,), dtype=dtype, sources=[bias]) if routing.bias else None
+        self.weight = parameter(
+            (count, model_width), axes=(None, "embed"), dtype=dtype, sources=[weight]
+        )
+        self.bias = (
+            parameter((count,), axes=(None,), dtype=dtype, sources=[bias]) if routing.bias else None
+        )
         self.correction = (
-            parameter((count,), axes=(None,), dtype="float32", sources=[correction], keeps_dtype=True)
+            parameter(
+                (count,), axes=(None,), dtype="float32", sources=[correction], keeps_dtype=True
+            )
             if routing.corrected
             else None
         )
@@ -73,10 +79,14 @@ class Router(nnx.Module):
         logits_TE = product(x_TD, self.weight[...], result=jnp.float32)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
-        expert_TX, weight_TX = jax.lax.platform_dependent(logits_TE, cpu=self._chosen_by_tiles, default=self._chosen)
+        expert_TX, weight_TX = jax.lax.platform_dependent(
+            logits_TE, cpu=self._chosen_by_tiles, default=self._chosen
+        )
         return expert_TX, weight_TX.astype(x_TD.dtype)
 
-    def _chosen(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+    def _chosen(
+        self, logits_TE: Float[Array, "T E"]
+    ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         routing = self.routing
         if routing.sigmoid:
             odds_TE = jax.nn.sigmoid(logits_TE)
@@ -85,14 +95,18 @@ class Router(nnx.Module):
         rated_TE = odds_TE if self.correction is None else odds_TE + self.correction[...][None, :]
         if routing.groups is not None:
             rated_TE = _only_best(rated_TE, routing.groups)
-        weight_TX, expert_TX = _best(rated_TE, odds_TE, routing.per_token, corrected=routing.corrected)
+        weight_TX, expert_TX = _best(
+            rated_TE, odds_TE, routing.per_token, corrected=routing.corrected
+        )
         if routing.normalized:
             weight_TX = weight_TX / (_total(weight_TX) + 1e-20)
         elif not routing.sigmoid:
             weight_TX = weight_TX / _total(odds_TE)
         return expert_TX, weight_TX if routing.factor == 1.0 else weight_TX * routing.factor
 
-    def _chosen_by_tiles(self, logits_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+    def _chosen_by_tiles(
+        self, logits_TE: Float[Array, "T E"]
+    ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
         """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md).
 
         Between barriers: XLA dissolves a loop over one tile, and computes what it holds together with what is around it.
@@ -104,7 +118,9 @@ class Router(nnx.Module):
         num_tokens, num_experts = logits_TE.shape
         padded = jnp.pad(logits_TE, ((0, -num_tokens % ROUTED_AT_ONCE), (0, 0)))
         tiles = jax.lax.map(alone, padded.reshape(-1, ROUTED_AT_ONCE, num_experts))
-        expert_TX, weight_TX = (each.reshape(-1, self.routing.per_token)[:num_tokens] for each in tiles)
+        expert_TX, weight_TX = (
+            each.reshape(-1, self.routing.per_token)[:num_tokens] for each in tiles
+        )
         return expert_TX, weight_TX
 
 
@@ -129,7 +145,9 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
     total = best[..., 0]
     for place in range(1, groups.best):
         total = total + best[..., place]
-    kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(axis=1)
+    kept = jax.nn.one_hot(jax.lax.top_k(total, groups.kept)[1], groups.count, dtype=bool).any(
+        axis=1
+    )
     return jnp.where(kept[:, :, None], grouped, -jnp.inf).reshape(rated_TE.shape)
 
 

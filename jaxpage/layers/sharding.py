@@ -93,7 +93,9 @@ class Sharding:
             return -(-size // count)
         if size % count:
             what = SHARED.get(str(axis), axis)
-            raise ConfigError(f"tensor_parallel_size: {size} {what} cannot be divided into {count} equal parts")
+            raise ConfigError(
+                f"tensor_parallel_size: {size} {what} cannot be divided into {count} equal parts"
+            )
         return size // count
 
     def part(self, axis: str | None, size: int, place: int) -> slice:
@@ -109,7 +111,11 @@ UNDIVIDED = Sharding(1)
 
 def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
     """Returns the parts of all devices, joined along an axis in the order of the devices."""
-    return x if sharding.num_devices == 1 else jax.lax.all_gather(x, DEVICE_AXIS, axis=axis, tiled=True)
+    return (
+        x
+        if sharding.num_devices == 1
+        else jax.lax.all_gather(x, DEVICE_AXIS, axis=axis, tiled=True)
+    )
 
 
 def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
@@ -127,7 +133,8 @@ def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
     if not sharding.invariant:
         (own,) = parts
         return summed(own, sharding)
-    # The barrier keeps XLA from computing products and sums in another way where both are on one device.
+    # The barrier keeps XLA from computing products and sums in another way where both are on one
+    # device.
     stacked = jax.lax.optimization_barrier(gathered(jnp.stack(parts), 0, sharding))
     sums = list(stacked)
     while len(sums) > 1:
@@ -138,7 +145,9 @@ def total(parts: Sequence[jax.Array], sharding: Sharding) -> jax.Array:
 Layer = TypeVar("Layer", bound=nnx.Module)
 
 
-def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "kv_heads", "ffn", "vocab")) -> Layer:
+def shard_of(
+    whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "kv_heads", "ffn", "vocab")
+) -> Layer:
     """Returns a layer of the same kind with a part of each parameter that has one of these axes.
 
     Codes are divided as their scales are. No parameter of the part is a tensor of a checkpoint.
@@ -157,7 +166,8 @@ def shard_of(whole: Layer, sharding: Sharding, axes: Sequence[str] = ("heads", "
         struct, of_axes = parameter.get_value(), parameter.get_metadata()["axes"]
         sizes = [
             sum(
-                sharding.size_of_part(name, size) if name in axes else size for name, size in parts_of(axis, whole_size)
+                sharding.size_of_part(name, size) if name in axes else size
+                for name, size in parts_of(axis, whole_size)
             )
             for axis, whole_size in zip(of_axes, struct.shape, strict=True)
         ]
@@ -193,8 +203,12 @@ def _group_size_of_shard(whole: Quantized, sharding: Sharding) -> int:
 
 
 def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
-    parts = tuple(Part(sharding.size_of_part(part.axis, part.rows), part.axis, None) for part in spec.parts)
-    return replace(spec, parts=parts, num_in=sharding.size_of_part(spec.input_axis, spec.num_in), fused=None)
+    parts = tuple(
+        Part(sharding.size_of_part(part.axis, part.rows), part.axis, None) for part in spec.parts
+    )
+    return replace(
+        spec, parts=parts, num_in=sharding.size_of_part(spec.input_axis, spec.num_in), fused=None
+    )
 
 
 class Summed(nnx.Module):
@@ -238,7 +252,9 @@ class ShardedAttention(nnx.Module):
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
         self.output = Summed(whole.output, sharding)
         self.sharding = sharding
-        self.query_norm, self.key_norm = (whole.query_norm, whole.key_norm) if whole.norm_together else (None, None)
+        self.query_norm, self.key_norm = (
+            (whole.query_norm, whole.key_norm) if whole.norm_together else (None, None)
+        )
 
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
@@ -247,9 +263,13 @@ class ShardedAttention(nnx.Module):
         queries, keys, values = (list(of) for of in zip(*projected, strict=True))
         if self.query_norm is not None and self.key_norm is not None:
             queries = self._normed(self.query_norm, queries, self.sharding.num_shards)
-            keys = self._normed(self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads))
+            keys = self._normed(
+                self.key_norm, keys, min(self.sharding.num_shards, self.sharding.num_kv_heads)
+            )
         each = zip(self.shards, queries, keys, values, layer_pages, strict=True)
-        parts, pages = zip(*(shard.attended(q, k, v, own, context) for shard, q, k, v, own in each), strict=True)
+        parts, pages = zip(
+            *(shard.attended(q, k, v, own, context) for shard, q, k, v, own in each), strict=True
+        )
         return self.output(parts, x_TI), pages
 
     def _normed(
@@ -261,7 +281,9 @@ class ShardedAttention(nnx.Module):
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
         first = place_of_device(self.sharding) * self.sharding.num_local
         places = [(first + index) // copies for index in range(len(parts))]
-        return [jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places]
+        return [
+            jax.lax.dynamic_index_in_dim(normed, place, axis=1, keepdims=False) for place in places
+        ]
 
 
 class _OfShards(nnx.Module):
@@ -325,7 +347,9 @@ class ShardedMLP(nnx.Module):
         def shard() -> MLP | GatedMLP:
             down = partial_of(whole.down, sharding)
             if isinstance(whole, GatedMLP):
-                return GatedMLP(shard_of(whole.gate_up, sharding), down, activation=whole.activation)
+                return GatedMLP(
+                    shard_of(whole.gate_up, sharding), down, activation=whole.activation
+                )
             return MLP(shard_of(whole.up, sharding), down, activation=whole.activation)
 
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
@@ -376,11 +400,14 @@ class ShardedExperts(Experts):
             own.spec = replace(layer.spec, num_experts=count)
             return own
 
-        super().__init__(part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu)
+        super().__init__(
+            part(whole.gate_up), part(whole.down), activation=whole.activation, swiglu=whole.swiglu
+        )
         self.sharding = sharding
 
     def made(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
         count = self.gate_up.spec.num_experts
         own_TX = expert_TX - place_of_device(self.sharding) * count
-        own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)  # those of other devices are none of these
+        # those of other devices are none of these
+        own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
         return summed(super().made(x_TD, own_TX), self.sharding)

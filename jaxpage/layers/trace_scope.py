@@ -37,7 +37,9 @@ class ProductKernels(NamedTuple):
     numbers: Callable[[Grouped], jax.Array]
     few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
     few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
-    by_group: Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
+    by_group: (
+        Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
+    )
 
 
 class Adapters(NamedTuple):

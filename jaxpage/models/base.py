@@ -109,7 +109,9 @@ class Family(Protocol):
 
 
 def run_layers(
-    layers: Iterable[Callable[[jax.Array, LayerPages, ForwardContext], tuple[jax.Array, LayerPages]]],
+    layers: Iterable[
+        Callable[[jax.Array, LayerPages, ForwardContext], tuple[jax.Array, LayerPages]]
+    ],
     norm: Callable[[jax.Array], jax.Array] | None,
     hidden_TD: jax.Array,
     pages: Pages,
@@ -134,7 +136,9 @@ def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint of this model may have, and that are not loaded."""
     last = spec.kv.num_layers
     draft_layers = range(last, last + getattr(spec, "num_draft_layers", 0))
-    drafting = [f"{prefix}layers.{index}.*" for index in draft_layers for prefix in ("", family.prefix)]
+    drafting = [
+        f"{prefix}layers.{index}.*" for index in draft_layers for prefix in ("", family.prefix)
+    ]
     return (*family.ignored, *drafting)
 
 

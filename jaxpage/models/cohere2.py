@@ -40,10 +40,14 @@ class Spec(RotaryDecoderSpec):
                 num_kv_heads=key_value_heads(fields, None),
                 head_width=head_width,
                 max_position_embeddings=longest,
-                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                sliding_windows=windows_of(
+                    fields, types, fields.optional_integer("sliding_window", 4096)
+                ),
                 attention_bias=fields.flag("attention_bias", False),
                 rope=(rope, longest),
-                rope_by_layer=tuple(rope if kind == "sliding_attention" else None for kind in types),
+                rope_by_layer=tuple(
+                    rope if kind == "sliding_attention" else None for kind in types
+                ),
                 epsilon=("layer_norm_eps", 1e-5),
                 logit_scale=fields.number("logit_scale", 0.0625),
                 form=FORM,

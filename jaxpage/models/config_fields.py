@@ -74,7 +74,9 @@ class ConfigFields:
         errors = self._top._errors
         if error is not None:
             raised = error.exceptions if isinstance(error, ExceptionGroup) else (error,)
-            known = [each for each in raised if isinstance(each, CheckpointError | UnsupportedError)]
+            known = [
+                each for each in raised if isinstance(each, CheckpointError | UnsupportedError)
+            ]
             if len(known) == len(raised):
                 errors.update({str(each): each for each in known})
             elif not isinstance(error, Exception) or not errors:

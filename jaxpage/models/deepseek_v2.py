@@ -27,7 +27,9 @@ class Spec(RotaryDecoderSpec):
                 fields.note(error, norm_topk_prob=False)
             method = fields.get("topk_method", "greedy")
             if method not in ("greedy", "group_limited_greedy"):
-                error = RefusedField(f"topk_method = {method!r} is not greedy or group_limited_greedy")
+                error = RefusedField(
+                    f"topk_method = {method!r} is not greedy or group_limited_greedy"
+                )
                 fields.note(error, topk_method="greedy")
                 method = "greedy"
             count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
@@ -42,10 +44,15 @@ class Spec(RotaryDecoderSpec):
                     per_token=None,
                     width=width,
                     normalized=False,
-                    routing={"groups": groups, "factor": fields.number("routed_scaling_factor", 1.0)},
+                    routing={
+                        "groups": groups,
+                        "factor": fields.number("routed_scaling_factor", 1.0),
+                    },
                     shared_width=fields.integer(*width) * fields.integer("n_shared_experts", 2),
                 ),
                 expert_names=DEEPSEEK_NAMES,
-                sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+                sparse_layers=tuple(
+                    index >= first for index in range(fields.integer("num_hidden_layers"))
+                ),
                 **latent_knobs(fields, longest=2048, query_rank=1536),
             )

@@ -29,15 +29,25 @@ class Spec(RotaryDecoderSpec):
             first = fields.integer("first_k_dense_replace", 3, least=0)
             return cls._from_fields(
                 fields,
-                experts=corrected_experts(fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5),
+                experts=corrected_experts(
+                    fields, count=256, per_token=8, width=2048, groups=(8, 4), factor=2.5
+                ),
                 expert_names=DEEPSEEK_NAMES,
-                sparse_layers=tuple(index >= first for index in range(fields.integer("num_hidden_layers"))),
+                sparse_layers=tuple(
+                    index >= first for index in range(fields.integer("num_hidden_layers"))
+                ),
                 **latent_knobs(fields, longest=4096, query_rank=1536),
             )
 
 
 def corrected_experts(
-    fields: Fields, *, count: int, per_token: int, width: int, groups: tuple[int, int], factor: float
+    fields: Fields,
+    *,
+    count: int,
+    per_token: int,
+    width: int,
+    groups: tuple[int, int],
+    factor: float,
 ) -> ExpertsSpec:
     """Defaults of the fields; those of a family."""
     named_count, named_width = ("n_routed_experts", count), ("moe_intermediate_size", width)
@@ -58,7 +68,12 @@ def corrected_experts(
 
 
 def read_groups(
-    fields: Fields, count: tuple[str, int], *, best: int, default: Any = (None, None), per_token: int = 1
+    fields: Fields,
+    count: tuple[str, int],
+    *,
+    best: int,
+    default: Any = (None, None),
+    per_token: int = 1,
 ) -> Groups | None:
     """None: all experts are one group. count: the field of their number, and its default. per_token: the default."""
     number = fields.optional_integer("n_group", default[0]) or 1
@@ -87,7 +102,9 @@ def latent_knobs(
         if fields.get(name, None) not in (None, only):
             error = RefusedField(f"{name} = {fields.get(name)!r} is not supported")
             fields.note(error, **{name: None})
-    latent, rope, length = read_latent(fields, longest=longest, query_rank=query_rank, plain=plain, value=value)
+    latent, rope, length = read_latent(
+        fields, longest=longest, query_rank=query_rank, plain=plain, value=value
+    )
     return {
         "latent": latent,
         "num_kv_heads": 1,

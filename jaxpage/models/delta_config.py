@@ -31,11 +31,19 @@ def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
 
 
 def make_delta_net(
-    widths: DeltaWidths, layer_index: int, *, width: int, epsilon: float, name: str, dtype: DTypeLike
+    widths: DeltaWidths,
+    layer_index: int,
+    *,
+    width: int,
+    epsilon: float,
+    name: str,
+    dtype: DTypeLike,
 ) -> GatedDeltaNet:
     """width: of the model. epsilon: of the norm. name: of the checkpoint's module."""
 
-    def product(num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()) -> Linear:
+    def product(
+        num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()
+    ) -> Linear:
         """each: see `Part`, of the first module."""
         parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
         parts[0] = replace(parts[0], each=each)
@@ -47,7 +55,9 @@ def make_delta_net(
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
         beta_step = product(width, inward, ("in_proj_ba", 2 * heads))
     else:
-        input = product(width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts)
+        input = product(
+            width, inward, ("in_proj_qkv", convolved), ("in_proj_z", values), each=widths.parts
+        )
         beta_step = product(width, inward, ("in_proj_b", heads), ("in_proj_a", heads))
     return GatedDeltaNet(
         layer_index,

@@ -24,7 +24,15 @@ class DraftModel(nnx.Module):
 
     aux_layers = None
 
-    def __init__(self, family: Family, spec: ModelSpec, rule: Rule | None = None, *, vocab_size: int, dtype: DTypeLike):
+    def __init__(
+        self,
+        family: Family,
+        spec: ModelSpec,
+        rule: Rule | None = None,
+        *,
+        vocab_size: int,
+        dtype: DTypeLike,
+    ):
         self.model = make_model(family, spec, dtype, rule)
         self.spec = spec
         self.vocab_size = vocab_size

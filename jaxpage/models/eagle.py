@@ -67,12 +67,19 @@ class _Eagle(nnx.Module):
 
     def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
         width, rows = spec.decoder.model_width, spec.table_rows
-        tokens_name, head_name = "embed_tokens" if spec.own_tokens else None, "lm_head" if spec.own_head else None
+        tokens_name, head_name = (
+            "embed_tokens" if spec.own_tokens else None,
+            "lm_head" if spec.own_head else None,
+        )
         self.spec = spec
         self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
         self.head = Embedding(rows, width, name=head_name, dtype=dtype)
-        self.fc = linear(fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype)
-        self.token_map = parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
+        self.fc = linear(
+            fused_width, Part(width, "embed", "fc"), input_axis=None, bias=spec.fc_bias, dtype=dtype
+        )
+        self.token_map = (
+            parameter((rows,), axes=("vocab",), dtype=jnp.int32) if spec.token_map else None
+        )
 
     @property
     def kv(self) -> KVSpec:
@@ -96,7 +103,9 @@ class Eagle(_Eagle):
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
         self.layers = nnx.List(
-            DecoderLayer(spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype)
+            DecoderLayer(
+                spec.decoder, index, name=f"layers.{index}", norm_first=index > 0, dtype=dtype
+            )
             for index in range(spec.decoder.kv.num_layers)
         )
 
@@ -123,7 +132,12 @@ class FusionLayer(nnx.Module):
         decoder = spec.decoder
 
         def norm(part: str) -> RMSNorm:
-            return RMSNorm(decoder.model_width, name=f"{name}.{part}", epsilon=decoder.norm_epsilon, dtype=dtype)
+            return RMSNorm(
+                decoder.model_width,
+                name=f"{name}.{part}",
+                epsilon=decoder.norm_epsilon,
+                dtype=dtype,
+            )
 
         self.embedding_norm, self.feature_norm = norm("input_layernorm"), norm("hidden_norm")
         self.attention = make_attention(
@@ -158,8 +172,13 @@ class Eagle3(_Eagle):
         super().__init__(spec, fused, dtype=dtype)
         norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec
-        self.states_norm = norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
-        each = [norm(spec.target_width, name=f"fc_norm.{index}") for index in range(len(spec.aux_layers))]
+        self.states_norm = (
+            norm(fused, name="input_norm", axis=None) if spec.norm_before_fc else None
+        )
+        each = [
+            norm(spec.target_width, name=f"fc_norm.{index}")
+            for index in range(len(spec.aux_layers))
+        ]
         self.state_norms = nnx.List(each) if spec.norm_each else None
         self.fusion = FusionLayer(spec, name="layers.0", dtype=dtype)
         self.layers = nnx.List(
@@ -174,7 +193,9 @@ class Eagle3(_Eagle):
             fused = self.states_norm(fused)
         if self.state_norms is not None:
             parts = jnp.split(fused, len(self.state_norms), axis=-1)
-            fused = jnp.concatenate([norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], axis=-1)
+            fused = jnp.concatenate(
+                [norm(part) for norm, part in zip(self.state_norms, parts, strict=True)], axis=-1
+            )
         return self.fc(fused)
 
     def __call__(

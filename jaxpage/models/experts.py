@@ -55,7 +55,9 @@ def read_experts(
     """
     chosen = Routing(
         num_experts=fields.integer(*count),
-        per_token=fields.integer("num_experts_per_tok", REQUIRED if per_token is None else per_token),
+        per_token=fields.integer(
+            "num_experts_per_tok", REQUIRED if per_token is None else per_token
+        ),
         normalized=fields.flag("norm_topk_prob", False) if normalized is None else normalized,
         **(routing or {}),
     )
@@ -72,7 +74,9 @@ def sparse_layers(fields: Fields) -> tuple[bool, ...]:
     every = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
-        fields.note(WrongField(f"mlp_only_layers must be a list, not {dense!r}"), mlp_only_layers=None)
+        fields.note(
+            WrongField(f"mlp_only_layers must be a list, not {dense!r}"), mlp_only_layers=None
+        )
         dense = []
     num_layers = fields.integer("num_hidden_layers")
     return tuple((index + 1) % every == 0 and index not in dense for index in range(num_layers))
@@ -92,17 +96,25 @@ def make_experts(
     published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
     count = spec.routing.num_experts
 
-    def stacked(part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]) -> ExpertLinear:
+    def stacked(
+        part: str, num_out: int, num_in: int, axes: tuple[Axis, str], parts: tuple[str, ...]
+    ) -> ExpertLinear:
         apart = [] if names.only_stacked else range(count)
-        modules = tuple(tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart)
+        modules = tuple(
+            tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
+        )
         name, bias = f"{in_memory}.experts.{part}", spec.swiglu is not None
         sizes, (output_axis, input_axis) = (count, num_in, num_out), axes
         return ExpertLinear(
-            ExpertLinearSpec(*sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype)
+            ExpertLinearSpec(
+                *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype
+            )
         )
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
-    gate_up = stacked("gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up))
+    gate_up = stacked(
+        "gate_up_proj", 2 * inner, model_width, (both, "embed"), (names.gate, names.up)
+    )
     down = stacked("down_proj", model_width, inner, ("embed", "ffn"), (names.down,))
     experts = Experts(gate_up, down, activation=activation, swiglu=spec.swiglu)
     router = f"{published}.{names.router}"

@@ -56,7 +56,9 @@ class Spec:
             num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
             num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
             if num_heads % num_kv_heads:
-                text = f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
+                text = (
+                    f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
+                )
                 heads = dict.fromkeys(("num_kv_heads", "num_attention_heads"), num_heads)
                 fields.note(WrongField(text), **heads)
             head_width = fields.divided("hidden_size", "num_attention_heads")
@@ -87,7 +89,10 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
 
 def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
     """`Spec.norms` and `Spec.parallel`."""
-    new, parallel = fields.flag("new_decoder_architecture", False), fields.flag("parallel_attn", True)
+    new, parallel = (
+        fields.flag("new_decoder_architecture", False),
+        fields.flag("parallel_attn", True),
+    )
     if new and not parallel:
         text = "parallel_attn = false with new_decoder_architecture is not supported"
         fields.note(RefusedField(text), parallel_attn=True)
@@ -120,10 +125,19 @@ class DecoderLayer(nnx.Module):
             """One group is as other products are: all queries, the key, the value."""
             queries = spec.num_query_heads * head_width
             if groups is not None:
-                return product(width, queries + 2 * groups * head_width, "embed", "kv_heads", module)
+                return product(
+                    width, queries + 2 * groups * head_width, "embed", "kv_heads", module
+                )
             rows = ((queries, "heads"), (head_width, "kv_heads"), (head_width, "kv_heads"))
             parts = (Part(*each, None) for each in rows)
-            return linear(width, *parts, fused=f"{name}.{module}", input_axis="embed", bias=spec.bias, dtype=dtype)
+            return linear(
+                width,
+                *parts,
+                fused=f"{name}.{module}",
+                input_axis="embed",
+                bias=spec.bias,
+                dtype=dtype,
+            )
 
         before_attention, before_mlp = spec.norms
         self.attention_norm = norm(before_attention)
@@ -149,7 +163,11 @@ class DecoderLayer(nnx.Module):
         normed_TD = self.attention_norm(x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = x_TD + attended_TD
-        fed_TD = normed_TD if self.mlp_norm is None else self.mlp_norm(x_TD if self.parallel else added_TD)
+        fed_TD = (
+            normed_TD
+            if self.mlp_norm is None
+            else self.mlp_norm(x_TD if self.parallel else added_TD)
+        )
         return added_TD + self.mlp(fed_TD), layer_pages
 
 
@@ -159,14 +177,23 @@ class Model(nnx.Module):
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
         self.tokens, self.head = token_tables(
-            spec.vocab_size, width, name="transformer.word_embeddings", tied=spec.tie_word_embeddings, dtype=dtype
+            spec.vocab_size,
+            width,
+            name="transformer.word_embeddings",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
         )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype)
+            for index in range(spec.kv.num_layers)
         )
-        self.norm = LayerNorm(width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.norm = LayerNorm(
+            width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype
+        )
 
-    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
         return run_layers(self.layers, self.norm, self.tokens(token_ids_T), pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:

@@ -14,12 +14,22 @@ from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField,
 
 T = TypeVar("T")
 REQUIRED: Any = object()  # as a default: the field has none
-_ROPE_FIELDS = ("rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings")
-NO_ROPE: dict[str, Any] = {**dict.fromkeys(_ROPE_FIELDS), "rope_theta": 10_000.0, "rope_local_base_freq": 10_000.0}
+_ROPE_FIELDS = (
+    "rope_scaling",
+    "rope_parameters",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+NO_ROPE: dict[str, Any] = {
+    **dict.fromkeys(_ROPE_FIELDS),
+    "rope_theta": 10_000.0,
+    "rope_local_base_freq": 10_000.0,
+}
 _SIZE = 64  # that stands for one that is missing or wrong, while the other fields are read
 
 
-# Fields of any config that would change the mathematics, and what they stand for; absent, null, false and empty pass.
+# Fields of any config that would change the mathematics, and what they stand for; absent, null,
+# false and empty pass.
 _NOT_HONOURED = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
@@ -36,9 +46,13 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return dict(config)
     common = {
-        name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")
+        name: value
+        for name, value in config.items()
+        if name not in ("text_config", "vision_config", "model_type")
     }
-    decided = {name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config}
+    decided = {
+        name: config[name] for name in ("architectures", "tie_word_embeddings") if name in config
+    }
     return {**common, **text, **decided}
 
 
@@ -48,7 +62,9 @@ class Fields(ConfigFields):
     Defaults are those of the transformers config class, and null is a value like others.
     """
 
-    def __init__(self, config: Mapping[str, Any], model_type: str, aliases: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], model_type: str, aliases: Mapping[str, str] | None = None
+    ) -> None:
         """Takes a config and notes whatever no family honours.
 
         Args:
@@ -113,16 +129,27 @@ class Fields(ConfigFields):
     def number(self, name: str, default: float) -> float:
         """Returns a finite number above zero."""
         value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not 0 < value < math.inf
+        ):
             error = WrongField(f"{name} must be a positive number, not {value!r}")
             return self._instead(error, name, default)
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
-        return None if self.get(name, default) is None else self.number(name, 1.0 if default is None else default)
+        return (
+            None
+            if self.get(name, default) is None
+            else self.number(name, 1.0 if default is None else default)
+        )
 
     def layer_types(
-        self, default: Sequence[str], *, kinds: Sequence[str] = ("full_attention", "sliding_attention")
+        self,
+        default: Sequence[str],
+        *,
+        kinds: Sequence[str] = ("full_attention", "sliding_attention"),
     ) -> tuple[str, ...]:
         """`layer_types`: for each layer one of the kinds that this family has."""
         types = self.get("layer_types", None)
@@ -182,7 +209,9 @@ class Fields(ConfigFields):
         top of the file, in a family whose config class has that field.
         """
         parameters = self.rope_parameters(max_position_embeddings, theta, original)
-        return self._rope_of(parameters, head_width, max_position_embeddings, partial, aliases or {})
+        return self._rope_of(
+            parameters, head_width, max_position_embeddings, partial, aliases or {}
+        )
 
     def ropes_by_type(
         self, head_width: int, max_position_embeddings: int, theta: Mapping[str, tuple[str, float]]
@@ -191,8 +220,13 @@ class Fields(ConfigFields):
 
         `rope_scaling` of older configs holds for layers without a window.
         """
-        given, scaling = self.get("rope_parameters", None) or {}, self.get("rope_scaling", None) or {}
-        if not isinstance(given, dict) or not all(value is None or isinstance(value, dict) for value in given.values()):
+        given, scaling = (
+            self.get("rope_parameters", None) or {},
+            self.get("rope_scaling", None) or {},
+        )
+        if not isinstance(given, dict) or not all(
+            value is None or isinstance(value, dict) for value in given.values()
+        ):
             text = f"rope_parameters must have an object for each layer type, not {given!r}"
             self.note(WrongField(text), **NO_ROPE)
             given = {}
@@ -202,13 +236,18 @@ class Fields(ConfigFields):
             scaling = {}
         ropes, limit = {}, max_position_embeddings
         for kind, (name, default) in theta.items():
-            parameters = {**(given.get(kind) or {}), **(scaling if kind == "full_attention" else {})}
+            parameters = {
+                **(given.get(kind) or {}),
+                **(scaling if kind == "full_attention" else {}),
+            }
             parameters = _standard(parameters)
             older = self.get(name, None) if name else None
             parameters.setdefault("rope_theta", default if older is None else older)
             parameters.setdefault("rope_type", "default")
             parameters.setdefault("original_max_position_embeddings", max_position_embeddings)
-            ropes[kind], reach = self._rope_of(parameters, head_width, max_position_embeddings, None, {})
+            ropes[kind], reach = self._rope_of(
+                parameters, head_width, max_position_embeddings, None, {}
+            )
             limit = min(limit, reach)
         return ropes, limit
 
@@ -222,7 +261,12 @@ class Fields(ConfigFields):
     ) -> tuple[Rope, int]:
         kind = parameters["rope_type"]
         parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
-        factor = self.get("partial_rotary_factor", None) or parameters.get("partial_rotary_factor") or partial or 1.0
+        factor = (
+            self.get("partial_rotary_factor", None)
+            or parameters.get("partial_rotary_factor")
+            or partial
+            or 1.0
+        )
         refused, wrong = [], []
         if partial is None and factor != 1.0:
             refused.append("partial_rotary_factor other than 1 is not supported for this family")
@@ -233,9 +277,12 @@ class Fields(ConfigFields):
         width = int(head_width * factor)
         if parameters.get("mrope_section"):
             refused.append("mrope_section (positions with several axes) is not supported")
-        for name in ("attn_factor", "extrapolation_factor"):  # of vLLM and llama.cpp; transformers passes them over
+        # of vLLM and llama.cpp; transformers passes them over
+        for name in ("attn_factor", "extrapolation_factor"):
             if parameters.get(name, 1) != 1:
-                refused.append(f"rope {name} = {parameters[name]!r} is not supported; attention_factor is")
+                refused.append(
+                    f"rope {name} = {parameters[name]!r} is not supported; attention_factor is"
+                )
         if (kind := parameters["rope_type"]) in (*SCALINGS,):
             wrong += wrong_parameters(parameters, width)
         else:
@@ -256,7 +303,9 @@ class Fields(ConfigFields):
             return make_rope(parameters, head_width=width, max_position_embeddings=longest)
         except CheckpointError as error:
             self.note(WrongField(str(error)), **NO_ROPE)
-            return make_rope(_plain_rope(longest), head_width=width, max_position_embeddings=longest)
+            return make_rope(
+                _plain_rope(longest), head_width=width, max_position_embeddings=longest
+            )
 
     def rope_parameters(
         self, max_position_embeddings: int, theta: float, original: int | None = None
@@ -265,7 +314,11 @@ class Fields(ConfigFields):
         old = self._object_or_null("rope_scaling")
         new = self._object_or_null("rope_parameters")
         parameters = self._completed(old or new or {}, max_position_embeddings, theta, original)
-        if old and new and parameters != self._completed(new, max_position_embeddings, theta, original):
+        if (
+            old
+            and new
+            and parameters != self._completed(new, max_position_embeddings, theta, original)
+        ):
             error: FieldError = WrongField("rope_scaling and rope_parameters contradict each other")
         elif any(isinstance(value, dict) for value in parameters.values()):
             error = RefusedField("rope_parameters by layer type are not supported for this family")
@@ -281,7 +334,9 @@ class Fields(ConfigFields):
         error = WrongField(f"{name} must be an object or null, not {value!r}")
         return self._instead(error, name, None)
 
-    def _completed(self, given: Mapping[str, Any], longest: int, theta: float, original: int | None) -> dict[str, Any]:
+    def _completed(
+        self, given: Mapping[str, Any], longest: int, theta: float, original: int | None
+    ) -> dict[str, Any]:
         """Returns rope parameters with what other fields say, and the defaults."""
         parameters = _standard(given)
         parameters.setdefault("rope_theta", self.get("rope_theta", theta))

@@ -8,7 +8,14 @@ from typing import Any
 
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, ignored, key_value_heads, prefix
+from jaxpage.models.rotary_decoder import (
+    BlockForm,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    prefix,
+)
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
@@ -25,7 +32,10 @@ class Spec(RotaryDecoderSpec):
         if config.get("hidden_act") == "gelu":
             config = {**config, "hidden_act": ACTIVATION}
         with Fields(config, "gemma") as fields:
-            used, other = fields.get("hidden_act", ACTIVATION), fields.get("hidden_activation", None)
+            used, other = (
+                fields.get("hidden_act", ACTIVATION),
+                fields.get("hidden_activation", None),
+            )
             if other not in (None, used):
                 text = f"hidden_activation = {other!r} is not supported beside hidden_act = {used!r}, which is used"
                 fields.note(RefusedField(text), hidden_activation=None)

@@ -24,7 +24,12 @@ __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 OVERFLOWS_FLOAT16 = True
-NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+NORMS = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    "post_feedforward_layernorm",
+)
 FORM = BlockForm(norms=NORMS, kind="rms+1")
 
 
@@ -39,7 +44,9 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 max_position_embeddings=longest,
-                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                sliding_windows=windows_of(
+                    fields, types, fields.optional_integer("sliding_window", 4096)
+                ),
                 **gemma_knobs(fields, caps=(50.0, 30.0)),
             )
 

@@ -11,13 +11,23 @@ from typing import Any
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
 from jaxpage.models.gemma2 import gemma_knobs
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, layer_types, prefix, windows_of
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    layer_types,
+    prefix,
+    windows_of,
+)
 
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 OVERFLOWS_FLOAT16 = True
-THETA = {"full_attention": ("rope_theta", 1_000_000.0), "sliding_attention": ("rope_local_base_freq", 10_000.0)}
+THETA = {
+    "full_attention": ("rope_theta", 1_000_000.0),
+    "sliding_attention": ("rope_local_base_freq", 10_000.0),
+}
 
 
 class Spec(RotaryDecoderSpec):
@@ -27,7 +37,9 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with Fields(config, "gemma3_text") as fields:
             if fields.get("attn_logit_softcapping", None) is not None:
-                text = "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+                text = (
+                    "attn_logit_softcapping is not supported: attention of Gemma 3 has no softcap"
+                )
                 fields.note(RefusedField(text), attn_logit_softcapping=None)
             types = layer_types(fields, fields.integer("sliding_window_pattern", 6))
             knobs = gemma_knobs(fields, caps=(None, None))
@@ -37,7 +49,9 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 max_position_embeddings=longest,
-                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                sliding_windows=windows_of(
+                    fields, types, fields.optional_integer("sliding_window", 4096)
+                ),
                 rope=(ropes["full_attention"], longest),
                 rope_by_layer=tuple(ropes[kind] for kind in types),
                 norm_heads=True,

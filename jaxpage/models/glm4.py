@@ -22,7 +22,12 @@ __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 Model = RotaryDecoder
 OVERFLOWS_FLOAT16 = True
 FORM = BlockForm(
-    norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    norms=(
+        "input_layernorm",
+        "post_self_attn_layernorm",
+        "post_attention_layernorm",
+        "post_mlp_layernorm",
+    )
 )
 
 

@@ -25,7 +25,9 @@ class Spec(RotaryDecoderSpec):
             return cls._from_fields(
                 fields,
                 epsilon=("rms_norm_eps", 1e-5),
-                experts=corrected_experts(fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8),
+                experts=corrected_experts(
+                    fields, count=64, per_token=4, width=1536, groups=(1, 1), factor=1.8
+                ),
                 expert_names=DEEPSEEK_NAMES,
                 sparse_layers=_sparse_layers(fields),
                 **latent_knobs(fields, longest=202_752, query_rank=768, plain=192, value=256),

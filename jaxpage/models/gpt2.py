@@ -48,7 +48,9 @@ class Spec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
         with Fields(config, "gpt2", _ALIASES) as fields:
-            num_heads, num_layers, width = (fields.integer(name) for name in ("n_head", "n_layer", "n_embd"))
+            num_heads, num_layers, width = (
+                fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
+            )
             head_width = fields.divided("n_embd", "n_head")
             scale = head_width**-0.5 if fields.flag("scale_attn_weights", True) else 1.0
             by_layer = fields.flag("scale_attn_by_inverse_layer_idx", False)
@@ -62,7 +64,9 @@ class Spec:
                 kv=KVSpec(num_layers, num_heads, head_width, (None,) * num_layers),
                 activation=fields.activation("activation_function", "gelu_new"),
                 norm_epsilon=fields.number("layer_norm_epsilon", 1e-5),
-                attention_scales=tuple(scale / (index + 1 if by_layer else 1) for index in range(num_layers)),
+                attention_scales=tuple(
+                    scale / (index + 1 if by_layer else 1) for index in range(num_layers)
+                ),
                 tie_word_embeddings=fields.flag("tie_word_embeddings", True),
             )
 
@@ -76,12 +80,22 @@ class DecoderLayer(nnx.Module):
         def conv1d(num_in: int, *axes: str, input_axis: str, module: str) -> Linear:
             parts = [Part(inner if axis == "ffn" else width, axis, None) for axis in axes]
             fused = f"{name}.{module}"
-            return linear(num_in, *parts, input_axis=input_axis, bias=True, dtype=dtype, fused=fused, transposed=True)
+            return linear(
+                num_in,
+                *parts,
+                input_axis=input_axis,
+                bias=True,
+                dtype=dtype,
+                fused=fused,
+                transposed=True,
+            )
 
         self.attention_norm = LayerNorm(width, name=f"{name}.ln_1", epsilon=epsilon, dtype=dtype)
         self.attention = Attention(
             layer_index,
-            conv1d(width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"),
+            conv1d(
+                width, "heads", "kv_heads", "kv_heads", input_axis="embed", module="attn.c_attn"
+            ),
             conv1d(width, "embed", input_axis="heads", module="attn.c_proj"),
             head_width=spec.kv.head_width,
             scale=spec.attention_scales[layer_index],
@@ -107,15 +121,26 @@ class Model(nnx.Module):
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
         self.tokens, self.head = token_tables(
-            spec.vocab_size, width, name="transformer.wte", tied=spec.tie_word_embeddings, dtype=dtype
+            spec.vocab_size,
+            width,
+            name="transformer.wte",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
         )
-        self.positions = Embedding(spec.max_position_embeddings, width, name="transformer.wpe", axis=None, dtype=dtype)
+        self.positions = Embedding(
+            spec.max_position_embeddings, width, name="transformer.wpe", axis=None, dtype=dtype
+        )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype) for index in range(spec.kv.num_layers)
+            DecoderLayer(spec, index, name=f"transformer.h.{index}", dtype=dtype)
+            for index in range(spec.kv.num_layers)
         )
-        self.norm = LayerNorm(width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.norm = LayerNorm(
+            width, name="transformer.ln_f", epsilon=spec.norm_epsilon, dtype=dtype
+        )
 
-    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
         hidden_TD = self.tokens(token_ids_T) + self.positions(context.positions_T)
         return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 

@@ -39,9 +39,14 @@ class Spec(RotaryDecoderSpec):
             "gpt_oss",
             {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
         ) as fields:
-            head_width, num_layers = fields.integer("head_dim", 64), fields.integer("num_hidden_layers")
+            head_width, num_layers = (
+                fields.integer("head_dim", 64),
+                fields.integer("num_hidden_layers"),
+            )
             longest = fields.integer("max_position_embeddings", 131_072)
-            swiglu = ClampedSwiGLU(fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702))
+            swiglu = ClampedSwiGLU(
+                fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),

@@ -56,19 +56,38 @@ def _stretch(fields: Fields) -> float:
             error = WrongField(f"rope {name} must be a positive number, not {value!r}")
             fields.note(error, **NO_ROPE)
             return 1.0
-    if parameters.get("rope_type", parameters.get("type", "default")) == "default" or not share or factor <= 1:
+    if (
+        parameters.get("rope_type", parameters.get("type", "default")) == "default"
+        or not share
+        or factor <= 1
+    ):
         return 1.0
     return 0.1 * share * math.log(factor) + 1.0
 
 
 def make_latent_attention(
-    spec: LatentSpec, layer_index: int, *, width: int, num_heads: int, rope: Rope, name: str, dtype: DTypeLike
+    spec: LatentSpec,
+    layer_index: int,
+    *,
+    width: int,
+    num_heads: int,
+    rope: Rope,
+    name: str,
+    dtype: DTypeLike,
 ) -> LatentAttention:
     """width: of the model. name: of the checkpoint's module."""
     widths = spec.widths
 
-    def product(num_in: int, rows: int, axes: tuple[str | None, str | None], module: str, bias: bool) -> Linear:
-        return linear(num_in, Part(rows, axes[1], f"{name}.{module}"), input_axis=axes[0], bias=bias, dtype=dtype)
+    def product(
+        num_in: int, rows: int, axes: tuple[str | None, str | None], module: str, bias: bool
+    ) -> Linear:
+        return linear(
+            num_in,
+            Part(rows, axes[1], f"{name}.{module}"),
+            input_axis=axes[0],
+            bias=bias,
+            dtype=dtype,
+        )
 
     def norm(rank: int, module: str) -> RMSNorm:
         return RMSNorm(rank, name=f"{name}.{module}", epsilon=NORM_EPSILON, axis=None, dtype=dtype)
@@ -84,7 +103,9 @@ def make_latent_attention(
             norm(rank, "q_a_layernorm"),
             product(rank, query_rows, (None, "heads"), "q_b_proj", False),
         )
-    expand = product(widths.rank, num_heads * (widths.plain + widths.value), (None, "heads"), "kv_b_proj", False)
+    expand = product(
+        widths.rank, num_heads * (widths.plain + widths.value), (None, "heads"), "kv_b_proj", False
+    )
     return LatentAttention(
         layer_index,
         queries,

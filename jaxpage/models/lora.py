@@ -40,7 +40,9 @@ class LoRASpec:
     def num_bytes(self, dtype: str) -> int:
         """Of the adapters of all slots, in a model of this type."""
         layers = {target.path: target for target in self.targets.values()}.values()
-        numbers = sum(layer.num_layer_parts * layer.num_in + layer.num_layer_rows for layer in layers)
+        numbers = sum(
+            layer.num_layer_parts * layer.num_in + layer.num_layer_rows for layer in layers
+        )
         return self.num_slots * self.rank * numbers * jnp.dtype(dtype).itemsize
 
 
@@ -87,7 +89,9 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
         whole = (of.num_in, len(of.parts), of.num_out)
         for index, part in enumerate(of.parts):
             if part.name is not None:
-                targets[part.name] = LoRATarget(path, range(index, index + 1), first, part.rows, *whole)
+                targets[part.name] = LoRATarget(
+                    path, range(index, index + 1), first, part.rows, *whole
+                )
             first += part.rows
         if of.fused:
             targets[of.fused] = LoRATarget(path, range(len(of.parts)), 0, of.num_out, *whole)

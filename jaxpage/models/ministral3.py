@@ -20,8 +20,19 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
 ROPE = {  # of a config that has neither `rope_parameters` nor `rope_scaling`
-    **{"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384},
-    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1},
+    **{
+        "rope_type": "yarn",
+        "rope_theta": 1_000_000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16_384,
+    },
+    **{
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
 }
 
 
@@ -38,9 +49,12 @@ class Spec(RotaryDecoderSpec):
             rope = fields.rope(head_width, longest)
             parameters = fields.rope_parameters(longest, 10_000.0)
             rate, length = (
-                parameters.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
+                parameters.get(name)
+                for name in ("llama_4_scaling_beta", "original_max_position_embeddings")
             )
-            if rate is not None and (not isinstance(rate, int | float) or type(length) is not int or length < 1):
+            if rate is not None and (
+                not isinstance(rate, int | float) or type(length) is not int or length < 1
+            ):
                 text = f"llama_4_scaling_beta = {rate!r} with original_max_position_embeddings = {length!r}"
                 fields.note(WrongField(text), **NO_ROPE)
                 rate = None

@@ -28,8 +28,14 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with Fields(config, "mixtral", {"num_local_experts": "num_experts"}) as fields:
-            num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
-            longest, width = fields.integer("max_position_embeddings", 4096 * 32), ("intermediate_size", 14336)
+            num_layers, head_width = (
+                fields.integer("num_hidden_layers"),
+                head_width_or_quotient(fields),
+            )
+            longest, width = (
+                fields.integer("max_position_embeddings", 4096 * 32),
+                ("intermediate_size", 14336),
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),
@@ -38,7 +44,13 @@ class Spec(RotaryDecoderSpec):
                 sliding_windows=(fields.optional_integer("sliding_window", None),) * num_layers,
                 rope=fields.rope(head_width, longest, theta=1_000_000.0),
                 epsilon=("rms_norm_eps", 1e-5),
-                experts=read_experts(fields, count=("num_local_experts", 8), per_token=2, width=width, normalized=True),
+                experts=read_experts(
+                    fields,
+                    count=("num_local_experts", 8),
+                    per_token=2,
+                    width=width,
+                    normalized=True,
+                ),
                 expert_names=NAMES,
                 sparse_layers=(True,) * num_layers,
             )

@@ -18,7 +18,9 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-FORM = BlockForm(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), together=True)
+FORM = BlockForm(
+    norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"), together=True
+)
 
 
 class Spec(RotaryDecoderSpec):

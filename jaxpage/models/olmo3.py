@@ -33,13 +33,17 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "olmo3") as fields:
             head_width = head_width_or_quotient(fields)
             types = layer_types(fields, 4)
-            ropes, longest = fields.ropes_by_type(head_width, fields.integer("max_position_embeddings", 2048), THETA)
+            ropes, longest = fields.ropes_by_type(
+                head_width, fields.integer("max_position_embeddings", 2048), THETA
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),
                 head_width=head_width,
                 max_position_embeddings=longest,
-                sliding_windows=windows_of(fields, types, fields.optional_integer("sliding_window", 4096)),
+                sliding_windows=windows_of(
+                    fields, types, fields.optional_integer("sliding_window", 4096)
+                ),
                 attention_bias=fields.flag("attention_bias", False),
                 epsilon=("rms_norm_eps", 1e-5),
                 rope=(ropes["full_attention"], longest),

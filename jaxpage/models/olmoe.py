@@ -40,6 +40,8 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 form=BlockForm(together=True),
                 norm_heads=True,
-                experts=read_experts(fields, count=("num_experts", 64), per_token=8, width=width, normalized=None),
+                experts=read_experts(
+                    fields, count=("num_experts", 64), per_token=8, width=width, normalized=None
+                ),
                 sparse_layers=(True,) * num_layers,
             )

@@ -21,7 +21,8 @@ from jaxpage.models.fields import Fields
 
 prefix = "model."
 ignored: tuple[str, ...] = ()
-POSITION_OFFSET = 2  # the first rows of the position table belong to padding in the code OPT was trained with
+# the first rows of the position table belong to padding in the code OPT was trained with
+POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,8 @@ class Spec:
     vocab_size: int
     model_width: int
     feed_forward_width: int
-    embedding_width: int  # `word_embed_proj_dim`; projected to the model width and back where they differ
+    # `word_embed_proj_dim`; projected to the model width and back where they differ
+    embedding_width: int
     num_query_heads: int
     max_position_embeddings: int
     kv: KVSpec
@@ -45,8 +47,14 @@ class Spec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
         with Fields(config, "opt") as fields:
-            num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
-            width, head_width = fields.integer("hidden_size"), fields.divided("hidden_size", "num_attention_heads")
+            num_heads, num_layers = (
+                fields.integer("num_attention_heads"),
+                fields.integer("num_hidden_layers"),
+            )
+            width, head_width = (
+                fields.integer("hidden_size"),
+                fields.divided("hidden_size", "num_attention_heads"),
+            )
             norm_first = fields.flag("do_layer_norm_before", True)
             return cls(
                 vocab_size=fields.integer("vocab_size"),
@@ -75,7 +83,9 @@ class DecoderLayer(nnx.Module):
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         width, inner, bias = spec.model_width, spec.feed_forward_width, spec.bias
 
-        def projection(num_in: int, num_out: int, module: str, output_axis: str, input_axis: str) -> Linear:
+        def projection(
+            num_in: int, num_out: int, module: str, output_axis: str, input_axis: str
+        ) -> Linear:
             part = Part(num_out, output_axis, f"{name}.{module}")
             return linear(num_in, part, input_axis=input_axis, bias=bias, dtype=dtype)
 
@@ -90,7 +100,10 @@ class DecoderLayer(nnx.Module):
             head_width=spec.kv.head_width,
         )
         self.mlp_norm = norm("final_layer_norm")
-        up, down = projection(width, inner, "fc1", "ffn", "embed"), projection(inner, width, "fc2", "embed", "ffn")
+        up, down = (
+            projection(width, inner, "fc1", "ffn", "embed"),
+            projection(inner, width, "fc2", "embed", "ffn"),
+        )
         self.mlp = MLP(up, down, activation=spec.activation)
         self.norm_first = spec.norm_first
 
@@ -98,7 +111,9 @@ class DecoderLayer(nnx.Module):
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         if self.norm_first:
-            attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
+            attended_TD, layer_pages = self.attention(
+                self.attention_norm(x_TD), layer_pages, context
+            )
             x_TD = x_TD + attended_TD
             return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
         attended_TD, layer_pages = self.attention(x_TD, layer_pages, context)
@@ -119,10 +134,16 @@ class Model(nnx.Module):
             return linear(num_in, part, input_axis="embed", bias=False, dtype=dtype)
 
         self.tokens, self.head = token_tables(
-            spec.vocab_size, narrow, name=f"{decoder}.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
+            spec.vocab_size,
+            narrow,
+            name=f"{decoder}.embed_tokens",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
         )
         num_positions = spec.max_position_embeddings + POSITION_OFFSET
-        self.positions = Embedding(num_positions, width, name=f"{decoder}.embed_positions", axis=None, dtype=dtype)
+        self.positions = Embedding(
+            num_positions, width, name=f"{decoder}.embed_positions", axis=None, dtype=dtype
+        )
         self.project_in = projection(narrow, width, "project_in")
         self.project_out = projection(width, narrow, "project_out")
         self.layers = nnx.List(
@@ -130,9 +151,15 @@ class Model(nnx.Module):
             for index in range(spec.kv.num_layers)
         )
         norm_name = f"{decoder}.final_layer_norm"
-        self.norm = LayerNorm(width, name=norm_name, affine=spec.affine_norms, dtype=dtype) if spec.final_norm else None
+        self.norm = (
+            LayerNorm(width, name=norm_name, affine=spec.affine_norms, dtype=dtype)
+            if spec.final_norm
+            else None
+        )
 
-    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
         embedded = self.tokens(token_ids_T)
         hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
         hidden_TD = hidden_TD + self.positions(context.positions_T + POSITION_OFFSET)

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxpage.models.fields import Fields
-from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, key_value_heads, prefix
+from jaxpage.models.rotary_decoder import (
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    ignored,
+    key_value_heads,
+    prefix,
+)
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
@@ -29,6 +35,8 @@ class Spec(RotaryDecoderSpec):
                 head_width=head_width,
                 max_position_embeddings=longest,
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
-                rope=fields.rope(head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096),
+                rope=fields.rope(
+                    head_width, longest, partial=1.0, aliases=ROPE_NAMES, original=4096
+                ),
                 epsilon=("rms_norm_eps", 1e-5),
             )

@@ -30,14 +30,22 @@ class Spec(RotaryDecoderSpec):
             if fields.flag("use_sliding_window", False):
                 text = "use_sliding_window = true is not supported for this family"
                 fields.note(RefusedField(text), use_sliding_window=False)
-            width, shared = ("moe_intermediate_size", 1408), fields.integer("shared_expert_intermediate_size", 5632)
+            width, shared = (
+                ("moe_intermediate_size", 1408),
+                fields.integer("shared_expert_intermediate_size", 5632),
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 16),
                 max_position_embeddings=fields.integer("max_position_embeddings", 32768),
                 attention_input_bias=fields.flag("qkv_bias", True),
                 experts=read_experts(
-                    fields, count=("num_experts", 60), per_token=4, width=width, normalized=None, shared_width=shared
+                    fields,
+                    count=("num_experts", 60),
+                    per_token=4,
+                    width=width,
+                    normalized=None,
+                    shared_width=shared,
                 ),
                 sparse_layers=sparse_layers(fields),
             )

@@ -12,7 +12,13 @@ from jaxpage.models import rotary_decoder
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
 from jaxpage.models.fields import Fields, text_part
-from jaxpage.models.rotary_decoder import BlockForm, RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
+from jaxpage.models.rotary_decoder import (
+    BlockForm,
+    RotaryDecoder,
+    RotaryDecoderSpec,
+    key_value_heads,
+    prefix,
+)
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
@@ -28,7 +34,9 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with text_fields(config, "qwen3_5_text") as fields:
-            return cls._from_fields(fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields))
+            return cls._from_fields(
+                fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields)
+            )
 
 
 def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
@@ -41,11 +49,18 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     if (activation := fields.get("hidden_act", "silu")) != "silu":
         text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
         fields.note(RefusedField(text), hidden_act="silu")
-    every, numbers = fields.integer("full_attention_interval", 4), range(1, 1 + fields.integer("num_hidden_layers"))
-    types = fields.layer_types([LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR))
+    every, numbers = (
+        fields.integer("full_attention_interval", 4),
+        range(1, 1 + fields.integer("num_hidden_layers")),
+    )
+    types = fields.layer_types(
+        [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
+    )
     delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
     with_images = "ForConditionalGeneration" in str(fields.get("architectures", None))
-    rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 32768), partial=0.25)
+    rope, longest = fields.rope(
+        head_width, fields.integer("max_position_embeddings", 32768), partial=0.25
+    )
     return {
         "head_width": head_width,
         "max_position_embeddings": longest,
@@ -65,5 +80,9 @@ def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Positions of images have several axes (`mrope_section`); in a text all of them are the same."""
     if not isinstance(rope := config.get("rope_parameters"), dict):
         return config
-    rope = {name: value for name, value in rope.items() if name not in ("mrope_section", "mrope_interleaved")}
+    rope = {
+        name: value
+        for name, value in rope.items()
+        if name not in ("mrope_section", "mrope_interleaved")
+    }
     return {**config, "rope_parameters": rope}

@@ -20,12 +20,20 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with text_fields(config, "qwen3_5_moe_text", intermediate_size=1) as fields:
-            width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
+            width, shared = (
+                ("moe_intermediate_size", 512),
+                fields.integer("shared_expert_intermediate_size", 512),
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
                 experts=read_experts(
-                    fields, count=("num_experts", 256), per_token=8, width=width, normalized=True, shared_width=shared
+                    fields,
+                    count=("num_experts", 256),
+                    per_token=8,
+                    width=width,
+                    normalized=True,
+                    shared_width=shared,
                 ),
                 sparse_layers=(True,) * fields.integer("num_hidden_layers"),
                 **hybrid_knobs(fields),

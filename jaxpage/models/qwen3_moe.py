@@ -27,7 +27,9 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with Fields(config, "qwen3_moe", {"num_experts": "num_local_experts"}) as fields:
             window = (
-                fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window", False) else None
+                fields.optional_integer("sliding_window", 4096)
+                if fields.flag("use_sliding_window", False)
+                else None
             )
             width = ("moe_intermediate_size", 768)
             return cls._from_fields(
@@ -37,6 +39,8 @@ class Spec(RotaryDecoderSpec):
                 sliding_windows=(window,) * fields.integer("num_hidden_layers"),
                 attention_bias=fields.flag("attention_bias", False),
                 norm_heads=True,
-                experts=read_experts(fields, count=("num_experts", 128), per_token=8, width=width, normalized=None),
+                experts=read_experts(
+                    fields, count=("num_experts", 128), per_token=8, width=width, normalized=None
+                ),
                 sparse_layers=sparse_layers(fields),
             )

@@ -21,7 +21,10 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with Fields(config, "qwen3_next", {"num_experts": "num_local_experts"}) as fields:
-            width, shared = ("moe_intermediate_size", 512), fields.integer("shared_expert_intermediate_size", 512)
+            width, shared = (
+                ("moe_intermediate_size", 512),
+                fields.integer("shared_expert_intermediate_size", 512),
+            )
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),

@@ -58,7 +58,9 @@ def register_model(architecture: str, module: Any) -> None:
 
     Raises TypeError for what lacks one of them. A family of jaxpage's own under the same name is replaced.
     """
-    if lacking := [name for name in ("Spec", "Model", "prefix", "ignored") if not hasattr(module, name)]:
+    if lacking := [
+        name for name in ("Spec", "Model", "prefix", "ignored") if not hasattr(module, name)
+    ]:
         raise TypeError(f"a model family needs {', '.join(lacking)}; {module!r:.80} has none")
     _registered[architecture] = module
 
@@ -83,14 +85,20 @@ def load_family(config: Mapping[str, Any]) -> Family:
 
 
 def _known() -> Iterable[str]:
-    return (*FAMILIES, *_registered, *sorted(entry_points(group=ENTRY_POINTS).names - FAMILIES.keys()))
+    return (
+        *FAMILIES,
+        *_registered,
+        *sorted(entry_points(group=ENTRY_POINTS).names - FAMILIES.keys()),
+    )
 
 
 def _register_installed(architecture: str, *, brings_code: bool) -> None:
     """A family of an installed package. Raises UnsupportedError if none has it, several have, or it cannot be imported."""
     found = entry_points(group=ENTRY_POINTS, name=architecture)
     if not found:
-        code = " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
+        code = (
+            " (its auto_map names remote code, and remote code is never run)" if brings_code else ""
+        )
         raise UnsupportedError(
             f"config.json: architecture {architecture!r} is not one of {', '.join(_known())}{code}; register_model adds "
             "one of your own"

@@ -10,7 +10,8 @@ from flax import nnx
 from jaxpage.errors import CheckpointError
 
 Path = tuple[str | int, ...]
-Rule = Callable[[Path, nnx.Module], nnx.Module | None]  # what replaces the module at a path; None: it stays
+# what replaces the module at a path; None: it stays
+Rule = Callable[[Path, nnx.Module], nnx.Module | None]
 
 
 def replace_modules(module: nnx.Module, rule: Rule, path: Path = ()) -> None:
@@ -25,8 +26,12 @@ def replace_modules(module: nnx.Module, rule: Rule, path: Path = ()) -> None:
         raise ExceptionGroup("modules that cannot be replaced", errors)
 
 
-def _replace_modules(module: nnx.Module, rule: Rule, path: Path, errors: list[CheckpointError]) -> None:
-    children: dict[Any, Any] = dict(enumerate(module)) if isinstance(module, nnx.List) else dict(vars(module))
+def _replace_modules(
+    module: nnx.Module, rule: Rule, path: Path, errors: list[CheckpointError]
+) -> None:
+    children: dict[Any, Any] = (
+        dict(enumerate(module)) if isinstance(module, nnx.List) else dict(vars(module))
+    )
     for key, child in children.items():
         if not isinstance(child, nnx.Module):
             continue

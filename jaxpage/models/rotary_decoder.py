@@ -58,7 +58,9 @@ class BlockForm:
     together: bool = False
     parallel: bool = False
 
-    def norm(self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike) -> Norm:
+    def norm(
+        self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
+    ) -> Norm:
         if self.kind == "layer":
             return LayerNorm(width, name=name, epsilon=epsilon, bias=False, dtype=dtype)
         offset = 1.0 if self.kind == "rms+1" else 0.0
@@ -82,7 +84,8 @@ class RotaryDecoderSpec:
     attention_input_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    norm_heads: bool = False  # RMS norms of queries and keys over the head width, before the rotation
+    # RMS norms of queries and keys over the head width, before the rotation
+    norm_heads: bool = False
     form: BlockForm = BlockForm()
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None: no rotation
     attention_scale: float | None = None  # None: head_width ** -0.5
@@ -100,7 +103,8 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # which layers have experts
     name: str = "model"  # of the decoder in the checkpoint
-    num_draft_layers: int = 0  # in the checkpoint after the last layer: they predict further tokens ahead, and draft
+    # in the checkpoint after the last layer: they predict further tokens ahead, and draft
+    num_draft_layers: int = 0
     not_loaded: str = ""  # what else the checkpoint is a model of
 
     def rope_of(self, layer_index: int) -> Rope | None:
@@ -131,7 +135,10 @@ class RotaryDecoderSpec:
         rope: with the positions it holds for, where it is not what `Fields.rope` reads.
         epsilon, activation: the name of the field and its default. tied: the default. knobs: further fields of the spec.
         """
-        num_layers, num_query_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+        num_layers, num_query_heads = (
+            fields.integer("num_hidden_layers"),
+            fields.integer("num_attention_heads"),
+        )
         if num_query_heads % num_kv_heads:
             text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
             heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)
@@ -145,7 +152,12 @@ class RotaryDecoderSpec:
             num_query_heads=num_query_heads,
             max_position_embeddings=length,
             kv=KVSpec(
-                num_layers, num_kv_heads, head_width, sliding_windows or (None,) * num_layers, value_width, states
+                num_layers,
+                num_kv_heads,
+                head_width,
+                sliding_windows or (None,) * num_layers,
+                value_width,
+                states,
             ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon),
@@ -159,12 +171,16 @@ class RotaryDecoderSpec:
 
 def key_value_heads(fields: Fields, default: int | None) -> int:
     """`num_key_value_heads`; null means one per query head."""
-    return fields.optional_integer("num_key_value_heads", default) or fields.integer("num_attention_heads")
+    return fields.optional_integer("num_key_value_heads", default) or fields.integer(
+        "num_attention_heads"
+    )
 
 
 def head_width_or_quotient(fields: Fields) -> int:
     """`head_dim`; absent or null means the model width over the number of query heads."""
-    return fields.optional_integer("head_dim", None) or fields.divided("hidden_size", "num_attention_heads")
+    return fields.optional_integer("head_dim", None) or fields.divided(
+        "hidden_size", "num_attention_heads"
+    )
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
@@ -175,14 +191,18 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
         window = None
     first = fields.integer("max_window_layers", 28, least=0)
     full, sliding = "full_attention", "sliding_attention"
-    types = fields.layer_types([sliding if window and index >= first else full for index in range(num_layers)])
+    types = fields.layer_types(
+        [sliding if window and index >= first else full for index in range(num_layers)]
+    )
     return windows_of(fields, types, window)
 
 
 def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
     """`Fields.layer_types`; by default each layer whose number, from 1, divides by `every` sees everything, and the others a window."""
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
-    return fields.layer_types(["sliding_attention" if number % every else "full_attention" for number in numbers])
+    return fields.layer_types(
+        ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    )
 
 
 def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
@@ -194,13 +214,24 @@ def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tupl
 
 
 def make_attention(
-    spec: RotaryDecoderSpec, layer_index: int, *, name: str, input_width: int | None = None, dtype: DTypeLike
+    spec: RotaryDecoderSpec,
+    layer_index: int,
+    *,
+    name: str,
+    input_width: int | None = None,
+    dtype: DTypeLike,
 ) -> Attention | LatentAttention:
     """name: of the checkpoint's module, as for whatever follows. The names are Llama's, which the others kept."""
     if spec.latent is not None:
         heads, rope = spec.num_query_heads, spec.rope
         return make_latent_attention(
-            spec.latent, layer_index, width=spec.model_width, num_heads=heads, rope=rope, name=name, dtype=dtype
+            spec.latent,
+            layer_index,
+            width=spec.model_width,
+            num_heads=heads,
+            rope=rope,
+            name=name,
+            dtype=dtype,
         )
     width, head = spec.model_width, spec.kv.head_width
     queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
@@ -209,7 +240,9 @@ def make_attention(
         if not spec.norm_heads:
             return None
         over = (num_rows, axis) if spec.form.together else (head, None)
-        return spec.form.norm(over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype)
+        return spec.form.norm(
+            over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype
+        )
 
     return Attention(
         layer_index,
@@ -250,7 +283,12 @@ def make_mixer(
         return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
     width, epsilon = spec.model_width, spec.norm_epsilon
     return make_delta_net(
-        spec.delta, layer_index, width=width, epsilon=epsilon, name=f"{name}.linear_attn", dtype=dtype
+        spec.delta,
+        layer_index,
+        width=width,
+        epsilon=epsilon,
+        name=f"{name}.linear_attn",
+        dtype=dtype,
     )
 
 
@@ -258,10 +296,14 @@ def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[ja
     if not spec.sinks:
         return None
     count = spec.num_query_heads
-    return parameter((count,), axes=("heads",), dtype=dtype, sources=[tensor(f"{name}.sinks", count)])
+    return parameter(
+        (count,), axes=("heads",), dtype=dtype, sources=[tensor(f"{name}.sinks", count)]
+    )
 
 
-def make_mlp(spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike) -> GatedMLP:
+def make_mlp(
+    spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike
+) -> GatedMLP:
     """inner_width: None is that of the spec."""
     width, inner, bias = spec.model_width, inner_width or spec.feed_forward_width, spec.mlp_bias
     gate_up = linear(
@@ -273,7 +315,9 @@ def make_mlp(spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = No
         bias=bias,
         dtype=dtype,
     )
-    down = linear(inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype)
+    down = linear(
+        inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype
+    )
     return GatedMLP(gate_up, down, activation=spec.activation)
 
 
@@ -287,10 +331,18 @@ def make_feed_forward(
     shared = None
     if experts.shared_width is not None:
         one, gate = spec.expert_names.shared
-        expert = make_mlp(spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype)
+        expert = make_mlp(
+            spec, name=f"{module}.{one}", inner_width=experts.shared_width, dtype=dtype
+        )
         shared = expert, gate and f"{module}.{gate}"
     return make_experts(
-        experts, spec.model_width, spec.expert_names, layer=name, activation=spec.activation, shared=shared, dtype=dtype
+        experts,
+        spec.model_width,
+        spec.expert_names,
+        layer=name,
+        activation=spec.activation,
+        shared=shared,
+        dtype=dtype,
     )
 
 
@@ -301,12 +353,20 @@ class DecoderLayer(nnx.Module):
     """
 
     def __init__(
-        self, spec: RotaryDecoderSpec, layer_index: int, *, name: str, norm_first: bool = True, dtype: DTypeLike
+        self,
+        spec: RotaryDecoderSpec,
+        layer_index: int,
+        *,
+        name: str,
+        norm_first: bool = True,
+        dtype: DTypeLike,
     ):
         def norm(part: str | None) -> Norm | None:
             if part is None:
                 return None
-            return spec.form.norm(spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype)
+            return spec.form.norm(
+                spec.model_width, name=f"{name}.{part}", epsilon=spec.norm_epsilon, dtype=dtype
+            )
 
         before_attention, behind_attention, before_mlp, behind_mlp = spec.form.norms
         self.attention_norm = norm(before_attention) if norm_first else None
@@ -340,20 +400,28 @@ class RotaryDecoder(nnx.Module):
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
         self.tokens, self.head = token_tables(
-            spec.vocab_size, width, name=f"{spec.name}.embed_tokens", tied=spec.tie_word_embeddings, dtype=dtype
+            spec.vocab_size,
+            width,
+            name=f"{spec.name}.embed_tokens",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
         )
         self.layers = nnx.List(
             DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
             for index in range(spec.kv.num_layers)
         )
-        self.norm = spec.form.norm(width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype)
+        self.norm = spec.form.norm(
+            width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
+        )
         self.embedding_scale, self.logit_scale, self.logit_softcap = (
             spec.embedding_scale,
             spec.logit_scale,
             spec.logit_softcap,
         )
 
-    def __call__(self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext) -> Hidden:
+    def __call__(
+        self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
+    ) -> Hidden:
         hidden_TD = self.tokens(token_ids_T)
         if self.embedding_scale != 1.0:
             hidden_TD = hidden_TD * self.embedding_scale
@@ -364,5 +432,7 @@ class RotaryDecoder(nnx.Module):
         if self.logit_scale != 1.0:
             logits_BV = logits_BV * self.logit_scale
         return (
-            logits_BV if self.logit_softcap is None else self.logit_softcap * jnp.tanh(logits_BV / self.logit_softcap)
+            logits_BV
+            if self.logit_softcap is None
+            else self.logit_softcap * jnp.tanh(logits_BV / self.logit_softcap)
         )

@@ -40,15 +40,21 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     """Raises ConfigError where the devices cannot share the heads."""
     num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
     if num_query_heads % num_devices:
-        raise ConfigError(f"{num_devices} devices cannot share {num_query_heads} query heads evenly")
+        raise ConfigError(
+            f"{num_devices} devices cannot share {num_query_heads} query heads evenly"
+        )
     if not _goes_into(num_kv_heads, num_devices):
-        raise ConfigError(f"{num_devices} devices cannot share {num_kv_heads} key/value heads evenly")
+        raise ConfigError(
+            f"{num_devices} devices cannot share {num_kv_heads} key/value heads evenly"
+        )
     if not invariant:
         return Sharding(num_kv_heads, num_devices, num_devices)
     fitting = (
         count
         for count in range(LOGICAL_SHARDS, 0, -1)
-        if LOGICAL_SHARDS % count == 0 and num_query_heads % count == 0 and _goes_into(num_kv_heads, count)
+        if LOGICAL_SHARDS % count == 0
+        and num_query_heads % count == 0
+        and _goes_into(num_kv_heads, count)
     )
     num_shards = next(fitting)
     if num_shards % num_devices:
@@ -66,7 +72,11 @@ def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
     count = sharding.num_shards
     states = tuple(
         state
-        and replace(state, shape=(state.shape[0] // count, *state.shape[1:]), input_width=state.input_width // count)
+        and replace(
+            state,
+            shape=(state.shape[0] // count, *state.shape[1:]),
+            input_width=state.input_width // count,
+        )
         for state in kv.states
     )
     return replace(kv, num_kv_heads=sharding.kv_heads_of_shard, states=states)
@@ -94,7 +104,9 @@ def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
     return divided
 
 
-def _divided_by(module: nnx.Module, sharding: Sharding) -> Callable[[Any, Sharding], nnx.Module] | None:
+def _divided_by(
+    module: nnx.Module, sharding: Sharding
+) -> Callable[[Any, Sharding], nnx.Module] | None:
     match module:
         case Attention():
             return ShardedAttention
@@ -165,7 +177,11 @@ class ShardedWeight:
 
 
 def check_division(
-    family: Family, spec: ModelSpec, rule: Rule | None, weights: Iterable[Weight], sharding: Sharding
+    family: Family,
+    spec: ModelSpec,
+    rule: Rule | None,
+    weights: Iterable[Weight],
+    sharding: Sharding,
 ) -> None:
     """Raises ConfigError or UnsupportedError for a model that cannot be divided so. rule, weights: its own."""
     if sharding.is_divided:
@@ -173,7 +189,9 @@ def check_division(
         sharded_weights(weights, shapes, sharding)
 
 
-def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding) -> list[ShardedWeight]:
+def sharded_weights(
+    weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding
+) -> list[ShardedWeight]:
     """shapes: of the divided model's parameters on one device: see `models.base.abstract_model`.
 
     Raises UnsupportedError for a layer that has heads and is none of those that `with_sharding` divides.
@@ -183,7 +201,9 @@ def sharded_weights(weights: Iterable[Weight], shapes: Mapping[Any, Any], shardi
         path = tuple(key.key for key in keys)
         at = path.index("shards") if "shards" in path else None
         whole = path if at is None else (*path[:at], *path[at + 2 :])
-        places.setdefault(whole, []).append(Place(path, 0 if at is None else path[at + 1], struct.shape))
+        places.setdefault(whole, []).append(
+            Place(path, 0 if at is None else path[at + 1], struct.shape)
+        )
     found = []
     for weight in weights:
         own = tuple(places[weight.path])
@@ -211,7 +231,9 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
         for place in sharded.places:
             array = np.asarray(at(parameters, place.path))
             if whole is None:
-                whole = array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)
+                whole = (
+                    array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)
+                )
             if sharded.axis is not None:
                 sharded.fill(whole, place, array)
         branch = tree
@@ -223,7 +245,9 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
 
 def _axis(weight: Weight, place: Place) -> int | None:
     """The one that is divided."""
-    return next((index for index, size in enumerate(weight.shape) if size != place.shape[index]), None)
+    return next(
+        (index for index, size in enumerate(weight.shape) if size != place.shape[index]), None
+    )
 
 
 def _parts(weight: Weight, axis: int) -> tuple[tuple[str | None, int], ...]:

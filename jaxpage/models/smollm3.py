@@ -29,7 +29,10 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         with Fields(config, "smollm3") as fields:
-            num_layers, head_width = fields.integer("num_hidden_layers"), head_width_or_quotient(fields)
+            num_layers, head_width = (
+                fields.integer("num_hidden_layers"),
+                head_width_or_quotient(fields),
+            )
             longest = fields.integer("max_position_embeddings", 32768)
             every = fields.integer("no_rope_layer_interval", 4)
             rotates = fields.get("no_rope_layers", None)
@@ -40,9 +43,14 @@ class Spec(RotaryDecoderSpec):
                 fields.note(WrongField(text), no_rope_layers=None, num_hidden_layers=num_layers)
                 rotates = usual
             window = (
-                fields.optional_integer("sliding_window", None) if fields.flag("use_sliding_window", False) else None
+                fields.optional_integer("sliding_window", None)
+                if fields.flag("use_sliding_window", False)
+                else None
             )
-            types = ["sliding_attention" if window and not turns else "full_attention" for turns in rotates]
+            types = [
+                "sliding_attention" if window and not turns else "full_attention"
+                for turns in rotates
+            ]
             rope, longest = fields.rope(head_width, longest, theta=2_000_000.0)
             by_layer: list[Rope | None] = [rope if turns else None for turns in rotates]
             return cls._from_fields(

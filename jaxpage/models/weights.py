@@ -46,9 +46,21 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         metadata, struct = variable.get_metadata(), variable.get_value()
         if found_sources := sources_of(variable):
-            own = struct.dtype.name if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS else None
+            own = (
+                struct.dtype.name
+                if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS
+                else None
+            )
             sources = tuple(_also_without(prefix, source) for source in found_sources)
-            found.append(Weight(cast("tuple[str | int, ...]", path), struct.shape, metadata["axes"], sources, own))
+            found.append(
+                Weight(
+                    cast("tuple[str | int, ...]", path),
+                    struct.shape,
+                    metadata["axes"],
+                    sources,
+                    own,
+                )
+            )
     return found
 
 
@@ -57,7 +69,9 @@ def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
-def add_missing(parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]) -> None:
+def add_missing(
+    parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]
+) -> None:
     """Parameters that no checkpoint has: those of another tree that these lack, or what `take` makes of them."""
     for key, other in others.items():
         if key not in parameters:

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 Contents = npt.NDArray[np.uint8]  # [bytes of a block]
 _SUFFIX = ".safetensors"
-_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")  # of a block, or of one that a process writes
+# of a block, or of one that a process writes
+_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
 _LONGEST_WRITE = 60.0  # seconds
 _WAITING = 256  # blocks that may wait to be written; more are left out
 
@@ -83,7 +84,9 @@ class PrefixFiles:
                 raise PermissionError("it belongs to another user")
             found = _found(directory)
         except OSError as error:
-            raise ConfigError(f"prefix_cache_directory {str(directory)!r} cannot be used: {error}") from None
+            raise ConfigError(
+                f"prefix_cache_directory {str(directory)!r} cannot be used: {error}"
+            ) from None
         self.counts = FileCounts()
         self._lock = threading.Lock()  # of the next three
         self._sizes = OrderedDict(found)
@@ -168,7 +171,9 @@ class PrefixFiles:
                 temporary.write_bytes(written)
                 temporary.replace(path)
             except OSError as error:
-                logger.warning("a block of the prefix cache cannot be written to %s: %s", path, error)
+                logger.warning(
+                    "a block of the prefix cache cannot be written to %s: %s", path, error
+                )
                 _delete(temporary)
                 self._give_up(block)
                 continue

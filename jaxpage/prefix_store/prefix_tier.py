@@ -54,9 +54,15 @@ class PrefixTier(Events):
         """Brings the blocks back that the prompt begins with, as far as there are blocks with nothing in them."""
         if not self._is_current:
             return
-        (sequence, *_), salt, size = group.sequences, group.request.prefix_salt, self._index.block_size
+        (sequence, *_), salt, size = (
+            group.sequences,
+            group.request.prefix_salt,
+            self._index.block_size,
+        )
         num_blocks = (len(sequence.token_ids) - 1) // size
-        digests = self._index.extend(sequence.block_digests, sequence.token_ids, salt, num_blocks)[:num_blocks]
+        digests = self._index.extend(sequence.block_digests, sequence.token_ids, salt, num_blocks)[
+            :num_blocks
+        ]
         there = self._index.match(digests, sequence.token_ids, salt)
         restored: list[tuple[int, Contents]] = []
         parent: Parent = there[-1] if there else salt
@@ -90,7 +96,10 @@ class PrefixTier(Events):
         """Returns those of a sequence's blocks that are cached and have no file."""
         found = {}
         for block in _blocks(digests, token_ids, self._index.block_size):
-            if not self._files.has(block.digest) and (place := self._index.block_of(block.digest)) is not None:
+            if (
+                not self._files.has(block.digest)
+                and (place := self._index.block_of(block.digest)) is not None
+            ):
                 found[place] = block
         return found
 

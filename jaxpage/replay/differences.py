@@ -49,7 +49,9 @@ def differ(
     """
     if logged is None or came is None or came["event"] != logged["event"]:
         raise Differs(_contrast(place, _summary(logged), _summary(came), names))
-    name = next(name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING))
+    name = next(
+        name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING)
+    )
     label, ours, theirs = name, came.get(name, _NOTHING), logged.get(name, _NOTHING)
     if isinstance(ours, list) and isinstance(theirs, list):
         pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
@@ -58,7 +60,9 @@ def differ(
         if name == "tokens":
             label += f" of sequence {_sequence_of(plan, index)}"
     legend = f"\n  ({name}: {_LEGENDS[name]})" if name in _LEGENDS else ""
-    raise Differs(_contrast(f"{place}, {label} of its {came['event']}", theirs, ours, names) + legend)
+    raise Differs(
+        _contrast(f"{place}, {label} of its {came['event']}", theirs, ours, names) + legend
+    )
 
 
 def _sequence_of(plan: Record, draw: int) -> Any:
@@ -70,7 +74,11 @@ def without_text(record: Record) -> Record:
     """A record less what a replay does not have: stop strings and bad words as text, and how the errors of failed steps read."""
     kept = {name: value for name, value in record.items() if name != "error"}
     if isinstance(kept.get("params"), dict):
-        kept["params"] = {name: value for name, value in kept["params"].items() if name not in ("stop", "bad_words")}
+        kept["params"] = {
+            name: value
+            for name, value in kept["params"].items()
+            if name not in ("stop", "bad_words")
+        }
     return kept
 
 

@@ -36,7 +36,9 @@ class EventLog(Recorder):
         try:
             self._file: int | None = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except OSError as error:
-            raise ConfigError(f"event_log: {self._path} cannot be made: {error.strerror}") from error
+            raise ConfigError(
+                f"event_log: {self._path} cannot be made: {error.strerror}"
+            ) from error
         self._write(header)
 
     def closed(self) -> None:
@@ -51,7 +53,9 @@ class EventLog(Recorder):
             while line:
                 line = line[os.write(self._file, line) :]
         except OSError as error:
-            logger.error("the event log %s ends here, and requests go on without it: %s", self._path, error)
+            logger.error(
+                "the event log %s ends here, and requests go on without it: %s", self._path, error
+            )
             self._close()
 
     def _close(self) -> None:

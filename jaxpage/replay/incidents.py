@@ -91,7 +91,9 @@ class IncidentRing(Recorder):
     def _add(self, record: Record) -> None:
         self._records.append(record)
         self._num_steps += record["event"] == "plan"
-        while self._num_steps > self._most or (not self._is_whole and self._records[0]["event"] != "plan"):
+        while self._num_steps > self._most or (
+            not self._is_whole and self._records[0]["event"] != "plan"
+        ):
             oldest = self._records.popleft()
             self._num_steps -= oldest["event"] == "plan"
             self._is_whole = False
@@ -114,17 +116,23 @@ class Incidents:
         """The file. Takes a while. Raises OSError; FileExistsError, if this process has written as many as it may."""
         with self._lock:
             if self._num_files >= MAX_FILES:
-                raise FileExistsError(f"{MAX_FILES} incidents were written, which is the most of one process")
+                raise FileExistsError(
+                    f"{MAX_FILES} incidents were written, which is the most of one process"
+                )
             self._num_files += 1
             name = time.strftime("incident-%Y%m%dT%H%M%SZ", time.gmtime())
             path = self._directory / f"{name}-step-{incident.step}-{self._num_files}.jsonl"
             about = {name: value for name, value in incident._asdict().items() if name != "records"}
             write_log(path, [{**self._header(), "incident": about}, *incident.records])
-        logger.warning("the last %d steps are in %s (%s)", incident.num_steps, path, incident.reason)
+        logger.warning(
+            "the last %d steps are in %s (%s)", incident.num_steps, path, incident.reason
+        )
         return path
 
     def _write_aside(self, incident: Incident) -> None:
-        threading.Thread(target=self._try_to_write, args=(incident,), daemon=True, name="jaxpage-incident").start()
+        threading.Thread(
+            target=self._try_to_write, args=(incident,), daemon=True, name="jaxpage-incident"
+        ).start()
 
     def _try_to_write(self, incident: Incident) -> None:
         try:
@@ -139,16 +147,29 @@ def scrubbed(record: Record) -> Record:
         case "arrival":
             left_out = {"prompt_token_ids", "bad_word_token_ids"}
             kept = {name: value for name, value in record.items() if name not in left_out}
-            params = {name: value for name, value in kept.get("params", {}).items() if name not in _OF_TEXT}
-            beam = {name: value for name, value in kept.get("beam", {}).items() if name not in _OF_TEXT}
+            params = {
+                name: value
+                for name, value in kept.get("params", {}).items()
+                if name not in _OF_TEXT
+            }
+            beam = {
+                name: value for name, value in kept.get("beam", {}).items() if name not in _OF_TEXT
+            }
             both = {"params": params, "beam": beam}
             asked = {name: value for name, value in both.items() if name in kept}
             return {**kept, **asked, "num_prompt_tokens": len(record["prompt_token_ids"])}
         case "plan" if "drafts" in record:
-            return {**record, "drafts": [[one, [None] * len(token_ids)] for one, token_ids, *_ in record["drafts"]]}
+            return {
+                **record,
+                "drafts": [
+                    [one, [None] * len(token_ids)] for one, token_ids, *_ in record["drafts"]
+                ],
+            }
         case "result":
             edits = [_scrubbed_edit(edit) for edit in record.get("edits", [])]
-            kept = {name: value for name, value in record.items() if name not in ("logprobs", "scores")}
+            kept = {
+                name: value for name, value in record.items() if name not in ("logprobs", "scores")
+            }
             tokens = [token if token < 0 else None for token in record["tokens"]]
             return {**kept, "tokens": tokens, **({"edits": edits} if edits else {})}
     return record

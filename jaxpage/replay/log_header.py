@@ -29,7 +29,14 @@ logger = logging.getLogger(__name__)
 FORMAT = 4  # 4: limits and buckets of several steps in one; placeholders among the drafts
 _HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
-_FIELDS = {"versions": dict, "device": str, "config": dict, "config_hash": str, "weights_hash": str, "engine": dict}
+_FIELDS = {
+    "versions": dict,
+    "device": str,
+    "config": dict,
+    "config_hash": str,
+    "weights_hash": str,
+    "engine": dict,
+}
 
 
 class _InFiles:
@@ -44,7 +51,9 @@ class _InFiles:
         return np.concatenate([self._part(device) for device in range(self._num_parts)])
 
 
-def header(config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelFiles | None = None) -> Record:
+def header(
+    config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelFiles | None = None
+) -> Record:
     """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once.
 
     files: of the model; needed on several hosts, each of which has its own parts of the weights.
@@ -60,7 +69,9 @@ def header(config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelF
         "device": f"{spec.memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
-        "weights_hash": weights_hash(target if parameters["drafter"] is None else {**parameters, "target": target}),
+        "weights_hash": weights_hash(
+            target if parameters["drafter"] is None else {**parameters, "target": target}
+        ),
         "engine": spec.record(),
     }
 
@@ -82,7 +93,9 @@ def read_header(log: LogReader) -> Record:
         )
     for name, kind in _FIELDS.items():
         if not isinstance(logged.get(name), kind):
-            log.refuse(f"{name} of the header must be a {kind.__name__}, got {shown(logged.get(name))}")
+            log.refuse(
+                f"{name} of the header must be a {kind.__name__}, got {shown(logged.get(name))}"
+            )
     return logged
 
 
@@ -94,16 +107,21 @@ def check_replayable(log: LogReader, incident: Record) -> None:
         )
 
 
-def logged_config(log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool) -> EngineConfig:
+def logged_config(
+    log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool
+) -> EngineConfig:
     """The settings of the log, with what they left to the machine as it was resolved there.
 
     keeps_tokenizer: the log's own is needed; otherwise the model's, or none, will do.
     """
     resolved = {
-        name: logged["engine"].get(name) for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
+        name: logged["engine"].get(name)
+        for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
     }
     defaults = EngineConfig().model_dump()  # what has its default was not asked for
-    asked = {name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)}
+    asked = {
+        name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
+    }
     settings = {**asked, **resolved, "kv_cache_memory_bytes": None, "event_log": None}
     if not keeps_tokenizer:
         settings["tokenizer"] = None
@@ -121,7 +139,10 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
         before = {**logged["versions"], "device": logged["device"]}.get(name)
         if before != version:
             logger.warning(
-                "The log was written with %s %s, and this is %s: last bits may differ", name, before, version
+                "The log was written with %s %s, and this is %s: last bits may differ",
+                name,
+                before,
+                version,
             )
     problems = []
     if logged["config_hash"] != config_hash(logged["config"]):

@@ -16,7 +16,8 @@ class SequenceWalk:
     request_id: str
     sample_index: int = 0
     token_ids: list[int | None] = field(default_factory=list)  # that it drew
-    tables: list[list[int]] = field(default_factory=lambda: [[]])  # of each cache group, as of its last row
+    # of each cache group, as of its last row
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
     is_running: bool = False  # it owns blocks
     finish_reason: str | None = None
 
@@ -48,10 +49,15 @@ class Walk:
             case "result":
                 self._drew(record)
             case "failure":
-                self._end([one for one, sequence in self.sequences.items() if sequence.is_running], "error")
+                self._end(
+                    [one for one, sequence in self.sequences.items() if sequence.is_running],
+                    "error",
+                )
 
     def sequences_of(self, request_id: str) -> list[int]:
-        return [one for one, sequence in self.sequences.items() if sequence.request_id == request_id]
+        return [
+            one for one, sequence in self.sequences.items() if sequence.request_id == request_id
+        ]
 
     def _is_beam(self, sequence_id: int) -> bool:
         sequence = self.sequences.get(sequence_id)
@@ -59,7 +65,11 @@ class Walk:
 
     def snapshot(self) -> Record:
         """The whole state as a record, from which a walk may begin."""
-        return {"event": "snapshot", "step": self.step, "requests": list(map(self._described, self.arrivals))}
+        return {
+            "event": "snapshot",
+            "step": self.step,
+            "requests": list(map(self._described, self.arrivals)),
+        }
 
     def _described(self, request_id: str) -> Record:
         present = []
@@ -71,7 +81,9 @@ class Walk:
 
     def _arrive(self, record: Record) -> None:
         request_id = record["request_id"]
-        self.arrivals[request_id] = {name: value for name, value in record.items() if name not in ("event", "present")}
+        self.arrivals[request_id] = {
+            name: value for name, value in record.items() if name not in ("event", "present")
+        }
         for given in record.get("present", [{"sequence": record["sequences"][0]}]):
             fields = {name: value for name, value in given.items() if name != "sequence"}
             self.sequences[given["sequence"]] = SequenceWalk(request_id, **fields)
@@ -93,16 +105,21 @@ class Walk:
         cuts = {edit[1]: edit[4] for edit in edits if edit[0] == "finish" and len(edit) > 4}
         before = {one: len(sequence.token_ids) for one, sequence in self.sequences.items()}
         drawn = [*tokens_drawn(self._plan, result, [edit for edit in edits if edit[0] == "fork"])]
-        self.drawn = {one: tokens[: cuts.get(one)] for one, tokens in drawn if not self._is_beam(one)}
+        self.drawn = {
+            one: tokens[: cuts.get(one)] for one, tokens in drawn if not self._is_beam(one)
+        }
         grown = {self.sequences[one].request_id for one, _ in drawn if self._is_beam(one)}
         for one in self.drawn.keys() & before.keys():
             self.sequences[one].token_ids += self.drawn[one]
-        for kind, sequence_id, *edit in edits:  # in this order: a beam search gives an id that it dropped to a fork
+        # in this order: a beam search gives an id that it dropped to a fork
+        for kind, sequence_id, *edit in edits:
             if kind == "fork":
                 parent, (child_id, sample_index) = self.sequences[sequence_id], edit
                 common = parent.token_ids[: before.get(sequence_id)]
                 token_ids = common + self.drawn.get(child_id, [])
-                self.sequences[child_id] = SequenceWalk(parent.request_id, sample_index, token_ids, is_running=True)
+                self.sequences[child_id] = SequenceWalk(
+                    parent.request_id, sample_index, token_ids, is_running=True
+                )
             else:
                 self._end([sequence_id], edit[0] if kind == "finish" else "drop")
         for sequence in self.sequences.values():  # every beam that is left has one more
@@ -118,7 +135,9 @@ class Walk:
                     self.arrivals.pop(sequence.request_id, None)
 
 
-def tokens_drawn(plan: Record, result: Record, forks: Iterable[Any]) -> Iterator[tuple[int, list[int | None]]]:
+def tokens_drawn(
+    plan: Record, result: Record, forks: Iterable[Any]
+) -> Iterator[tuple[int, list[int | None]]]:
     """Each sequence of a step with what it drew, right drafts included. Of several draws of one row without drafts the last is its own, and
     those before it are its forks'."""
     draws: dict[int, list[int | None]] = {}  # by row

@@ -60,7 +60,10 @@ def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
 
 
 def request_lines(
-    path: Path, request_id: str, until: int | None = None, text_of: Callable[[int], str] | None = None
+    path: Path,
+    request_id: str,
+    until: int | None = None,
+    text_of: Callable[[int], str] | None = None,
 ) -> Iterator[str]:
     """What happened to one request, a line for each of its sequences in each step. Raises NotInLogError if the log does not have it.
 
@@ -76,17 +79,23 @@ def request_lines(
             plan = record
             if request_id in record.get("preempted", ()):
                 yield f"{place}preempted"
-        elif record["event"] in ("arrival", "snapshot") and request_id in walk.arrivals and not seen:
+        elif (
+            record["event"] in ("arrival", "snapshot") and request_id in walk.arrivals and not seen
+        ):
             seen = True
             yield f"{place}{_arrived(walk.arrivals[request_id], is_late=record['event'] == 'snapshot')}"
         elif record["event"] == "result":
-            yield from (f"{place}{line}" for line in _row_lines(plan, record, walk, request_id, text_of))
+            yield from (
+                f"{place}{line}" for line in _row_lines(plan, record, walk, request_id, text_of)
+            )
         elif record["event"] == "failure" and before:
             yield f"{place}the step failed: {record.get('error')}"
         for sequence_id in sorted(before & walk.ended.keys()):
             yield f"{place}sequence {sequence_id} ended: {walk.ended[sequence_id].finish_reason}"
     if not seen:
-        raise NotInLogError(f"{os.fspath(path)} has no request {request_id!r}" + _names(path, until))
+        raise NotInLogError(
+            f"{os.fspath(path)} has no request {request_id!r}" + _names(path, until)
+        )
 
 
 def first_difference(path: Path, other: Path, until: int | None = None) -> str | None:
@@ -119,17 +128,26 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
     for name in dict.fromkeys([*first, *second]):
         ours, theirs = first.get(name), second.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            pairs = [(f"{name}.{key}", ours.get(key), theirs.get(key)) for key in dict.fromkeys([*ours, *theirs])]
+            pairs = [
+                (f"{name}.{key}", ours.get(key), theirs.get(key))
+                for key in dict.fromkeys([*ours, *theirs])
+            ]
         else:
             pairs = [(name, ours, theirs)]
-        yield from (f"{label}: {one!r}, and {two!r}" for label, one, two in pairs if one != two and label not in unsaid)
+        yield from (
+            f"{label}: {one!r}, and {two!r}"
+            for label, one, two in pairs
+            if one != two and label not in unsaid
+        )
 
 
 def _follow(walk: Walk, record: Record) -> None:
     try:
         walk.follow(record)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise EventLogError(f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}") from error
+        raise EventLogError(
+            f"this {record['event']} of step {record.get('step')} makes no sense: {error!r}"
+        ) from error
 
 
 def _row_lines(
@@ -140,7 +158,9 @@ def _row_lines(
         sequence = walk.sequences.get(sequence_id) or walk.ended.get(sequence_id)
         if sequence is None or sequence.request_id != request_id:
             continue
-        computed = f"token {start}" if num_tokens == 1 else f"tokens {start} to {start + num_tokens - 1}"
+        computed = (
+            f"token {start}" if num_tokens == 1 else f"tokens {start} to {start + num_tokens - 1}"
+        )
         line = f"sequence {sequence_id}: computed {computed}, blocks {_tables(sequence)}"
         if (drawn := walk.drawn.get(sequence_id)) is not None:
             line += f", drew {_drawn(drawn, text_of)}"
@@ -167,13 +187,18 @@ def _arrived(arrival: Record, *, is_late: bool) -> str:
     asked: Record = arrival.get("beam") or arrival.get("params") or {}
     given = ", ".join(f"{name}={value!r}" for name, value in asked.items())
     was_there = "was there when the log begins" if is_late else "arrived"
-    return f"{was_there}: {counted(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}" + (
-        given and f", {given}"
+    return (
+        f"{was_there}: {counted(_num_prompt_tokens(arrival), 'prompt token')}, seed {arrival.get('seed')}"
+        + (given and f", {given}")
     )
 
 
 def _num_prompt_tokens(arrival: Record) -> int:
-    return arrival["num_prompt_tokens"] if "num_prompt_tokens" in arrival else len(arrival["prompt_token_ids"])
+    return (
+        arrival["num_prompt_tokens"]
+        if "num_prompt_tokens" in arrival
+        else len(arrival["prompt_token_ids"])
+    )
 
 
 def _tables(sequence: SequenceWalk) -> str:
@@ -183,7 +208,9 @@ def _tables(sequence: SequenceWalk) -> str:
 def _drawn(token_ids: list[Any], text_of: Callable[[int], str] | None) -> str:
     if None in token_ids:
         return f"{len(token_ids)} tokens"
-    texts = " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MOST_SHOWN]) if text_of else ""
+    texts = (
+        " ".join(repr(text_of(token_id)) for token_id in token_ids[:_MOST_SHOWN]) if text_of else ""
+    )
     return f"{_listed(token_ids)} {texts}".rstrip()
 
 
@@ -196,9 +223,16 @@ def _listed(values: list[Any]) -> str:
 def _names(path: Path, until: int | None) -> str:
     found: dict[str, None] = {}
     for record in records_of(path, until):
-        arrivals = record["requests"] if record["event"] == "snapshot" else [record] * (record["event"] == "arrival")
+        arrivals = (
+            record["requests"]
+            if record["event"] == "snapshot"
+            else [record] * (record["event"] == "arrival")
+        )
         found |= dict.fromkeys(str(arrival["request_id"]) for arrival in arrivals)
     names = list(found)
     return (
-        f"; it has {', '.join(names[:8])}" + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else ""
+        f"; it has {', '.join(names[:8])}"
+        + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        if names
+        else ""
     )

@@ -17,11 +17,22 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
 # What changes the numbers or the layout of a block, beside the weights and the device.
-_OF_BLOCKS = ("dtype", "kv_cache_dtype", "quantization", "block_size", "attention_backend", "speculative_config")
+_OF_BLOCKS = (
+    "dtype",
+    "kv_cache_dtype",
+    "quantization",
+    "block_size",
+    "attention_backend",
+    "speculative_config",
+)
 
 
 def open_engine(
-    config: EngineConfig, hooks: Hooks = NO_HOOKS, *, files: ModelFiles | None = None, tokenizer: Any | None = None
+    config: EngineConfig,
+    hooks: Hooks = NO_HOOKS,
+    *,
+    files: ModelFiles | None = None,
+    tokenizer: Any | None = None,
 ) -> Built:
     """`build_engine`, and a log of its events. Raises ConfigError before anything is loaded if the log's file is there already."""
     if config.event_log is not None:
@@ -30,16 +41,24 @@ def open_engine(
     if config.prefix_cache_directory is not None:
         built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
-        built.engine.events = EventLog(config.event_log, header(config, built.engine, built.spec, built.model))
+        built.engine.events = EventLog(
+            config.event_log, header(config, built.engine, built.spec, built.model)
+        )
     return built
 
 
 def open_in_memory(
-    model: ModelConfig, parameters: Parameters, tokenizer: Any | None, settings: EngineSettings, hooks: Hooks
+    model: ModelConfig,
+    parameters: Parameters,
+    tokenizer: Any | None,
+    settings: EngineSettings,
+    hooks: Hooks,
 ) -> tuple[EngineConfig, Built]:
     """The settings, and `open_engine`, of what `LLM.from_parameters` is given. Raises what that raises."""
     if "model" in settings:
-        raise TypeError("from_parameters takes no model: the config and the parameters are the model")
+        raise TypeError(
+            "from_parameters takes no model: the config and the parameters are the model"
+        )
     path = tokenizer if isinstance(tokenizer, str | os.PathLike) else None
     own = None if path else tokenizer
     if own is not None and getattr(own, "backend_tokenizer", None) is None:
@@ -48,7 +67,9 @@ def open_in_memory(
         )
     config = engine_config("parameters", LLMSettings(**settings, tokenizer=path))
     if config.event_log is not None:
-        raise UnsupportedError("event_log is not supported with from_parameters: a replay could not find the weights")
+        raise UnsupportedError(
+            "event_log is not supported with from_parameters: a replay could not find the weights"
+        )
     files = open_parameters(model, parameters, config.quantization)
     return config, open_engine(config, hooks, files=files, tokenizer=own)
 
@@ -63,7 +84,9 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
     names = ("versions", "device", "weights_hash")
     spec = built.spec
     layout = spec.layout, spec.groups, spec.attention, spec.sharding
-    key = repr([[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout])
+    key = repr(
+        [[about[name] for name in names], [about["config"][name] for name in _OF_BLOCKS], layout]
+    )
     digest = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
     swapped_bytes = spec.memory.host_pool_bytes if spec.memory.swaps_to_file else 0
     files = PrefixFiles(directory, digest, config.prefix_cache_disk_bytes - swapped_bytes)

@@ -34,7 +34,8 @@ class Recorder(Events):
     def __init__(self, sink: Callable[[Record], None]) -> None:
         self._sink = sink
         self._step = 0  # the last that was planned
-        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}  # by sequence id, as last recorded
+        # by sequence id, as last recorded
+        self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def arrived(self, group: SequenceGroup) -> None:
         request = group.request
@@ -43,11 +44,19 @@ class Recorder(Events):
             request_id=request.request_id,
             sequences=group.sequence_ids,
             prompt_token_ids=list(request.prompt_token_ids),
-            **({"beam": _given_beam(request.beam)} if request.beam else {"params": _given(request.params)}),
+            **(
+                {"beam": _given_beam(request.beam)}
+                if request.beam
+                else {"params": _given(request.params)}
+            ),
             seed=request.seed,
             eos_token_ids=sorted(request.eos_token_ids),
             max_total_tokens=request.max_total_tokens,
-            **({"bad_word_token_ids": request.bad_word_token_ids} if request.bad_word_token_ids else {}),
+            **(
+                {"bad_word_token_ids": request.bad_word_token_ids}
+                if request.bad_word_token_ids
+                else {}
+            ),
             **self._beside_arrival(group),
         )
 
@@ -70,7 +79,10 @@ class Recorder(Events):
             "rows": [[row.sequence_id, row.start, len(row.token_ids)] for row in plan.rows],
             "drafts": drafts,
             **self._table_changes(plan),
-            **{name: [list(pair) for pair in getattr(plan, name)] for name in ("swap_out", "swap_in", "copies")},
+            **{
+                name: [list(pair) for pair in getattr(plan, name)]
+                for name in ("swap_out", "swap_in", "copies")
+            },
             "preempted": list(plan.preempted),
         }
         present: Record = {name: value for name, value in fields.items() if value}
@@ -156,13 +168,21 @@ def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[
 def _given(params: SamplingParams) -> Record:
     """The parameters that are not at their default. The seed stands beside them, resolved."""
     fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
-    return {name: getattr(params, name) for name in fields if getattr(params, name) != getattr(_NEUTRAL, name)}
+    return {
+        name: getattr(params, name)
+        for name in fields
+        if getattr(params, name) != getattr(_NEUTRAL, name)
+    }
 
 
 def _given_beam(beam: BeamSearchParams) -> Record:
     """The width, and what is not at its default."""
     fields = (field.name for field in dataclasses.fields(beam))
-    given = {name: getattr(beam, name) for name in fields if getattr(beam, name) != getattr(_NEUTRAL_BEAM, name)}
+    given = {
+        name: getattr(beam, name)
+        for name in fields
+        if getattr(beam, name) != getattr(_NEUTRAL_BEAM, name)
+    }
     return {"beam_width": beam.beam_width, **given}
 
 
@@ -173,7 +193,9 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
             draw,
             int(result.ranks[draw]),
             [int(result.token_ids[draw]), *result.top_token_ids[draw, :num_top].tolist()],
-            np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top]).view(np.int32).tolist(),
+            np.append(result.logprobs[draw], result.top_logprobs[draw, :num_top])
+            .view(np.int32)
+            .tolist(),
         ]
         for draw, sample in enumerate(plan.samples)
         if (num_top := sample.num_logprobs) is not None
@@ -197,7 +219,9 @@ def usual_draws(plan: Record) -> list[int]:
     """The rows that a recorded plan draws from unless it says otherwise: each once, or one with drafts behind each of its tokens."""
     if "drafts" not in plan:
         return list(range(len(plan["rows"])))
-    return [index for index, (_, _, num_tokens) in enumerate(plan["rows"]) for _ in range(num_tokens)]
+    return [
+        index for index, (_, _, num_tokens) in enumerate(plan["rows"]) for _ in range(num_tokens)
+    ]
 
 
 def _drafts(row: Row) -> list[Any]:
@@ -228,8 +252,16 @@ def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[li
         num_draws = {}
     else:
         counts = (result.paths >= 0).sum(axis=1).tolist()
-        num_draws = {row.sequence_id: count for row, count in zip(plan.rows, counts, strict=True) if count > 1}
-    num_tokens = Counter(edit.sequence_id for edit in edits if type(edit) is Append) if num_draws else Counter()
+        num_draws = {
+            row.sequence_id: count
+            for row, count in zip(plan.rows, counts, strict=True)
+            if count > 1
+        }
+    num_tokens = (
+        Counter(edit.sequence_id for edit in edits if type(edit) is Append)
+        if num_draws
+        else Counter()
+    )
     described: list[list[Any]] = []
     for edit in edits:
         match edit:

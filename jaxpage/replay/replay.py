@@ -24,7 +24,13 @@ from jaxpage.engine.text import NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, Leave, differ, without_text
 from jaxpage.replay.event_log import LogReader, encoded, is_after
-from jaxpage.replay.log_header import check_replayable, compare_engines, header, logged_config, read_header
+from jaxpage.replay.log_header import (
+    check_replayable,
+    compare_engines,
+    header,
+    logged_config,
+    read_header,
+)
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -77,7 +83,9 @@ def replay(
             ours = json.loads(encoded(header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
-            with tqdm(total=num_plans, desc="Replaying", unit="step", disable=None if progress else True) as bar:
+            with tqdm(
+                total=num_plans, desc="Replaying", unit="step", disable=None if progress else True
+            ) as bar:
                 return follower.run(built.engine, bar, until=until)
         finally:
             built.engine.runner.close()
@@ -105,7 +113,9 @@ class Replay:
             "events": Recorder(self._compare),
         }
 
-    def run(self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None) -> Report:
+    def run(
+        self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None
+    ) -> Report:
         """From behind the header to the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
         self._engine, self._bar = engine, bar
         difference: str | None = None
@@ -152,7 +162,9 @@ class Replay:
             case "end":
                 self._engine.events.closed()
             case event:
-                self._log.refuse(f"the log has no cause for this {event} of step {record.get('step')}")
+                self._log.refuse(
+                    f"the log has no cause for this {event} of step {record.get('step')}"
+                )
 
     def _add(self, record: Record) -> None:
         try:
@@ -257,7 +269,9 @@ class _End(NamedTuple):
 class _LoggedEnds(SamplingStrategy):
     """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
 
-    def __init__(self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, _End]) -> None:
+    def __init__(
+        self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, _End]
+    ) -> None:
         super().__init__(group.request, NoText, grammar)
         self._ends = ends
         self._num_tokens: Counter[int] = Counter()  # of this step, by sequence id
@@ -274,11 +288,16 @@ class _LoggedEnds(SamplingStrategy):
         end, num_tokens = self._ends[draw.sequence_id]
         if num_tokens == 0:
             return [end]  # an error, which took with it all that was drawn
-        is_here = not draw.drafted if num_tokens is None else self._num_tokens[draw.sequence_id] == num_tokens
+        is_here = (
+            not draw.drafted
+            if num_tokens is None
+            else self._num_tokens[draw.sequence_id] == num_tokens
+        )
         if not is_here:
             return [append, *own]
         if end.reason == "error" and own != [end]:
-            # Either text raised, in place of the only token, or the draw behind this one found nothing that it may draw.
+            # Either text raised, in place of the only token, or the draw behind this one found
+            # nothing that it may draw.
             return [end] if num_tokens is None else [append, *own]
         return [append, end]  # of a grammar, the end that it came to here too
 
@@ -291,8 +310,14 @@ class _LoggedBeams(BeamStrategy):
         self._ends = ends
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        ends = [self._ends[draw.sequence_id].finish for draw in draws if draw.sequence_id in self._ends]
-        return list(ends) if ends and all(draw.token_id >= 0 for draw in draws) else super().advance(draws)
+        ends = [
+            self._ends[draw.sequence_id].finish for draw in draws if draw.sequence_id in self._ends
+        ]
+        return (
+            list(ends)
+            if ends and all(draw.token_id >= 0 for draw in draws)
+            else super().advance(draws)
+        )
 
 
 def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None) -> None:
@@ -307,14 +332,23 @@ def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None
 def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
     """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
     fields = record["beam" if "beam" in record else "params"]
-    given: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    return BeamSearchParams(**given) if "beam" in record else SamplingParams(**given, seed=record["seed"])
+    given: Any = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
+    return (
+        BeamSearchParams(**given)
+        if "beam" in record
+        else SamplingParams(**given, seed=record["seed"])
+    )
 
 
 def drafts_of(engine: Engine, plan: Record) -> dict[int, Draft]:
     """What a recorded step verified, by sequence id. Raises OverflowError, TypeError or ValueError if they are none."""
     vocab_size, multi_step = engine.builder.vocab_size, engine.scheduler.limits.num_steps > 1
-    return dict(_draft(*item, vocab_size=vocab_size, multi_step=multi_step) for item in plan.get("drafts", ()))
+    return dict(
+        _draft(*item, vocab_size=vocab_size, multi_step=multi_step)
+        for item in plan.get("drafts", ())
+    )
 
 
 def _ends_by_text(result: Record) -> dict[int, _End]:
@@ -329,18 +363,30 @@ def _ends_by_text(result: Record) -> dict[int, _End]:
 
 
 def _draft(
-    sequence_id: Any, token_ids: Any, parents: Any = None, q: Any = None, *, vocab_size: int, multi_step: bool = False
+    sequence_id: Any,
+    token_ids: Any,
+    parents: Any = None,
+    q: Any = None,
+    *,
+    vocab_size: int,
+    multi_step: bool = False,
 ) -> tuple[int, Draft]:
     """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
         raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
     if multi_step and set(draft.token_ids) != {PLACEHOLDER}:
-        raise ValueError(f"a step of several has {PLACEHOLDER} for each of its tokens, got {shown(token_ids)}")
+        raise ValueError(
+            f"a step of several has {PLACEHOLDER} for each of its tokens, got {shown(token_ids)}"
+        )
     if not multi_step and not all(0 <= token_id < vocab_size for token_id in draft.token_ids):
         raise ValueError(f"token ids are 0 to {vocab_size - 1}, got {shown(token_ids)}")
-    if len(draft.parents) != len(draft.token_ids) or not all(-1 <= p < place for place, p in enumerate(draft.parents)):
-        raise ValueError(f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}")
+    if len(draft.parents) != len(draft.token_ids) or not all(
+        -1 <= p < place for place, p in enumerate(draft.parents)
+    ):
+        raise ValueError(
+            f"each of {len(draft.token_ids)} needs a parent before it or -1, got {shown(parents)}"
+        )
     if q is not None:
         candidates = Candidates.from_lists(q)
         candidates.check(draft.token_ids, vocab_size)

@@ -34,8 +34,14 @@ def with_texts(
     token_ids = set[int | None]()
     for record in records_of(path, until):
         if record["event"] == "result":
-            token_ids.update(record["tokens"], *(ids for _, _, ids, _ in record.get("logprobs", ())))
-    texts = {token_id: text_of(token_id) for token_id in token_ids if token_id is not None and token_id >= 0}
+            token_ids.update(
+                record["tokens"], *(ids for _, _, ids, _ in record.get("logprobs", ()))
+            )
+    texts = {
+        token_id: text_of(token_id)
+        for token_id in token_ids
+        if token_id is not None and token_id >= 0
+    }
     yield {**_header(path), "texts": texts}
     yield from records_of(path, until)
 

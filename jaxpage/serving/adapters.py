@@ -34,7 +34,9 @@ from jaxpage.settings.lora_request import LoRARequest
 MAX_ADAPTERS = 1024  # that are served at a time
 
 
-def check_lora_modules(engine: EngineConfig, config: ServerConfig, model_names: tuple[str, ...]) -> None:
+def check_lora_modules(
+    engine: EngineConfig, config: ServerConfig, model_names: tuple[str, ...]
+) -> None:
     """All adapters of `lora_modules`, before the model is loaded: from its config.json and the adapters' files.
 
     Raises ConfigError that says for each adapter what is wrong: a name that is taken, a directory that is not there, tensors that do not
@@ -43,12 +45,16 @@ def check_lora_modules(engine: EngineConfig, config: ServerConfig, model_names: 
     modules = config.lora_modules or ()
     if not modules:
         return
-    described = describe_model(resolve_model_config(engine.model, engine.revision), engine.quantization)
+    described = describe_model(
+        resolve_model_config(engine.model, engine.revision), engine.quantization
+    )
     spec = lora_spec(engine, described.family, described.spec)
     assert spec is not None  # `resolve_both` has seen to it
     errors, names = [], Counter([*model_names, *(module.partition("=")[0] for module in modules)])
     errors += [
-        f"the name {name!r} is that of the model" if name in model_names else f"the name {name!r} is given twice"
+        f"the name {name!r} is that of the model"
+        if name in model_names
+        else f"the name {name!r} is given twice"
         for name, count in names.items()
         if count > 1
     ]
@@ -56,7 +62,9 @@ def check_lora_modules(engine: EngineConfig, config: ServerConfig, model_names: 
         try:
             read_adapter(directory_of(asked), spec)
         except (CheckpointError, ModelNotFoundError) as error:
-            errors.append(str(error) if asked.lora_name in str(error) else f"{asked.lora_name}: {error}")
+            errors.append(
+                str(error) if asked.lora_name in str(error) else f"{asked.lora_name}: {error}"
+            )
     if errors:
         raise ConfigError("lora_modules:\n" + "\n".join(errors))
 
@@ -71,7 +79,9 @@ def open_lora_modules(engine: Engine, config: ServerConfig) -> dict[str, LoRAReq
 
 def _asked(modules: Sequence[str]) -> list[LoRARequest]:
     named = [module.partition("=") for module in modules]
-    return [LoRARequest(name, number, path) for number, (name, _, path) in enumerate(named, start=1)]
+    return [
+        LoRARequest(name, number, path) for number, (name, _, path) in enumerate(named, start=1)
+    ]
 
 
 class RuntimeAdapters:
@@ -89,13 +99,21 @@ class RuntimeAdapters:
         if not isinstance(in_place, bool):
             raise ApiError(400, "load_inplace must be true or false", param="load_inplace")
         if not re.fullmatch(MODEL_NAME, name) or len(name) > 256:
-            raise ApiError(400, "lora_name must be 1 to 256 characters without spaces", param="lora_name")
+            raise ApiError(
+                400, "lora_name must be 1 to 256 characters without spaces", param="lora_name"
+            )
         served = self._context.adapters
         if name in self._context.model_names or (name in served and not in_place):
             raise ApiError(400, f"The name {shown(name)} is taken", param="lora_name")
         if name not in served and len(served) >= MAX_ADAPTERS:
-            raise ApiError(400, f"{MAX_ADAPTERS} adapters are loaded, which is the most; unload one", param="lora_name")
-        inside = directory_inside(self._directory, path, setting="lora_directory", param="lora_path")
+            raise ApiError(
+                400,
+                f"{MAX_ADAPTERS} adapters are loaded, which is the most; unload one",
+                param="lora_name",
+            )
+        inside = directory_inside(
+            self._directory, path, setting="lora_directory", param="lora_path"
+        )
         asked = LoRARequest(name, next(self._numbers), str(inside))
         try:
             self._engine.opened_adapter(asked)
@@ -111,7 +129,12 @@ class RuntimeAdapters:
         check_fields(body, {"lora_name", "lora_int_id"})
         asked = self._context.adapters.pop(name, None)
         if asked is None:
-            raise ApiError(404, f"The LoRA adapter {shown(name)} does not exist", param="lora_name", code="not_found")
+            raise ApiError(
+                404,
+                f"The LoRA adapter {shown(name)} does not exist",
+                param="lora_name",
+                code="not_found",
+            )
         self._forget(asked)
         return f"Success: LoRA adapter '{name}' removed successfully."
 
@@ -120,7 +143,9 @@ class RuntimeAdapters:
             self._engine.adapters.forget(asked.lora_int_id)
 
 
-def lora_routes(config: ServerConfig, engine: Engine, preparing: Preparing, context: ModelContext) -> list[Route]:
+def lora_routes(
+    config: ServerConfig, engine: Engine, preparing: Preparing, context: ModelContext
+) -> list[Route]:
     """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, vLLM's names; none without `lora_directory`."""
     if config.lora_directory is None:
         return []

@@ -45,7 +45,14 @@ from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import open_embeddings
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.exchange import Exchange, detokenize, open_chat, open_completion, open_score, tokenize
+from jaxpage.serving.wire.exchange import (
+    Exchange,
+    detokenize,
+    open_chat,
+    open_completion,
+    open_score,
+    tokenize,
+)
 from jaxpage.serving.wire.messages import count_tokens, open_message
 from jaxpage.serving.wire.ollama import (
     open_ollama_chat,
@@ -123,15 +130,21 @@ class Server:
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            await self._generating.answer(lambda: self._opened(opened, raw), arrived, scope, receive, send)
+            await self._generating.answer(
+                lambda: self._opened(opened, raw), arrived, scope, receive, send
+            )
 
     async def _embed(self, opened: OpenVectors, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_hosts > 1:
-            raise ApiError(400, f"embeddings are not supported by a server on {self._num_hosts} hosts")
+            raise ApiError(
+                400, f"embeddings are not supported by a server on {self._num_hosts} hosts"
+            )
         with self.visitors.inside():
             arrived = time.monotonic()
             raw = await json_body(scope, receive)
-            await while_connected(receive, self._embedding.answer(opened, raw, arrived, scope, receive, send))
+            await while_connected(
+                receive, self._embedding.answer(opened, raw, arrived, scope, receive, send)
+            )
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:
         body = parse_object(raw)
@@ -140,7 +153,9 @@ class Server:
             logger.info("request", extra={"id": exchange.id, "body": body})
         return exchange
 
-    async def _transform(self, transform: Transform, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _transform(
+        self, transform: Transform, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         arrived = time.monotonic()
         raw = await json_body(scope, receive)
 
@@ -162,7 +177,10 @@ class Server:
         if (name := request.path_params["name"]) not in self._names:
             names = ", ".join(self._names)
             raise ApiError(
-                404, f"There is no such model; this server has {names}", param="model", code="model_not_found"
+                404,
+                f"There is no such model; this server has {names}",
+                param="model",
+                code="model_not_found",
             )
         return json_answer(self._card(name))
 
@@ -184,13 +202,23 @@ class Server:
     async def _tags(self, request: Request) -> Response:
         """Ollama's list of models. Of files it says nothing: clients see none of this machine's."""
         since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
-        return json_answer({"models": [{"name": name, "model": name, "modified_at": since} for name in self._names]})
+        return json_answer(
+            {
+                "models": [
+                    {"name": name, "model": name, "modified_at": since} for name in self._names
+                ]
+            }
+        )
 
     async def _loaded(self, request: Request) -> Response:
         """Ollama's list of what is in memory, as all is."""
         length = self._context.max_model_len
         return json_answer(
-            {"models": [{"name": name, "model": name, "context_length": length} for name in self._names]}
+            {
+                "models": [
+                    {"name": name, "model": name, "context_length": length} for name in self._names
+                ]
+            }
         )
 
     async def _capable(self, request: Request) -> Response:
@@ -198,19 +226,24 @@ class Server:
 
     async def _health(self, request: Request) -> Response:
         if not self._driver.healthy:
-            raise ApiError(503, "The engine has stopped, or a step takes too long", code="unhealthy")
+            raise ApiError(
+                503, "The engine has stopped, or a step takes too long", code="unhealthy"
+            )
         return json_answer({"status": "ok"})
 
     async def _ready(self, request: Request) -> Response:
         if self.visitors.is_closed or not self._driver.ready:
             raise ApiError(
-                503, "The server does not accept requests now: it is starting or shutting down", code="not_ready"
+                503,
+                "The server does not accept requests now: it is starting or shutting down",
+                code="not_ready",
             )
         return json_answer({"status": "ready"})
 
     async def _exposition(self, request: Request) -> Response:
         stats: Mapping[str, Any] = {}
-        with contextlib.suppress(TimeoutError, JaxpageError):  # what the server counts is there in any case
+        # what the server counts is there in any case
+        with contextlib.suppress(TimeoutError, JaxpageError):
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
         return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
 
@@ -223,7 +256,12 @@ class Server:
     async def _index(self, request: Request) -> Response:
         paths = [route.path for route in request.app.routes if isinstance(route, Route)]
         return json_answer(
-            {"name": "jaxpage", "version": __version__, "models": self._context.model_names, "paths": paths}
+            {
+                "name": "jaxpage",
+                "version": __version__,
+                "models": self._context.model_names,
+                "paths": paths,
+            }
         )
 
 
@@ -248,12 +286,22 @@ def build_app(
     middleware = [
         Middleware(Envelope, metrics=metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
-        Middleware(ApiKeys, keys=api_keys, open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS),
-        Middleware(Limits, max_body_bytes=config.max_body_bytes, body_timeout_seconds=config.body_timeout_seconds),
+        Middleware(
+            ApiKeys,
+            keys=api_keys,
+            open_paths=OPEN_PATHS | inspector.PAGE_PATHS if config.ui else OPEN_PATHS,
+        ),
+        Middleware(
+            Limits,
+            max_body_bytes=config.max_body_bytes,
+            body_timeout_seconds=config.body_timeout_seconds,
+        ),
     ]
     pages = []
     if config.ui:
-        pages = inspector.routes(driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local)
+        pages = inspector.routes(
+            driver, show_prompts=config.ui_show_prompts, can_be_slow=config.is_local
+        )
     lora = lora_routes(config, driver.engine, server.preparing, context)
     handlers = {HTTPException: _http_error}
     weights = weights_routes(config, driver, server.visitors)

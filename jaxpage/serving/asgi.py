@@ -60,7 +60,9 @@ def asgi_app(
     return application(open_engine(ours), ours, theirs, api_keys)
 
 
-def application(built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys: tuple[str, ...] = ()) -> Application:
+def application(
+    built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys: tuple[str, ...] = ()
+) -> Application:
     """Starts the thread of an engine that was built, and returns the application. ours: its settings; theirs: those of the server."""
     publish_kv_events(built, theirs)
     incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)

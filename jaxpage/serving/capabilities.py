@@ -14,7 +14,9 @@ from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.support import support_matrix
 
 
-def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limits: RequestLimits) -> dict[str, Any]:
+def capabilities(
+    built: Built, engine: EngineConfig, server: ServerConfig, limits: RequestLimits
+) -> dict[str, Any]:
     """A JSON object. `parameters` is the table of docs/reference/support-matrix.md; the rest describes this server."""
     tokenizer = built.tokenizer
     return {
@@ -25,7 +27,8 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limit
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
             "sampling_defaults": built.sampling_defaults,
-            "chat_defaults": chat_defaults(built.sampling_defaults),  # of the page, where those above are silent
+            # of the page, where those above are silent
+            "chat_defaults": chat_defaults(built.sampling_defaults),
         },
         "tools": server.tool_parser,
         "reasoning": server.reasoning_parser,
@@ -33,7 +36,9 @@ def capabilities(built: Built, engine: EngineConfig, server: ServerConfig, limit
         "speculation": _speculation(engine),
         "prefix_caching": engine.enable_prefix_caching,
         "scheduling_policy": engine.scheduling_policy,
-        "unknown_fields": "refused" if server.strict_requests else "ignored, and named in x-jaxpage-ignored-fields",
+        "unknown_fields": "refused"
+        if server.strict_requests
+        else "ignored, and named in x-jaxpage-ignored-fields",
         "limits": {
             "max_body_bytes": server.max_body_bytes,
             "max_queued_requests": server.max_queued_requests,

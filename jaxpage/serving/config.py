@@ -39,13 +39,17 @@ def _endpoint(value: str) -> str:
 def _coordinator(value: str) -> str:
     address = _ADDRESS.fullmatch(value)
     if value != AUTO and (address is None or not 0 < int(address[1]) < 2**16 - 1):
-        raise ValueError(f"must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or {AUTO}")
+        raise ValueError(
+            f"must be HOST:PORT with a port from 1 to 65534 (PORT + 1 is used too), or {AUTO}"
+        )
     return value
 
 
 def _lora_module(value: str) -> str:
     if not _LORA_MODULE.fullmatch(value):
-        raise ValueError("must be NAME=DIRECTORY, with a name of up to 256 characters and no spaces")
+        raise ValueError(
+            "must be NAME=DIRECTORY, with a name of up to 256 characters and no spaces"
+        )
     return value
 
 
@@ -61,14 +65,23 @@ def _as_tuple(value: Any) -> Any:
 
 
 _ModelNames = Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeValidator(_as_tuple)]
-_LoRAModules = Annotated[tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)]
+_LoRAModules = Annotated[
+    tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)
+]
 
 
 class ServerConfig(Settings):
     """The settings of the server, each declared here and nowhere else: see `setting`."""
 
     plain_text: ClassVar[frozenset[str]] = frozenset(
-        {"host", "api_key_file", "lora_directory", "weights_directory", "incident_directory", "profile_directory"}
+        {
+            "host",
+            "api_key_file",
+            "lora_directory",
+            "weights_directory",
+            "incident_directory",
+            "profile_directory",
+        }
         | {"coordinator", "hosts_secret_file"}
     )
 
@@ -125,10 +138,16 @@ class ServerConfig(Settings):
         "largest request body",
         shown="4MiB",
     )
-    body_timeout_seconds: _Seconds = setting(30.0, "seconds for a request's body to arrive", shown="30")
-    slow_reader_seconds: _Seconds = setting(30.0, "seconds that a client may leave a stream unread", shown="30")
+    body_timeout_seconds: _Seconds = setting(
+        30.0, "seconds for a request's body to arrive", shown="30"
+    )
+    slow_reader_seconds: _Seconds = setting(
+        30.0, "seconds that a client may leave a stream unread", shown="30"
+    )
     max_connections: Annotated[int, Field(ge=1, le=65_536)] = setting(1024, "most open connections")
-    strict_requests: bool = setting(False, "an unknown field is an error, instead of named in a header")
+    strict_requests: bool = setting(
+        False, "an unknown field is an error, instead of named in a header"
+    )
     tool_parser: Literal["hermes", "llama3_json"] | None = setting(
         None,
         "format of the model's tool calls: hermes or llama3_json",
@@ -139,10 +158,16 @@ class ServerConfig(Settings):
         "format of the model's reasoning, which is returned apart from the answer: think",
     )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
-    ui_show_prompts: bool = setting(False, "the inspector shows the prompts and outputs of all users")
-    log_requests: bool = setting(False, "log every request with its text", alias="--enable-log-requests")
+    ui_show_prompts: bool = setting(
+        False, "the inspector shows the prompts and outputs of all users"
+    )
+    log_requests: bool = setting(
+        False, "log every request with its text", alias="--enable-log-requests"
+    )
     log_json: bool = setting(False, "one JSON object per line of the log")
-    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "debug, info, warning or error")
+    log_level: Literal["debug", "info", "warning", "error"] = setting(
+        "info", "debug, info, warning or error"
+    )
     kv_events: _Endpoint | None = setting(
         None,
         "publish which prefixes are cached, with their token ids, as vLLM does: tcp://127.0.0.1:PORT",
@@ -182,10 +207,12 @@ class ServerConfig(Settings):
         "rank of this host, from 0, which is the server; the others follow it",
         metavar="R",
     )
-    coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = setting(
-        None,
-        "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
-        metavar="HOST:PORT",
+    coordinator: Annotated[str, Field(max_length=256), AfterValidator(_coordinator)] | None = (
+        setting(
+            None,
+            "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
+            metavar="HOST:PORT",
+        )
     )
     hosts_secret_file: _Text | None = setting(
         None,
@@ -204,22 +231,37 @@ class ServerConfig(Settings):
     )
 
     def contradictions(self) -> Iterable[Problem]:
-        if self.served_model_name == ():  # not a field's bound: that of a tuple counts what is left without wrong names
+        # not a field's bound: that of a tuple counts what is left without wrong names
+        if self.served_model_name == ():
             yield "served_model_name", "must have a name, or be left out"
-        if self.served_model_name and len(set(self.served_model_name)) < len(self.served_model_name):
+        if self.served_model_name and len(set(self.served_model_name)) < len(
+            self.served_model_name
+        ):
             yield "served_model_name", f"a name is given twice: {', '.join(self.served_model_name)}"
         if self.ui_show_prompts and not self.ui:
-            yield "ui_show_prompts", "cannot be true while ui is false: prompts are shown only on the page"
+            yield (
+                "ui_show_prompts",
+                "cannot be true while ui is false: prompts are shown only on the page",
+            )
         if self.log_requests and self.log_level in ("warning", "error"):
-            yield "log_requests", f"cannot be true while log_level is {self.log_level!r}: requests are logged at info"
+            yield (
+                "log_requests",
+                f"cannot be true while log_level is {self.log_level!r}: requests are logged at info",
+            )
 
         for name in ("kv_events_replay", "kv_events_topic"):
             if getattr(self, name) and self.kv_events is None:
                 yield name, "needs kv_events"
         if self.coordinator == AUTO and (self.num_hosts, self.host_rank) != (1, 0):
-            yield "coordinator", f"{AUTO!r} takes num_hosts and host_rank from the job: leave them out"
+            yield (
+                "coordinator",
+                f"{AUTO!r} takes num_hosts and host_rank from the job: leave them out",
+            )
         if self.host_rank >= self.num_hosts:
-            yield "host_rank", f"is {self.host_rank}, and num_hosts is {self.num_hosts}: ranks begin with 0"
+            yield (
+                "host_rank",
+                f"is {self.host_rank}, and num_hosts is {self.num_hosts}: ranks begin with 0",
+            )
         if self.num_hosts > 1 and self.coordinator is None:
             yield "coordinator", f"is needed with num_hosts = {self.num_hosts}: HOST:PORT of rank 0"
         if self.incident_token_ids and self.incident_steps is None:
@@ -250,7 +292,9 @@ def resolve_both(
         (file, EngineConfig, ServerConfig, "the server's: write it below 'server:'"),
         (below, ServerConfig, EngineConfig, "the engine's: write it at the top level"),
     ):
-        for name in [name for name in settings if name in other.model_fields and name not in own.model_fields]:
+        for name in [
+            name for name in settings if name in other.model_fields and name not in own.model_fields
+        ]:
             problems.append(f"{settings.pop(name).place}: {name}: this setting is {there}")
     errors: list[JaxpageError] = [ConfigError("\n".join(problems))] if problems else []
     resolved: list[Any] = []
@@ -262,21 +306,33 @@ def resolve_both(
     if not errors:
         errors += _contradictions(resolved[0].config, resolved[1].config)
     if errors:  # all of them at once
-        refusal = UnsupportedError if all(isinstance(error, UnsupportedError) for error in errors) else ConfigError
+        refusal = (
+            UnsupportedError
+            if all(isinstance(error, UnsupportedError) for error in errors)
+            else ConfigError
+        )
         raise refusal("\n".join(map(str, errors)))
     return resolved[0], resolved[1]
 
 
 def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
-    given = [name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None]
-    errors: list[JaxpageError] = [ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora]
+    given = [
+        name for name in ("lora_modules", "lora_directory") if getattr(server, name) is not None
+    ]
+    errors: list[JaxpageError] = [
+        ConfigError(f"{name}: needs enable_lora") for name in given if not engine.enable_lora
+    ]
     if server.kv_events is not None and not engine.enable_prefix_caching:
         errors.append(ConfigError("kv_events: needs enable_prefix_caching"))
     if server.weights_directory is not None and not Path(server.weights_directory).is_dir():
-        errors.append(ConfigError(f"weights_directory: {server.weights_directory!r} is not a directory"))
+        errors.append(
+            ConfigError(f"weights_directory: {server.weights_directory!r} is not a directory")
+        )
     if server.weights_directory is not None and engine.event_log is not None:
         errors.append(
-            UnsupportedError("weights_directory is not supported with event_log: a log has one set of weights")
+            UnsupportedError(
+                "weights_directory is not supported with event_log: a log has one set of weights"
+            )
         )
     return errors + (of_several_hosts(engine, server) if server.num_hosts > 1 else [])
 
@@ -287,7 +343,9 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
     errors: list[JaxpageError] = []
     if size % num_hosts:
         errors.append(
-            ConfigError(f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}")
+            ConfigError(
+                f"num_hosts: {num_hosts} hosts need a tensor_parallel_size that they can share, not {size}"
+            )
         )
     given: dict[str, Any] = {
         "prefix_cache_directory": engine.prefix_cache_directory,
@@ -310,7 +368,9 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
     return errors
 
 
-def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def read_api_keys(
+    config: ServerConfig, environment: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """The keys that let a request in: those of `api_key_file`, a line each, and of $JAXPAGE_API_KEY, with commas between them.
 
     None at all means that no key is asked for; a source that is given and has none is an error, not an open door.
@@ -322,7 +382,9 @@ def read_api_keys(config: ServerConfig, environment: Mapping[str, str] | None = 
     keys = [] if text is None else _keys(API_KEY_VARIABLE, text.split(","))
     if config.api_key_file is not None:
         lines = _read_key_file(Path(config.api_key_file)).splitlines()
-        keys += _keys(config.api_key_file, [line for line in lines if not line.lstrip().startswith("#")])
+        keys += _keys(
+            config.api_key_file, [line for line in lines if not line.lstrip().startswith("#")]
+        )
     return tuple(dict.fromkeys(keys))
 
 

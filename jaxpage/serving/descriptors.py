@@ -23,7 +23,8 @@ def room_for_connections(wanted: int) -> int:
     needed = _PER_CONNECTION * wanted + _OTHERS
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with contextlib.suppress(OSError, ValueError):  # macOS has a limit beyond the one that it tells
+        # macOS has a limit beyond the one that it tells
+        with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -12,8 +12,14 @@ def directory_inside(directory: Path, path: str, *, setting: str, param: str) ->
     try:
         found = (directory / path).resolve(strict=True)
         is_inside = found.is_relative_to(directory.resolve()) and found.is_dir()
-    except (OSError, ValueError, RuntimeError):  # ValueError: a NUL; RuntimeError: a loop of links in Python 3.11
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ):  # ValueError: a NUL; RuntimeError: a loop of links in Python 3.11
         is_inside = False
     if not is_inside:
-        raise ApiError(404, f"There is no such directory below {setting}", param=param, code="not_found")
+        raise ApiError(
+            404, f"There is no such directory below {setting}", param=param, code="not_found"
+        )
     return found

@@ -25,7 +25,9 @@ Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
 class Embedding:
     """The vectors of texts. What their lengths need is compiled aside, so that requests that generate go on meanwhile."""
 
-    def __init__(self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: Embedder):
+    def __init__(
+        self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: Embedder
+    ):
         self._driver = driver
         self._preparing = preparing
         self._context = context
@@ -41,7 +43,9 @@ class Embedding:
             vectors = await self._vectors(requests, asked)
         num_tokens = sum(len(request.token_ids) for request in requests)
         headers = ignored_header(asked.ignored_fields)
-        answer = await asyncio.to_thread(lambda: json_answer(asked.whole(vectors, num_tokens), headers=headers))
+        answer = await asyncio.to_thread(
+            lambda: json_answer(asked.whole(vectors, num_tokens), headers=headers)
+        )
         await answer(scope, receive, send)
 
     async def _requests(self, asked: EmbeddingAnswer) -> list[PreparedRequest]:
@@ -49,7 +53,8 @@ class Embedding:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
             refusal = refusal_of(error) or asked.refusal(error)
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # a 500 is logged
+            # a 500 is logged
+            raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
     async def _vectors(
         self, requests: Sequence[PreparedRequest], asked: EmbeddingAnswer

@@ -36,7 +36,12 @@ class Generating:
         self._metrics = metrics
 
     async def answer(
-        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+        self,
+        opened: Callable[[], Exchange],
+        arrived: float,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         """Raises ClientDisconnect, and, as long as nothing was sent, the error for the client.
 
@@ -47,7 +52,12 @@ class Generating:
         await while_connected(receive, self._answered(opened, arrived, scope, receive, send))
 
     async def _answered(
-        self, opened: Callable[[], Exchange], arrived: float, scope: Scope, receive: Receive, send: Send
+        self,
+        opened: Callable[[], Exchange],
+        arrived: float,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         try:
             async with self._driver.in_time(arrived):
@@ -61,7 +71,9 @@ class Generating:
                 await self._stream(exchange, submitted, headers, scope, send)
             else:
                 outputs = await asyncio.gather(*(one.whole() for one in submitted))
-                answer = await asyncio.to_thread(lambda: json_answer(exchange.whole(outputs), headers=headers))
+                answer = await asyncio.to_thread(
+                    lambda: json_answer(exchange.whole(outputs), headers=headers)
+                )
                 await answer(scope, receive, send)
         except Exception as error:
             raise self._failure_of(error) from error
@@ -75,13 +87,21 @@ class Generating:
         try:
             requests = await self._preparing.requests(exchange.prompts)
             _check_prompt_logprobs(requests)
-            return await self._driver.submit(requests, stream=exchange.stream, name=exchange.id, arrived=arrived)
+            return await self._driver.submit(
+                requests, stream=exchange.stream, name=exchange.id, arrived=arrived
+            )
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
-            raise (to_api_error(error) if refusal.status == 500 else refusal) from error  # a 500 is logged
+            # a 500 is logged
+            raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
     async def _stream(
-        self, exchange: Exchange, submitted: list[AwaitedHandle], headers: dict[str, str], scope: Scope, send: Send
+        self,
+        exchange: Exchange,
+        submitted: list[AwaitedHandle],
+        headers: dict[str, str],
+        scope: Scope,
+        send: Send,
     ) -> None:
         """Events or lines. An error behind the headers is one, too, and the stream ends as it always ends."""
         dialect = dialect_of(scope["path"])
@@ -89,7 +109,8 @@ class Generating:
         headers = {"content-type": dialect.media_type, **_STREAM_HEADERS, **headers}
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-        scope["state"]["comment"] = dialect.comment  # for who looks whether the client is still there
+        # for who looks whether the client is still there
+        scope["state"]["comment"] = dialect.comment
         try:
             async with aclosing(updates_of(submitted)) as updates:
                 async for deltas in updates:
@@ -101,7 +122,9 @@ class Generating:
             events = exchange.last_chunks()
         except Exception as error:
             events = [dialect.stream_error(self._failure_of(error))]
-        await send({"type": "http.response.body", "body": b"".join(map(frame, events)) + dialect.end})
+        await send(
+            {"type": "http.response.body", "body": b"".join(map(frame, events)) + dialect.end}
+        )
 
     def _failure_of(self, error: Exception) -> ApiError:
         """The client's error for a request that ran and did not finish."""
@@ -128,11 +151,15 @@ async def _left(receive: Receive) -> None:
         pass
 
 
-async def updates_of(submitted: list[AwaitedHandle]) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
+async def updates_of(
+    submitted: list[AwaitedHandle],
+) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
     """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
     waited = {one.next_delta(): index for index, one in enumerate(submitted)}
     while waited:
-        done, _ = await asyncio.wait(waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(
+            waited, timeout=KEEP_ALIVE_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
         updates = [(waited.pop(future), future.result()) for future in done]
         yield updates
         for index, delta in updates:
@@ -160,4 +187,6 @@ def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
 
 
 def _events(exchange: Exchange, deltas: Sequence[tuple[int, RequestOutput]], frame: Frame) -> bytes:
-    return b"".join(frame(chunk) for index, delta in deltas for chunk in exchange.chunks(index, delta))
+    return b"".join(
+        frame(chunk) for index, delta in deltas for chunk in exchange.chunks(index, delta)
+    )

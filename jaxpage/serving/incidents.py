@@ -29,11 +29,15 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
         return None
     directory = Path(server.incident_directory)
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise ConfigError(f"incident_directory: {directory} is not a directory that can be written to")
+        raise ConfigError(
+            f"incident_directory: {directory} is not a directory that can be written to"
+        )
     unsaid = "which LoRA adapter a request has" if engine.enable_lora else ""
     if engine.prefix_cache_directory is not None:
         unsaid = "which blocks came from prefix_cache_directory"
-    ring = IncidentRing(server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid)
+    ring = IncidentRing(
+        server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid
+    )
     built.engine.events = Both(built.engine.events, ring)
     return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec, built.model))
 

@@ -23,7 +23,10 @@ class KVEvents(Events, CacheObserver):
     """
 
     def __init__(
-        self, block_size: int, send: Callable[[Batch], None], close: Callable[[], None] = lambda: None
+        self,
+        block_size: int,
+        send: Callable[[Batch], None],
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self._block_size, self._send, self._close = block_size, send, close
         self._events: list[dict[str, Any]] = []

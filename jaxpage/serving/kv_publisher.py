@@ -20,14 +20,20 @@ END = (-1).to_bytes(8, "big", signed=True)  # the number behind the last
 class KVPublisher:
     """A message is [topic, number as 8 bytes, batch as msgpack]. A slow subscriber loses batches, which their numbers show."""
 
-    def __init__(self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(
+        self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = ""
+    ) -> None:
         """Binds. Raises ConfigError if that cannot be."""
         self._topic, self._number = topic.encode(), 0
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
         self._context = zmq.Context()
         self._sending = self._bound("kv_events", zmq.PUB, endpoint)
-        self._replaying = self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint) if replay_endpoint else None
+        self._replaying = (
+            self._bound("kv_events_replay", zmq.ROUTER, replay_endpoint)
+            if replay_endpoint
+            else None
+        )
         self._thread = threading.Thread(target=self._run, name="jaxpage-kv-events", daemon=True)
         self._thread.start()
 

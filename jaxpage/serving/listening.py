@@ -19,14 +19,16 @@ def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
     """
     place = f"{config.host} port {config.port}"
     try:
-        listener = _bound(config, reuse=False)  # two that start would both have it otherwise, until one of them listens
+        # two that start would both have it otherwise, until one of them listens
+        listener = _bound(config, reuse=False)
     except UnicodeError:  # of a name that DNS does not know how to write
         raise ConfigError(f"cannot listen on {place}: the host name cannot be resolved") from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
         try:
-            listener = _bound(config, reuse=True)  # connections that a server left behind do not count
+            # connections that a server left behind do not count
+            listener = _bound(config, reuse=True)
         except OSError as error:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
     with listener:

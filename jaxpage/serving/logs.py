@@ -21,11 +21,17 @@ from jaxpage.serving.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 ACTIVITY_SECONDS = 10.0
-# A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what Unicode calls ends of lines.
+# A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what
+# Unicode calls ends of lines.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # of a parameter
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
-_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+    "color_message",
+}
 
 
 class TextFormatter(logging.Formatter):
@@ -35,7 +41,10 @@ class TextFormatter(logging.Formatter):
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         lines = [f"{clock} {record.levelname} {_escaped(record.getMessage())}{_fields(record)}"]
         if record.exc_info:
-            lines += [f"    {_escaped(line)}" for line in self.formatException(record.exc_info).splitlines()]
+            lines += [
+                f"    {_escaped(line)}"
+                for line in self.formatException(record.exc_info).splitlines()
+            ]
         return "\n".join(lines)
 
 
@@ -72,9 +81,14 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
         reason: one of those that `/metrics` counts.
     """
     state = scope["state"]
-    # A path that no route has, or one with a name in it, is the client's text. Some requests are refused before they are routed.
+    # A path that no route has, or one with a name in it, is the client's text. Some requests are
+    # refused before they are routed.
     routes = scope["app"].routes if "app" in scope else ()
-    path = scope["path"] if any(getattr(route, "path", None) == scope["path"] for route in routes) else None
+    path = (
+        scope["path"]
+        if any(getattr(route, "path", None) == scope["path"] for route in routes)
+        else None
+    )
     param = state.get("refused_param")
     told = {
         "status": status,
@@ -94,7 +108,11 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
     def gained(name: str) -> float:
         return float(after[name] - before[name])
 
-    if not gained("engine_steps_total") and not after["num_requests_running"] and not after["num_requests_waiting"]:
+    if (
+        not gained("engine_steps_total")
+        and not after["num_requests_running"]
+        and not after["num_requests_waiting"]
+    ):
         return None
     parts = [
         f"Running {after['num_requests_running']}",
@@ -105,14 +123,20 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
     ]
     for label, part, whole in (
         ("prefix hit", "prefix_cache_hits_total", "prefix_cache_queries_total"),
-        ("drafts accepted", "spec_decode_num_accepted_tokens_total", "spec_decode_num_draft_tokens_total"),
+        (
+            "drafts accepted",
+            "spec_decode_num_accepted_tokens_total",
+            "spec_decode_num_draft_tokens_total",
+        ),
     ):
         if asked := gained(whole):
             parts.append(f"{label} {gained(part) / asked:.0%}")
     return " · ".join(parts)
 
 
-async def log_activity(stats: Callable[[], Awaitable[Mapping[str, Any]]], seconds: float = ACTIVITY_SECONDS) -> None:
+async def log_activity(
+    stats: Callable[[], Awaitable[Mapping[str, Any]]], seconds: float = ACTIVITY_SECONDS
+) -> None:
     """An INFO line for every `seconds` in which something goes on, until it is cancelled or there is no engine to ask."""
     with contextlib.suppress(JaxpageError):
         before, began = await stats(), time.monotonic()
@@ -138,4 +162,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 def _fields(record: logging.LogRecord) -> str:
     """The same as the text has it: behind the message, values as JSON."""
-    return "".join(f" {name}={_escaped(json.dumps(value, default=str))}" for name, value in _extra(record).items())
+    return "".join(
+        f" {name}={_escaped(json.dumps(value, default=str))}"
+        for name, value in _extra(record).items()
+    )

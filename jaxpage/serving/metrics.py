@@ -7,17 +7,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
 from jaxpage import __version__
 from jaxpage.serving.metric_texts import HELP, LABELS
 
 PREFIX = "jaxpage_"
 
-# Closed: a label that clients could choose would let them fill the memory of everybody who stores it.
+# Closed: a label that clients could choose would let them fill the memory of everybody who stores
+# it.
 REJECTIONS = (
     *("invalid", "unauthorized", "not_found", "too_large", "timeout"),
-    *("queue_full", "busy", "too_many_connections", "not_ready", "unhealthy", "shutting_down", "other"),
+    *(
+        "queue_full",
+        "busy",
+        "too_many_connections",
+        "not_ready",
+        "unhealthy",
+        "shutting_down",
+        "other",
+    ),
 )
 ABORTIONS = ("disconnect", "deadline", "slow_reader", "shutdown", "error", "other")
 
@@ -53,7 +67,11 @@ class ServerMetrics:
             stats: a snapshot of the engine, by `Engine.stats`; empty where there is none any more.
         """
         with self._lock:
-            facts = {**stats, "rejected_total": dict(self._rejected), "aborted_total": dict(self._aborted)}
+            facts = {
+                **stats,
+                "rejected_total": dict(self._rejected),
+                "aborted_total": dict(self._aborted),
+            }
         build = GaugeMetricFamily(PREFIX + "build_info", "What runs here", labels=("version",))
         build.add_metric((__version__,), 1)
         registry = CollectorRegistry()
@@ -80,7 +98,11 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
             histogram.add_metric((model_name,), list(value["buckets"].items()), value["sum"])
             yield histogram
             continue
-        family = CounterMetricFamily if name.endswith("_total") and name not in _GAUGES else GaugeMetricFamily
+        family = (
+            CounterMetricFamily
+            if name.endswith("_total") and name not in _GAUGES
+            else GaugeMetricFamily
+        )
         label = (LABELS[name],) if isinstance(value, Mapping) else ()
         metric = family(PREFIX + name, HELP[name], labels=("model_name", *label))
         for key, number in value.items() if isinstance(value, Mapping) else [(None, value)]:
@@ -88,7 +110,9 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
         yield metric
 
 
-def _under_vllm_names(stats: Mapping[str, Any], model_name: str, block_size: int) -> Iterator[Metric]:
+def _under_vllm_names(
+    stats: Mapping[str, Any], model_name: str, block_size: int
+) -> Iterator[Metric]:
     """What the endpoint picker of the Gateway API and other routers read, under the names that they know."""
     if not stats or not block_size:
         return

@@ -13,7 +13,8 @@ class Pace:
     """Asked for on the event loop by viewers, and looked at by the driver before each step."""
 
     def __init__(self) -> None:
-        self._asked: tuple[float, ...] = ()  # by each viewer, in seconds; replaced as a whole: two threads see it
+        # by each viewer, in seconds; replaced as a whole: two threads see it
+        self._asked: tuple[float, ...] = ()
         self._stepped = 0.0  # when the last step began
 
     @property

@@ -77,7 +77,8 @@ class Preparing:
         self._engine = engine
         self._reading = Workers("reading", _READING_THREADS, max_waiting)
         self._aside = Workers("aside", _ASIDE_THREADS, max_waiting)
-        self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)  # of their own: each may take seconds
+        # of their own: each may take seconds
+        self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)
 
     async def run(self, function: Callable[[], _Result]) -> _Result:
         """Anything else that a request needs done. Raises QueueFull, and what it raises."""
@@ -105,7 +106,9 @@ class Preparing:
             grammar = await self._grammars.run(partial(self._compiled, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]
 
-    def _compiled(self, params: SamplingParams | BeamSearchParams, asked_at: float) -> Grammar | None:
+    def _compiled(
+        self, params: SamplingParams | BeamSearchParams, asked_at: float
+    ) -> Grammar | None:
         """Raises TimeoutError if the turn of who asked then comes too late."""
         if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
@@ -120,10 +123,15 @@ class Preparing:
 
     def _prepared(self, prompt_request: PromptRequest, checked: CheckedParams) -> PreparedRequest:
         text, token_ids = (
-            (prompt_request.prompt, None) if isinstance(prompt_request.prompt, str) else (None, prompt_request.prompt)
+            (prompt_request.prompt, None)
+            if isinstance(prompt_request.prompt, str)
+            else (None, prompt_request.prompt)
         )
         request = prepared(
-            self._engine, Prompt(text, token_ids), checked, add_special_tokens=prompt_request.add_special_tokens
+            self._engine,
+            Prompt(text, token_ids),
+            checked,
+            add_special_tokens=prompt_request.add_special_tokens,
         )
         lora = prompt_request.lora
         return request if lora is None else request._replace(lora=self._engine.opened_adapter(lora))

@@ -68,7 +68,10 @@ def profiler_routes(config: ServerConfig) -> list[Route]:
         await _check(request)
         return _answer(await profiler.stop(), "written", "No trace is running")
 
-    return [Route(f"/{endpoint.__name__}", endpoint, methods=["POST"]) for endpoint in (start_profile, stop_profile)]
+    return [
+        Route(f"/{endpoint.__name__}", endpoint, methods=["POST"])
+        for endpoint in (start_profile, stop_profile)
+    ]
 
 
 async def _check(request: Request) -> None:

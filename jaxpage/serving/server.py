@@ -33,8 +33,10 @@ from jaxpage.serving.wire.context import ModelContext
 logger = logging.getLogger(__name__)
 FIRST_BYTE_SECONDS = 5.0  # of a connection, which may be made beforehand
 HEADER_SECONDS = 5.0  # beside the time for the body
-PARTING_SECONDS = 5.0  # for requests that ended early to get their error, and for the engine's thread to end
-HURRIED_SECONDS = 2.0  # from the second signal to the end of the process, whatever is still being done
+# for requests that ended early to get their error, and for the engine's thread to end
+PARTING_SECONDS = 5.0
+# from the second signal to the end of the process, whatever is still being done
+HURRIED_SECONDS = 2.0
 SILENT_SECONDS = 5  # that a connection may be silent behind an answer
 
 
@@ -65,8 +67,18 @@ def run_server(
         max_queued_requests=config.max_queued_requests,
         request_timeout_seconds=config.request_timeout_seconds,
     )
-    config = config.model_copy(update={"max_connections": room_for_connections(config.max_connections)})
-    app = build_app(driver, context, config, metrics, capabilities=capabilities, api_keys=api_keys, incidents=incidents)
+    config = config.model_copy(
+        update={"max_connections": room_for_connections(config.max_connections)}
+    )
+    app = build_app(
+        driver,
+        context,
+        config,
+        metrics,
+        capabilities=capabilities,
+        api_keys=api_keys,
+        incidents=incidents,
+    )
     if hosts is not None:
         hosts.start(driver.fail)
     # For the next one: what its connections leave behind.
@@ -82,16 +94,25 @@ def run_server(
 
 
 async def _serve(
-    app: Starlette, driver: AsyncDriver, config: ServerConfig, listener: socket.socket, announce: Callable[[], None]
+    app: Starlette,
+    driver: AsyncDriver,
+    config: ServerConfig,
+    listener: socket.socket,
+    announce: Callable[[], None],
 ) -> int:
     serving = Serving(app, driver, config, listener, announce)
 
     def signalled(number: int) -> None:
         serving.signal()
-        what = "ending at once" if serving.is_hurried else "finishing what runs; a second signal ends it at once"
+        what = (
+            "ending at once"
+            if serving.is_hurried
+            else "finishing what runs; a second signal ends it at once"
+        )
         logger.info("%s: %s", signal.Signals(number).name, what)
         if serving.is_hurried:
-            # Threads that wait for something, or a step of the engine, could keep the process for long.
+            # Threads that wait for something, or a step of the engine, could keep the process for
+            # long.
             ending = threading.Timer(HURRIED_SECONDS, _end_process)
             ending.daemon = True
             ending.start()
@@ -116,8 +137,9 @@ class Serving:
         self._driver = driver
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
-        # For its connections, or what follows the head of an answer waits up to 40 ms for the client's acknowledgement.
-        # asyncio sees to it only of sockets that name TCP, and a usual one says 0.
+        # For its connections, or what follows the head of an answer waits up to 40 ms for the
+        # client's acknowledgement. asyncio sees to it only of sockets that name TCP, and a usual
+        # one says 0.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()

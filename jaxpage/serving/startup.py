@@ -57,7 +57,11 @@ class StartUp:
         self._end_phase()
         self._phase, self._phase_began = name, time.monotonic()
         if not self._as_records:
-            print(f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}", file=sys.stderr, flush=True)
+            print(
+                f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def ready(self, text: str, address: str) -> None:
         """The server answers at `address`; `text` says how it is asked."""
@@ -137,8 +141,12 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     try:
         from jaxpage.serving.kv_publisher import KVPublisher
     except ImportError as error:
-        raise ConfigError(f"kv_events: {error.name} is missing: pip install 'jaxpage[kv-events]'") from None
-    publisher = KVPublisher(server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic)
+        raise ConfigError(
+            f"kv_events: {error.name} is missing: pip install 'jaxpage[kv-events]'"
+        ) from None
+    publisher = KVPublisher(
+        server.kv_events, replay_endpoint=server.kv_events_replay, topic=server.kv_events_topic
+    )
     events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
     cached = built.engine.scheduler.block_manager.cached
     assert cached is not None  # `resolve_both` has seen to it
@@ -173,7 +181,8 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
                 server.host,
                 API_KEY_VARIABLE,
             )
-        # While a model is loaded and compiled there is nothing to tidy up, and compiling threads would be waited for.
+        # While a model is loaded and compiled there is nothing to tidy up, and compiling threads
+        # would be waited for.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             built, channels = _opened(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
@@ -208,7 +217,9 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     start_up = StartUp(as_records=server.log_json)
     built, channels = _opened(engine, server, start_up)
     adapters = open_lora_modules(built.engine, server)
-    start_up.ready(f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or "")
+    start_up.ready(
+        f"Rank {server.host_rank} of {server.num_hosts} follows rank 0.", server.coordinator or ""
+    )
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
         os._exit(status)  # without the others, for which JAX would wait
@@ -216,11 +227,15 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     return status
 
 
-def _opened(engine: EngineConfig, server: ServerConfig, start_up: StartUp) -> tuple[Built, dict[int, Channel]]:
+def _opened(
+    engine: EngineConfig, server: ServerConfig, start_up: StartUp
+) -> tuple[Built, dict[int, Channel]]:
     """The engine, and the channels to the other hosts, whose engines are the same."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
     sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)
     together = functools.partial(agree, channels=channels, host_rank=server.host_rank)
-    hooks = Hooks(progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together)
+    hooks = Hooks(
+        progress=not server.log_json, phase=start_up.phase, planned=sized, before_steps=together
+    )
     return open_engine(engine, hooks), channels

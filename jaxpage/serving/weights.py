@@ -41,18 +41,30 @@ class Updating:
         """What is answered. Raises ApiError."""
         check_fields(body, {"path", "mode", "check_finite"})
         if (mode := body.get("mode", "wait")) not in MODES:
-            raise ApiError(400, f"mode must be one of {', '.join(MODES)}, got {shown(mode)}", param="mode")
+            raise ApiError(
+                400, f"mode must be one of {', '.join(MODES)}, got {shown(mode)}", param="mode"
+            )
         if not isinstance(check_finite := body.get("check_finite", True), bool):
-            raise ApiError(400, f"check_finite must be true or false, got {shown(check_finite)}", param="check_finite")
-        path = directory_inside(self._directory, text_field(body, "path"), setting="weights_directory", param="path")
+            raise ApiError(
+                400,
+                f"check_finite must be true or false, got {shown(check_finite)}",
+                param="check_finite",
+            )
+        path = directory_inside(
+            self._directory, text_field(body, "path"), setting="weights_directory", param="path"
+        )
         try:
             weights = await self._loading.run(lambda: self._loaded(path, check_finite=check_finite))
             version = await self._driver.replaced_weights(weights, abort=mode == "abort")
         except CheckpointError as error:
             message = str(error).replace(str(path), body["path"])
-            raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(body) from error
+            raise ApiError(400, message, param="path", limit=MAX_PROBLEMS_CHARACTERS).quoting(
+                body
+            ) from error
         except QueueFull as error:
-            raise ApiError(409, "Other weights are on their way already", code="conflict") from error
+            raise ApiError(
+                409, "Other weights are on their way already", code="conflict"
+            ) from error
         except ShuttingDown:
             raise
         except RuntimeError as error:
@@ -65,7 +77,9 @@ class Updating:
         return weights_on_device(with_weights_of(model, path), spec, finite=check_finite)
 
 
-def weights_routes(config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests) -> list[Route]:
+def weights_routes(
+    config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests
+) -> list[Route]:
     """None without `weights_directory`. Raises UnsupportedError where this model's cannot be replaced."""
     if config.weights_directory is None:
         return []

@@ -31,7 +31,10 @@ def shown(value: object) -> str:
     """`repr(value)`, short enough for a message whatever the value is."""
     try:
         text = _LONG_ENOUGH.repr(value)
-    except (ValueError, RecursionError):  # an integer beyond the digit limit, or nesting beyond the stack
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer beyond the digit limit, or nesting beyond the stack
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
@@ -43,7 +46,11 @@ def counted(number: int, noun: str) -> str:
 
 def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
     """Known names that were probably meant, at least `cutoff` alike (0 to 1). None for what is too long to be one: comparing takes time."""
-    return difflib.get_close_matches(name, list(names), most, cutoff) if len(name) <= MAX_NAME_CHARACTERS else []
+    return (
+        difflib.get_close_matches(name, list(names), most, cutoff)
+        if len(name) <= MAX_NAME_CHARACTERS
+        else []
+    )
 
 
 def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
@@ -85,7 +92,9 @@ def check_int(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
     return int(value)
 
 
-def check_float(name: str, value: Any, low: float, high: float, *, above_low: bool = False) -> float:
+def check_float(
+    name: str, value: Any, low: float, high: float, *, above_low: bool = False
+) -> float:
     """A finite number in [low, high], or in (low, high] with `above_low`."""
     wanted = "a finite number"
     wanted += f" {'above' if above_low else 'from'} {low:g}" if low > -math.inf else ""

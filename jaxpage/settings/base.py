@@ -53,7 +53,11 @@ def setting(
         given: the type that a type checker allows in Python, where that is more than the annotation.
     """
     told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
-    return Field(default, description=help, json_schema_extra={name: text for name, text in told.items() if text})
+    return Field(
+        default,
+        description=help,
+        json_schema_extra={name: text for name, text in told.items() if text},
+    )
 
 
 class InvalidSettings(ConfigError):
@@ -61,7 +65,9 @@ class InvalidSettings(ConfigError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n".join(f"{name}: {text}" if name else text for name, text in self.problems))
+        super().__init__(
+            "\n".join(f"{name}: {text}" if name else text for name, text in self.problems)
+        )
 
 
 class UnsupportedSettings(UnsupportedError):
@@ -83,7 +89,8 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
     nested: ClassVar[Mapping[str, type[BaseModel]]] = {}  # settings that have settings
-    plain_text: ClassVar[frozenset[str]] = frozenset()  # taken as they are: a revision may look like a number
+    # taken as they are: a revision may look like a number
+    plain_text: ClassVar[frozenset[str]] = frozenset()
 
     if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
 
@@ -91,7 +98,9 @@ class Settings(BaseModel):
             try:
                 super().__init__(**settings)
             except ValidationError as error:
-                raise InvalidSettings(self._all_problems(settings, list(self._explained(error)))) from None
+                raise InvalidSettings(
+                    self._all_problems(settings, list(self._explained(error)))
+                ) from None
             refused = list(self.refused())
             if contradictions := list(self.contradictions()):
                 raise InvalidSettings(contradictions + refused)
@@ -144,9 +153,11 @@ class Settings(BaseModel):
 
     @classmethod
     def _explained(cls, error: ValidationError) -> Iterable[Problem]:
-        found: dict[str, list[str]] = {}  # where one of several kinds of values would do: all of them
+        # where one of several kinds of values would do: all of them
+        found: dict[str, list[str]] = {}
         for item in error.errors(include_url=False, include_context=False):
-            name = ".".join(str(part) for part in item["loc"][:2])  # what follows says which kind was tried
+            # what follows says which kind was tried
+            name = ".".join(str(part) for part in item["loc"][:2])
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
             message = message.removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":

@@ -23,5 +23,7 @@ def parse_bytes(text: str) -> int:
     if num_bytes < 1:
         raise ValueError(f"must be more than 0, got {text[:80]!r}")
     if num_bytes < LEAST and not match[2]:
-        raise ValueError(f"{match[1]} without a unit is {num_bytes} bytes; write {match[1]}GiB or {match[1]}MiB")
+        raise ValueError(
+            f"{match[1]} without a unit is {num_bytes} bytes; write {match[1]}GiB or {match[1]}MiB"
+        )
     return num_bytes

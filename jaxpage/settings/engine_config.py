@@ -67,14 +67,19 @@ class EngineConfig(Settings):
         "auto",
         "format of the weights: auto (what is there), safetensors, orbax or gguf",
     )
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)] = setting(
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(dtype_name)
+    ] = setting(
         "auto",
         "auto, float32, bfloat16 or float16",
         shown="auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
         given='Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike',
     )
     quantization: (
-        Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
+        Literal[
+            "int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"
+        ]
+        | None
     ) = setting(
         None,
         "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
@@ -117,7 +122,9 @@ class EngineConfig(Settings):
         "most sequences in a step; each sample and beam counts",
         shown="64 (1 for generate and chat)",
     )
-    max_num_batched_tokens: _Count | None = setting(None, "most query tokens in a step", shown="by device")
+    max_num_batched_tokens: _Count | None = setting(
+        None, "most query tokens in a step", shown="by device"
+    )
     num_scheduler_steps: Annotated[int, Field(ge=1, le=32)] = setting(
         1,
         "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per "
@@ -169,7 +176,9 @@ class EngineConfig(Settings):
         given="Mapping[str, Any] | SpeculativeConfig | None",
     )
     enable_lora: bool = setting(False, "requests may name a LoRA adapter (docs/guides/lora.md)")
-    max_loras: Annotated[int, Field(ge=1, le=256)] = setting(4, "most LoRA adapters at once on the device")
+    max_loras: Annotated[int, Field(ge=1, le=256)] = setting(
+        4, "most LoRA adapters at once on the device"
+    )
     max_lora_rank: Annotated[int, Field(ge=1, le=512)] = setting(
         16,
         "largest rank of a LoRA adapter; the others are padded to it",
@@ -220,7 +229,10 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
             f"cannot be {config.num_blocks} while kv_cache_memory_bytes is {config.kv_cache_memory_bytes}: both size the pool",
         )
     if config.preemption_mode == "swap" and config.swap_space_blocks == 0:
-        yield "preemption_mode", "cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to"
+        yield (
+            "preemption_mode",
+            "cannot be 'swap' while swap_space_blocks is 0: there is nowhere to swap to",
+        )
     if config.preemption_mode == "recompute" and config.swap_space_blocks:
         yield (
             "swap_space_blocks",
@@ -244,13 +256,22 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
                 f"cannot be {config.num_scheduler_steps} with a speculative_config: drafts need the host in every step",
             )
     if config.cudagraph_collectives and config.tensor_parallel_size == 1:
-        yield "cudagraph_collectives", "cannot be true while tensor_parallel_size is 1: one device exchanges nothing"
+        yield (
+            "cudagraph_collectives",
+            "cannot be true while tensor_parallel_size is 1: one device exchanges nothing",
+        )
     if config.prefix_cache_directory is not None and not config.enable_prefix_caching:
-        yield "prefix_cache_directory", "cannot be given while enable_prefix_caching is false: nothing is cached"
+        yield (
+            "prefix_cache_directory",
+            "cannot be given while enable_prefix_caching is false: nothing is cached",
+        )
     if not config.enable_lora:
         for name in ("max_loras", "max_lora_rank"):
             if getattr(config, name) != type(config).model_fields[name].default:
-                yield name, f"cannot be {getattr(config, name)} while enable_lora is false: there are no adapters"
+                yield (
+                    name,
+                    f"cannot be {getattr(config, name)} while enable_lora is false: there are no adapters",
+                )
     if config.max_num_batched_tokens is not None:
         for name in ("max_num_seqs", "block_size"):
             if config.max_num_batched_tokens < getattr(config, name):
@@ -266,20 +287,30 @@ def attention_backends() -> tuple[str, ...]:
     A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax.
     """
     package = importlib.util.find_spec("pallas_kernels")
-    folders = [os.path.join(path, "sets") for path in (package and package.submodule_search_locations) or ()]
+    folders = [
+        os.path.join(path, "sets")
+        for path in (package and package.submodule_search_locations) or ()
+    ]
     return ("auto", *(module.name for module in pkgutil.iter_modules(folders)))
 
 
 def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
     if config.speculative_config is not None:
         yield from (("speculative_config", text) for text in config.speculative_config.refused())
-        if config.enable_lora and (method := config.speculative_config.method) not in ("ngram", "suffix", "lookahead"):
+        if config.enable_lora and (method := config.speculative_config.method) not in (
+            "ngram",
+            "suffix",
+            "lookahead",
+        ):
             yield (
                 "speculative_config",
                 f"method {method!r} is not supported with enable_lora: it drafts without adapters",
             )
     if config.prefix_cache_directory is not None and config.event_log is not None:
-        yield "prefix_cache_directory", "is not supported with event_log: a replay would not find the same blocks"
+        yield (
+            "prefix_cache_directory",
+            "is not supported with event_log: a replay would not find the same blocks",
+        )
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
     backend, backends = config.attention_backend, attention_backends()

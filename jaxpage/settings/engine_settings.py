@@ -25,7 +25,10 @@ class EngineSettings(TypedDict, total=False):
     load_format: Literal["auto", "safetensors", "orbax", "gguf"]
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike
     quantization: (
-        Literal["int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"] | None
+        Literal[
+            "int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"
+        ]
+        | None
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"]
     max_model_len: int | None
@@ -52,7 +55,9 @@ class EngineSettings(TypedDict, total=False):
     max_lora_rank: int
     tensor_parallel_size: int
     tensor_parallel_reduction: Literal["auto", "invariant", "fast"]
-    cudagraph_update_mode: Literal["auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"]
+    cudagraph_update_mode: Literal[
+        "auto", "always_update", "skip_profiled", "never_update", "capture_cmd_never_update"
+    ]
     cudagraph_collectives: bool
     event_log: AnyPath | None
     # The end of what is generated.

@@ -51,19 +51,23 @@ class SamplingParams:
 
     n: int  # samples of the prompt, 1 to 16384
     best_of: int | None  # samples to generate, n to 16384; the n most likely are returned; None: n
-    temperature: float  # 0 to 2; 0 (and anything below 1e-5): greedy; 1: the distribution of the model
-    top_p: float  # above 0, to 1: keep the most likely tokens whose probabilities sum up to this; 1: off
+    # 0 to 2; 0 (and anything below 1e-5): greedy; 1: the distribution of the model
+    temperature: float
+    # above 0, to 1: keep the most likely tokens whose probabilities sum up to this; 1: off
+    top_p: float
     top_k: int  # keep this many of the most likely tokens; 0 or -1: off
     min_p: float  # 0 to 1: drop tokens below this share of the highest probability; 0: off
     presence_penalty: float  # -2 to 2; subtracted once from the logits of tokens in the output
     frequency_penalty: float  # -2 to 2; subtracted for each time that the token is in the output
-    # above 0; divides positive logits of tokens in the prompt or output, multiplies negative ones; 1: off
+    # above 0; divides positive logits of tokens in the prompt or output, multiplies negative ones;
+    # 1: off
     repetition_penalty: float
     # token id to a bias of -100 to 100, which is added to the logit; at most 1024
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: TokenIds | None  # only these token ids may be sampled; None: all
-    # texts whose tokens, as at the beginning of a text and as after a space, the output does not have in a row; other tokens may
-    # make the same text, and the prompt may contain it; at most 1024, of 256 characters each
+    # texts whose tokens, as at the beginning of a text and as after a space, the output does not
+    # have in a row; other tokens may make the same text, and the prompt may contain it; at most
+    # 1024, of 256 characters each
     bad_words: tuple[str, ...]
     seed: int | None  # seed of the sampling noise; None or -1: drawn by the engine
     stop: tuple[str, ...]  # the output ends before the first of these texts
@@ -73,14 +77,17 @@ class SamplingParams:
     min_tokens: int  # only max_tokens may end the output before this many tokens; 0 to max_tokens
     # 0 to 20: log probabilities of the sampled token and of this many most likely ones; None: none
     logprobs: int | None
-    prompt_logprobs: int | None  # the same for the prompt tokens, which are then computed without the prefix cache
+    # the same for the prompt tokens, which are then computed without the prefix cache
+    prompt_logprobs: int | None
     include_stop_str_in_output: bool  # keep the stop string at the end of the text
     skip_special_tokens: bool  # leave special tokens out of the text
     # one of "json", "json_object", "regex", "choice" and "grammar"; kept as (kind, value as JSON)
     structured_outputs: tuple[str, str] | None
     priority: int  # with scheduling_policy="priority": lower is admitted first and preempted last
-    cache_salt: str | None  # only requests with the same salt share cached prefixes; at most 256 characters
-    user: str | None  # with scheduling_policy="fair": the user to whom the tokens count; at most 256 characters
+    # only requests with the same salt share cached prefixes; at most 256 characters
+    cache_salt: str | None
+    # with scheduling_policy="fair": the user to whom the tokens count; at most 256 characters
+    user: str | None
 
     @names_checked
     def __init__(
@@ -123,7 +130,9 @@ class SamplingParams:
             min_p=check_float("min_p", min_p, 0.0, 1.0),
             presence_penalty=check_float("presence_penalty", presence_penalty, -2.0, 2.0),
             frequency_penalty=check_float("frequency_penalty", frequency_penalty, -2.0, 2.0),
-            repetition_penalty=check_float("repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True),
+            repetition_penalty=check_float(
+                "repetition_penalty", repetition_penalty, 0.0, math.inf, above_low=True
+            ),
             logit_bias=_logit_bias(logit_bias),
             allowed_token_ids=_allowed_token_ids(allowed_token_ids),
             bad_words=_bad_words(bad_words),
@@ -135,7 +144,9 @@ class SamplingParams:
             min_tokens=_min_tokens(min_tokens, max_tokens),
             logprobs=_optional_int("logprobs", logprobs, 0, MAX_LOGPROBS),
             prompt_logprobs=_optional_int("prompt_logprobs", prompt_logprobs, 0, MAX_LOGPROBS),
-            include_stop_str_in_output=check_bool("include_stop_str_in_output", include_stop_str_in_output),
+            include_stop_str_in_output=check_bool(
+                "include_stop_str_in_output", include_stop_str_in_output
+            ),
             skip_special_tokens=check_bool("skip_special_tokens", skip_special_tokens),
             structured_outputs=check_structured_outputs(structured_outputs),
             priority=check_int("priority", priority, -(2**31)),
@@ -165,13 +176,23 @@ class SamplingParams:
     @functools.cached_property  # asked for at every step
     def processes_logits(self) -> bool:
         """Returns whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
-        given = (self.logit_bias, self.allowed_token_ids, self.bad_words, self.min_tokens, self.structured_outputs)
+        given = (
+            self.logit_bias,
+            self.allowed_token_ids,
+            self.bad_words,
+            self.min_tokens,
+            self.structured_outputs,
+        )
         return self.penalises or any(given)
 
     @property
     def penalises(self) -> bool:
         """Returns whether the logits depend on the tokens that are known already."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
 
 
 @dataclass(frozen=True, init=False)
@@ -249,13 +270,19 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _token_ids(name: str, value: Any) -> TokenIds:
     if value is None:
         return TokenIds()
-    return value if isinstance(value, TokenIds) else TokenIds(dict.fromkeys(check_items(name, value, check_token_id)))
+    return (
+        value
+        if isinstance(value, TokenIds)
+        else TokenIds(dict.fromkeys(check_items(name, value, check_token_id)))
+    )
 
 
 def _allowed_token_ids(value: Any) -> TokenIds | None:
     if value is None:
         return None
-    return _token_ids("allowed_token_ids", value) or refuse("allowed_token_ids", value, "a list that is not empty")
+    return _token_ids("allowed_token_ids", value) or refuse(
+        "allowed_token_ids", value, "a list that is not empty"
+    )
 
 
 def _bad_words(value: Any) -> tuple[str, ...]:
@@ -263,7 +290,11 @@ def _bad_words(value: Any) -> tuple[str, ...]:
         return ()
     words = check_items("bad_words", value, _bad_word, MAX_BAD_WORDS)
     if (total := sum(map(len, words))) > MAX_BAD_WORDS_CHARACTERS:
-        refuse("bad_words", value, f"at most {MAX_BAD_WORDS_CHARACTERS} characters together ({total} are given)")
+        refuse(
+            "bad_words",
+            value,
+            f"at most {MAX_BAD_WORDS_CHARACTERS} characters together ({total} are given)",
+        )
     return words
 
 
@@ -275,11 +306,16 @@ def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     if value is None:
         return ()
     try:
-        pairs = [(token_id, bias) for token_id, bias in (value.items() if isinstance(value, Mapping) else tuple(value))]
+        pairs = [
+            (token_id, bias)
+            for token_id, bias in (value.items() if isinstance(value, Mapping) else tuple(value))
+        ]
     except (TypeError, ValueError):
         refuse("logit_bias", value, "a mapping of token ids to biases")
     biases = {
-        check_token_id("logit_bias key", token_id): check_float(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        check_token_id("logit_bias key", token_id): check_float(
+            f"logit_bias[{token_id}]", bias, -100.0, 100.0
+        )
         for token_id, bias in pairs
     }
     return tuple(sorted(biases.items()))

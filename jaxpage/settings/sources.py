@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.settings.base import InvalidSettings, Problem, Settings, UnsupportedSettings, nearest_name
+from jaxpage.settings.base import (
+    InvalidSettings,
+    Problem,
+    Settings,
+    UnsupportedSettings,
+    nearest_name,
+)
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.yaml_file import Located, load_mapping, parse_scalar
@@ -36,9 +42,14 @@ class Resolved(Generic[Kind]):
 
     def lines(self) -> list[str]:
         """Returns the effective settings as YAML, each with its origin as a comment."""
-        values = {name: _as_yaml(getattr(self.config, name)) for name in type(self.config).model_fields}
+        values = {
+            name: _as_yaml(getattr(self.config, name)) for name in type(self.config).model_fields
+        }
         width = min(60, max(len(f"{name}: {value}") for name, value in values.items()))
-        return [f"{f'{name}: {value}':<{width}}  # {self.origins[name]}" for name, value in values.items()]
+        return [
+            f"{f'{name}: {value}':<{width}}  # {self.origins[name]}"
+            for name, value in values.items()
+        ]
 
 
 ResolvedConfig = Resolved[EngineConfig]
@@ -83,7 +94,9 @@ def resolve_settings(
     overrides_origin: str,
 ) -> Resolved[Kind]:
     """Returns one configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
-    from_environment, wrong = _from_environment(kind, os.environ if environment is None else environment)
+    from_environment, wrong = _from_environment(
+        kind, os.environ if environment is None else environment
+    )
     merged = {
         **{name: (item.value, item.place) for name, item in file.items()},
         **from_environment,
@@ -131,7 +144,9 @@ def _from_environment(
 def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
     """Returns the problems as lines, each with the origin of its setting; a setting that was not given has none."""
     found = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
-    return [f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found]
+    return [
+        f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found
+    ]
 
 
 def _as_yaml(value: Any) -> str:

@@ -12,7 +12,8 @@ from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDec
 from jaxpage.shapes import MOST_DRAFTS
 
 AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
-FIXED = ("token_recycling",)  # methods for which `auto` was tried and lost at large batches (docs/lab-log.md)
+# methods for which `auto` was tried and lost at large batches (docs/lab-log.md)
+FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
 
 # Which methods a field is for. In a configuration of another method it is a contradiction.
@@ -34,7 +35,8 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
 
-# A draft of a tree: its rank among what the first head predicts, the rank of the next one's prediction behind it, and so on.
+# A draft of a tree: its rank among what the first head predicts, the rank of the next one's
+# prediction behind it, and so on.
 Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
 
 
@@ -47,24 +49,41 @@ class SpeculativeConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
-    method: Literal["ngram", "suffix", "draft_model", "medusa", "eagle", "eagle3", "lookahead", "token_recycling"]
+    method: Literal[
+        "ngram",
+        "suffix",
+        "draft_model",
+        "medusa",
+        "eagle",
+        "eagle3",
+        "lookahead",
+        "token_recycling",
+    ]
     model: str | None = None  # of the methods that have weights of their own: where they are
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several for one position, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
-    typical_acceptance_posterior_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None  # see AcceptanceRule
+    # see AcceptanceRule
+    typical_acceptance_posterior_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None
     typical_acceptance_posterior_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] | None = None  # of "ngram": the shortest match (2)
-    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] | None = None  # and the longest that is looked for (16)
-    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2, le=256)] | None = None  # of "suffix": see SuffixDecoding
-    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None  # 0: of no other request
+    # of "ngram": the shortest match (2)
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] | None = None
+    # and the longest that is looked for (16)
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] | None = None
+    # of "suffix": see SuffixDecoding
+    suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2, le=256)] | None = None
+    # 0: of no other request
+    suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None
     suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] | None = None
 
     # Of "medusa": the tree.
-    medusa_choices: Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None = None
+    medusa_choices: (
+        Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None
+    ) = None
 
-    lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None  # of "lookahead": see Lookahead
+    # of "lookahead": see Lookahead
+    lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
     lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
 
@@ -92,7 +111,9 @@ class SpeculativeConfig(BaseModel):
     @property
     def rule(self) -> AcceptanceRule:
         given = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
-        return AcceptanceRule(self.acceptance, **{name: value for name, value in given.items() if value is not None})
+        return AcceptanceRule(
+            self.acceptance, **{name: value for name, value in given.items() if value is not None}
+        )
 
     @property
     def lookahead(self) -> Lookahead:
@@ -148,7 +169,11 @@ class SpeculativeConfig(BaseModel):
             yield from self._wrong_choices(self.medusa_choices)
 
     def _never_drafted(self, settings: SuffixDecoding) -> Iterable[str]:
-        depth, factor, wanted = settings.max_tree_depth, settings.max_spec_factor, self.num_speculative_tokens
+        depth, factor, wanted = (
+            settings.max_tree_depth,
+            settings.max_spec_factor,
+            self.num_speculative_tokens,
+        )
         if wanted != "auto" and wanted >= depth:
             yield (
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"
@@ -163,8 +188,14 @@ class SpeculativeConfig(BaseModel):
         wanted = self.num_speculative_tokens
         most = MOST_DRAFTS if wanted == "auto" else wanted
         if sizes.num_drafts > most:
-            window, ngram, guesses = (f"lookahead_{name} {value}" for name, value in sizes._asdict().items())
-            whose = f"the {most} that fit in a step" if wanted == "auto" else f"num_speculative_tokens, {most}"
+            window, ngram, guesses = (
+                f"lookahead_{name} {value}" for name, value in sizes._asdict().items()
+            )
+            whose = (
+                f"the {most} that fit in a step"
+                if wanted == "auto"
+                else f"num_speculative_tokens, {most}"
+            )
             yield f"{window}, {ngram} and {guesses} take {sizes.num_drafts} drafts, more than {whose}"
 
     def _wrong_choices(self, choices: tuple[tuple[int, ...], ...]) -> Iterable[str]:

@@ -16,11 +16,24 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
     """(kind, value as JSON). What it means is found out, and refused if it is wrong, when the request is admitted."""
     if value is None:
         return None
-    if isinstance(value, tuple) and len(value) == 2 and all(isinstance(part, str) for part in value):
-        value = {value[0]: _parsed(value[0], value[1])}  # already in the stored form: dataclasses.replace, an event log
-    given = {name: item for name, item in value.items() if item is not None} if isinstance(value, Mapping) else {}
+    if (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and all(isinstance(part, str) for part in value)
+    ):
+        # already in the stored form: dataclasses.replace, an event log
+        value = {value[0]: _parsed(value[0], value[1])}
+    given = (
+        {name: item for name, item in value.items() if item is not None}
+        if isinstance(value, Mapping)
+        else {}
+    )
     if len(given) != 1 or not set(given) <= set(STRUCTURED_OUTPUT_KINDS):
-        refuse("structured_outputs", value, f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}")
+        refuse(
+            "structured_outputs",
+            value,
+            f"a mapping with exactly one of {', '.join(STRUCTURED_OUTPUT_KINDS)}",
+        )
     ((kind, item),) = given.items()
     name = f"structured_outputs[{kind!r}]"
     try:
@@ -37,7 +50,11 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
 def _checked(name: str, kind: str, item: Any) -> Any:
     if kind == "json":
         schema = _parsed(name, item) if isinstance(item, str) else item
-        return schema if isinstance(schema, dict) else refuse(name, item, "a JSON schema: an object, or its text")
+        return (
+            schema
+            if isinstance(schema, dict)
+            else refuse(name, item, "a JSON schema: an object, or its text")
+        )
     if kind == "choice":
         return check_items(name, item, check_text) or refuse(name, item, "a list that is not empty")
     if kind == "json_object":

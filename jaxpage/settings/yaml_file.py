@@ -33,9 +33,13 @@ class _StrictLoader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise yaml.MarkedYAMLError(problem="anchors and aliases are not allowed", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases are not allowed", problem_mark=event.start_mark
+            )
         if getattr(event, "tag", None):
-            raise yaml.MarkedYAMLError(problem="tags are not allowed", problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="tags are not allowed", problem_mark=event.start_mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -49,7 +53,9 @@ def check_keys(node: yaml.MappingNode) -> None:
     for key, _ in node.value:
         line = key.start_mark.line + 1
         if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
-            raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem="a key must be plain text", problem_mark=key.start_mark
+            )
         if key.value in seen:
             problem = f"{key.value!r} is given twice, first in line {seen[key.value]}"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
@@ -58,14 +64,18 @@ def check_keys(node: yaml.MappingNode) -> None:
 
 def _define(tag: str, pattern: str, first_characters: str, convert: Any) -> None:
     tag = f"tag:yaml.org,2002:{tag}"
-    _StrictLoader.add_implicit_resolver(tag, re.compile(rf"^(?:{pattern})$"), [*first_characters, ""])
+    _StrictLoader.add_implicit_resolver(
+        tag, re.compile(rf"^(?:{pattern})$"), [*first_characters, ""]
+    )
     _StrictLoader.add_constructor(tag, lambda _, node: convert(node.value))
 
 
 _define("null", "~|null|Null|NULL|", "~nN", lambda text: None)
 _define("bool", "true|True|TRUE|false|False|FALSE", "tTfF", lambda text: text.lower() == "true")
 _define("int", "[-+]?[0-9]{1,4000}", "-+0123456789", int)
-_define("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float)
+_define(
+    "float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789", float
+)
 
 
 def parse_scalar(text: str) -> Any:
@@ -93,7 +103,9 @@ def load_mapping(path: Path, sections: Collection[str] = ()) -> dict[str, Locate
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: {error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
-        raise ConfigError(f"{path} is not a text file: {error.reason} at character {error.position}") from None
+        raise ConfigError(
+            f"{path} is not a text file: {error.reason} at character {error.position}"
+        ) from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
 
@@ -105,7 +117,10 @@ def _construct(path: Path, loader: _StrictLoader, sections: Collection[str]) -> 
     found = {}
     for key, value in _entries(path, node, "the top level"):
         if key.value in sections:
-            inner = [(name.value, _located(path, loader, name, one)) for name, one in _entries(path, value, key.value)]
+            inner = [
+                (name.value, _located(path, loader, name, one))
+                for name, one in _entries(path, value, key.value)
+            ]
             found[key.value] = Located(dict(inner), _place(path, key))
         else:
             found[key.value] = _located(path, loader, key, value)
@@ -137,7 +152,9 @@ def _read(path: Path) -> str:
     if not path.is_file():
         raise ConfigError(f"{path} is not a regular file")
     if path.stat().st_size > MAX_FILE_BYTES:
-        raise ConfigError(f"{path} has {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}")
+        raise ConfigError(
+            f"{path} has {path.stat().st_size} bytes; a configuration has at most {MAX_FILE_BYTES}"
+        )
     try:
         data = path.read_bytes()
     except OSError as error:

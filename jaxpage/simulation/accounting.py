@@ -45,7 +45,12 @@ class State:
 
     @classmethod
     def of(cls, split: MemorySplit, running: int, waiting: int) -> State:
-        slots = split.token_slots, split.reserved_slots, split.internal_fragmentation_slots, split.free_slots
+        slots = (
+            split.token_slots,
+            split.reserved_slots,
+            split.internal_fragmentation_slots,
+            split.free_slots,
+        )
         return cls(*slots, running, waiting, split.saved_blocks, split.unshared_blocks)
 
     @property
@@ -85,7 +90,9 @@ class TimeAverage:
         """A state that lasted from `begin` to `end`; what of it lies outside the window does not count."""
         weight = min(end, self.stop) - max(begin, self.start)
         self.seconds += weight
-        self._sums = [total + weight * value for total, value in zip(self._sums, astuple(state), strict=True)]
+        self._sums = [
+            total + weight * value for total, value in zip(self._sums, astuple(state), strict=True)
+        ]
 
     def mean(self) -> State:
         """Raises ValueError if nothing has happened within the window."""
@@ -99,7 +106,8 @@ class Run:
     """A trace from its beginning to the last token, or to where it was stopped. Seconds are virtual."""
 
     average: TimeAverage
-    served: dict[str, Served] = field(default_factory=dict)  # by request id, in the order in which they finished
+    # by request id, in the order in which they finished
+    served: dict[str, Served] = field(default_factory=dict)
     unfinished: list[Arrival] = field(default_factory=list)  # when it was stopped
     seconds: float = 0.0
     num_steps: int = 0
@@ -116,5 +124,8 @@ class Run:
     @property
     def normalized_latency(self) -> float:
         """Mean over the requests, the paper's measure of service. Who has not finished counts with the time until now, a lower bound."""
-        waited = [(self.seconds - arrival.seconds) / arrival.num_output_tokens for arrival in self.unfinished]
+        waited = [
+            (self.seconds - arrival.seconds) / arrival.num_output_tokens
+            for arrival in self.unfinished
+        ]
         return fmean([*(served.normalized_latency for served in self.served.values()), *waited])

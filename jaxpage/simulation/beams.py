@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 
-# Of each step of a search, behind the first: (beam that is dropped, beam that goes on twice in its place), by their places.
+# Of each step of a search, behind the first: (beam that is dropped, beam that goes on twice in its
+# place), by their places.
 Ancestry = Sequence[Sequence[tuple[int, int]]]
 
 
@@ -38,7 +39,10 @@ class ScriptedBeams:
     def _first(self) -> list[Edit]:
         """The prompt goes on as all beams."""
         self._beams += [self._free.pop() for _ in range(self._width - 1)]
-        return [Fork(self._beams[0], child, index) for index, child in enumerate(self._beams[1:], start=1)]
+        return [
+            Fork(self._beams[0], child, index)
+            for index, child in enumerate(self._beams[1:], start=1)
+        ]
 
     def _next(self) -> list[Edit]:
         replaced = self._ancestry[self._num_steps % len(self._ancestry)] if self._ancestry else ()

@@ -43,9 +43,10 @@ class AnalyticCost:
         return num_blocks * self.copies_per_block * (self.copy + block_size * self.copied_token)
 
 
-# OPT-13B in float16 on one A100-40GB. Derived: 26 GB of weights at 85 % of 1.555 TB/s; 800 KiB a position at 70 %; 26 GFLOP a token
-# at 217 TFLOP/s; a swap over 25 GB/s. `step` and `sequence` are fitted to the 45 and 75 ms a step that the paper's figure 13 implies by
-# Little's law, `copy` to its figure 19a.
+# OPT-13B in float16 on one A100-40GB. Derived: 26 GB of weights at 85 % of 1.555 TB/s; 800 KiB a
+# position at 70 %; 26 GFLOP a token at 217 TFLOP/s; a swap over 25 GB/s. `step` and `sequence` are
+# fitted to the 45 and 75 ms a step that the paper's figure 13 implies by Little's law, `copy` to
+# its figure 19a.
 A100_OPT_13B = AnalyticCost(
     step=13e-3,
     sequence=0.20e-3,
@@ -57,8 +58,9 @@ A100_OPT_13B = AnalyticCost(
     copied_token=5120 * 2 / 25e9,
 )
 
-# OPT-66B on four A100-40GB and OPT-175B on eight A100-80GB (2.039 TB/s), each with its share of weights, keys and values. Derived in the
-# same way, but for `step`, to which two all-reduces of 30 microseconds in each of 64 and 96 layers were added, a guess.
+# OPT-66B on four A100-40GB and OPT-175B on eight A100-80GB (2.039 TB/s), each with its share of
+# weights, keys and values. Derived in the same way, but for `step`, to which two all-reduces of 30
+# microseconds in each of 64 and 96 layers were added, a guess.
 A100_OPT_66B = AnalyticCost(
     step=13e-3 + 64 * 2 * 30e-6,
     sequence=0.20e-3,

@@ -24,7 +24,8 @@ class ScriptedRequests:
         self._ancestries = ancestries or {}
         self._num_sequences = 0
         self._num_requests = 0
-        self._script_of: dict[int, tuple[int, Arrival]] = {}  # by sequence id: the ordinal of its request
+        # by sequence id: the ordinal of its request
+        self._script_of: dict[int, tuple[int, Arrival]] = {}
         self._beams: dict[int, ScriptedBeams] = {}  # by ordinal
 
     def new_group(self, arrival: Arrival) -> SequenceGroup:
@@ -38,11 +39,15 @@ class ScriptedRequests:
             request_id=str(ordinal),
             prompt=None,
             prompt_token_ids=tuple(tokens),
-            params=SamplingParams(n=1 if arrival.is_beam_search else width, max_tokens=length, ignore_eos=True),
+            params=SamplingParams(
+                n=1 if arrival.is_beam_search else width, max_tokens=length, ignore_eos=True
+            ),
             seed=ordinal,
             eos_token_ids=frozenset(),
             max_total_tokens=num_prompt_tokens + length,
-            beam=BeamSearchParams(width, max_tokens=length, ignore_eos=True) if arrival.is_beam_search else None,
+            beam=BeamSearchParams(width, max_tokens=length, ignore_eos=True)
+            if arrival.is_beam_search
+            else None,
         )
         first = self._num_sequences
         sequence_ids = range(first, first + request.num_sequence_ids)
@@ -52,7 +57,9 @@ class ScriptedRequests:
         if arrival.is_beam_search:
             group.reserved_ids = tuple(sequence_ids)
             ancestries = self._ancestries[width]
-            self._beams[ordinal] = ScriptedBeams(sequence_ids, ancestries[ordinal % len(ancestries)])
+            self._beams[ordinal] = ScriptedBeams(
+                sequence_ids, ancestries[ordinal % len(ancestries)]
+            )
         else:
             group.child_ids = tuple(sequence_ids[1:])
         return group

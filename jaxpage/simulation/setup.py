@@ -19,11 +19,16 @@ class Setup:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2560
     prefix_caching: bool = False
-    preemption: Preemption = field(default_factory=Preemption)  # to as many host blocks as the pool has
+    # to as many host blocks as the pool has
+    preemption: Preemption = field(default_factory=Preemption)
 
     def new_scheduler(self) -> PagedScheduler:
-        limits = StepLimits(self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True)
+        limits = StepLimits(
+            self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True
+        )
         index = PrefixIndex(self.block_size) if self.prefix_caching else None
         pool, host_pool = BlockPool(self.num_blocks + 1), BlockPool(self.num_blocks + 1)
         manager = BlockManager([BlockTables(pool, self.block_size, host_pool=host_pool)], index)
-        return PagedScheduler(limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption)
+        return PagedScheduler(
+            limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption
+        )

@@ -35,12 +35,18 @@ class ShapeCost:
 
     def compute_seconds(self, plan: StepPlan) -> float:
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
-        context = sum([max(0, row.context_length - SHORT) for row in plan.rows if len(row.token_ids) == 1])
+        context = sum(
+            [max(0, row.context_length - SHORT) for row in plan.rows if len(row.token_ids) == 1]
+        )
         if num_tokens == num_rows:
             fitting = [seconds for rows, seconds in self.decode if rows >= num_rows]
             step = fitting[0] if fitting else self.decode[-1][1] * num_rows / self.decode[-1][0]
         else:
-            fitting = [seconds for tokens, rows, seconds in self.chunk if tokens >= num_tokens and rows >= num_rows]
+            fitting = [
+                seconds
+                for tokens, rows, seconds in self.chunk
+                if tokens >= num_tokens and rows >= num_rows
+            ]
             step = fitting[0] if fitting else self.chunk[-1][2] * num_tokens / self.chunk[-1][0]
         return step + self.context_token * context
 
@@ -51,15 +57,22 @@ class ShapeCost:
 def measure(built: Built) -> ShapeCost:
     """Steps of full shapes, of an engine that does nothing else and has no prefix cache."""
     engine, memory, menu = built.engine, built.memory, built.spec.menu
-    most = min(built.spec.limits.max_rows, (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT + 4 * STEPS))
+    most = min(
+        built.spec.limits.max_rows,
+        (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT + 4 * STEPS),
+    )
     rows = sorted({min(bucket.num_rows, most) for bucket in menu.decode})
     decode = tuple((num_rows, _decoding(engine, num_rows, SHORT)) for num_rows in rows)
     long = min(LONG, memory.max_model_len - 4 * STEPS - 1)
-    num_long = max((r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1)
+    num_long = max(
+        (r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1
+    )
     beyond = _decoding(engine, num_long, long) - dict(decode)[num_long]
     longest = memory.max_model_len - 1
     sizes = {min(bucket.num_tokens, longest): bucket.num_rows for bucket in menu.chunk}
-    chunk = tuple((tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items()))
+    chunk = tuple(
+        (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())
+    )
     return ShapeCost(decode, chunk, max(0.0, beyond / (num_long * max(1, long - SHORT))))
 
 
@@ -96,7 +109,9 @@ def read_costs(path: str) -> CostModel:
         if "decode" not in found:
             return AnalyticCost(**found)
         decode = tuple((int(rows), float(seconds)) for rows, seconds in found["decode"])
-        chunk = tuple((int(tokens), int(rows), float(seconds)) for tokens, rows, seconds in found["chunk"])
+        chunk = tuple(
+            (int(tokens), int(rows), float(seconds)) for tokens, rows, seconds in found["chunk"]
+        )
         return ShapeCost(decode, chunk, float(found["context_token"]))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         fields = ", ".join(AnalyticCost.__dataclass_fields__)

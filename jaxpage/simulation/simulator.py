@@ -66,7 +66,9 @@ class Simulator:
 
     def _step(self, plan: StepPlan) -> None:
         result = self.result
-        swapping = self.cost.swap_seconds(len(plan.swap_out) + len(plan.swap_in), self.scheduler.block_size)
+        swapping = self.cost.swap_seconds(
+            len(plan.swap_out) + len(plan.swap_in), self.scheduler.block_size
+        )
         seconds = self.cost.compute_seconds(plan) + swapping
         result.num_steps += 1
         result.longest_step = max(result.longest_step, seconds)
@@ -81,11 +83,15 @@ class Simulator:
     def _pass(self, until: float, rows: tuple[Row, ...]) -> None:
         """The clock goes on, over a step with these rows or, without any, over a pause."""
         begin, self.result.seconds = self.result.seconds, until
-        if self.result.num_steps % self._look_every == 0 and self.result.average.holds(begin, until):
+        if self.result.num_steps % self._look_every == 0 and self.result.average.holds(
+            begin, until
+        ):
             self.result.average.add(self._state(rows), begin, until)
 
     def _state(self, rows: tuple[Row, ...]) -> State:
-        return State.of(self.scheduler.memory(rows), self.scheduler.num_running, self.scheduler.num_waiting)
+        return State.of(
+            self.scheduler.memory(rows), self.scheduler.num_running, self.scheduler.num_waiting
+        )
 
     def _note(self, group: SequenceGroup) -> None:
         request_id, now = group.request.request_id, self.result.seconds

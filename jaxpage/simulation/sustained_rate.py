@@ -57,7 +57,9 @@ def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> At
     served = [latencies(each) for run in runs for each in run.served.values()]
     kept = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
     means = [run.mean for run in runs]
-    ttft, tpot = (float(np.percentile([each[name] for each in served], 99)) for name in ("ttft", "tpot"))
+    ttft, tpot = (
+        float(np.percentile([each[name] for each in served], 99)) for name in ("ttft", "tpot")
+    )
     return AtRate(
         rate,
         fmean(kept),
@@ -93,8 +95,13 @@ def highest_rate(question: Question, seeds: Sequence[int] = SEEDS, *, near: floa
 def _run(question: Question, rate: float, seed: int) -> Run:
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.exponential(1 / rate, question.num_requests))
-    lengths = LENGTHS[question.dataset](draw, question.num_requests, question.max_input, question.max_output)
-    trace = [Arrival(*values) for values in zip(times.tolist(), *(each.tolist() for each in lengths), strict=True)]
+    lengths = LENGTHS[question.dataset](
+        draw, question.num_requests, question.max_input, question.max_output
+    )
+    trace = [
+        Arrival(*values)
+        for values in zip(times.tolist(), *(each.tolist() for each in lengths), strict=True)
+    ]
     return Simulator(trace, question.new_scheduler(), question.cost, look_every=LOOK_EVERY).run()
 
 

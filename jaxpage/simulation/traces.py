@@ -25,20 +25,27 @@ class Arrival:
     num_output_tokens: int
     num_samples: int = 1  # or beams
     is_beam_search: bool = False
-    num_prefix_tokens: int = 0  # of the prompt: the first tokens, which all such requests have in common
+    # of the prompt: the first tokens, which all such requests have in common
+    num_prefix_tokens: int = 0
 
 
-def _chat(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+def _chat(
+    draw: np.random.Generator, count: int, max_input: int, max_output: int
+) -> tuple[Lengths, Lengths]:
     """Chats that are long already: each prompt is what the cut leaves of a history, and the answer is one of ShareGPT's."""
     _, outputs = DATASETS["sharegpt"](draw, count, max_input, min(max_output, CHAT_MOST_OUTPUT))
     return np.full(count, min(max_input, CHAT_INPUT)), outputs
 
 
-def _translation(draw: np.random.Generator, count: int, max_input: int, max_output: int) -> tuple[Lengths, Lengths]:
+def _translation(
+    draw: np.random.Generator, count: int, max_input: int, max_output: int
+) -> tuple[Lengths, Lengths]:
     """Sentences of news, without the examples before them."""
     means = (TRANSLATION_MEAN_INPUT, max_input), (TRANSLATION_MEAN_OUTPUT, max_output)
     inputs, outputs = (
-        np.clip(np.rint(draw.gamma(TRANSLATION_SHAPE, mean / TRANSLATION_SHAPE, count)), 1, most).astype(np.int64)
+        np.clip(
+            np.rint(draw.gamma(TRANSLATION_SHAPE, mean / TRANSLATION_SHAPE, count)), 1, most
+        ).astype(np.int64)
         for mean, most in means
     )
     return inputs, outputs
@@ -75,5 +82,7 @@ def poisson_trace(
     kind = num_samples, is_beam_search, num_prefix_tokens
     return [
         Arrival(time, num_input, num_output, *kind)
-        for time, num_input, num_output in zip(times.tolist(), inputs.tolist(), outputs.tolist(), strict=True)
+        for time, num_input, num_output in zip(
+            times.tolist(), inputs.tolist(), outputs.tolist(), strict=True
+        )
     ]

@@ -17,7 +17,9 @@ EMPTY = "·"
 class Walk:
     """Sequences that write words into the real block manager, and the words in the place of keys and values."""
 
-    def __init__(self, free_order: Sequence[int] = (), *, num_blocks: int = 10, block_size: int = 4) -> None:
+    def __init__(
+        self, free_order: Sequence[int] = (), *, num_blocks: int = 10, block_size: int = 4
+    ) -> None:
         """free_order: the blocks that are handed out first, as the paper's figures have them."""
         self.pool = BlockPool(num_blocks, free_order=list(free_order))
         self.manager = BlockManager([BlockTables(self.pool, block_size)])
@@ -62,11 +64,15 @@ class Walk:
         size = self.manager.block_size
         for name, length in self.lengths.items():
             filled = [min(size, length - start) for start in range(0, length, size)]
-            entries = (f"{block} ({count})" for block, count in zip(self.table(name), filled, strict=True))
+            entries = (
+                f"{block} ({count})" for block, count in zip(self.table(name), filled, strict=True)
+            )
             print(f"{name}: logical 0, 1, ... -> block (filled): {', '.join(entries)}")
         for block in sorted(self.words):
             if count := self.pool.ref_count(block):
-                print(f"  block {block:>2} x{count} |{'|'.join(word.center(8) for word in self.words[block])}|")
+                print(
+                    f"  block {block:>2} x{count} |{'|'.join(word.center(8) for word in self.words[block])}|"
+                )
 
 
 def walk_steps(
@@ -88,11 +94,19 @@ def walk_steps(
             break
         plans.append(plan)
         owners = {row.sequence_id: len(row.token_ids) for row in plan.rows}
-        work = ", ".join(f"sequence {sequence_id}: {count}" for sequence_id, count in owners.items())
+        work = ", ".join(
+            f"sequence {sequence_id}: {count}" for sequence_id, count in owners.items()
+        )
         print(f"-- step {step}: tokens to compute: {work}")
-        for what, pairs in (("copy on write", plan.copies), ("swap out", plan.swap_out), ("swap in", plan.swap_in)):
+        for what, pairs in (
+            ("copy on write", plan.copies),
+            ("swap out", plan.swap_out),
+            ("swap in", plan.swap_in),
+        ):
             if pairs:
-                print(f"   {what}: {', '.join(f'{source} -> {destination}' for source, destination in pairs)}")
+                print(
+                    f"   {what}: {', '.join(f'{source} -> {destination}' for source, destination in pairs)}"
+                )
         if plan.preempted:
             print(f"   preempted, whole: request {', '.join(plan.preempted)}")
         scheduler.commit(plan, requests.edits(plan))
@@ -100,7 +114,11 @@ def walk_steps(
         for group in scheduler.running:
             for sequence in group.unfinished:
                 table = scheduler.block_manager.block_tables(sequence.sequence_id)[0]
-                print(f"   request {group.request.request_id}, sequence {sequence.sequence_id}: blocks {list(table)}")
+                print(
+                    f"   request {group.request.request_id}, sequence {sequence.sequence_id}: blocks {list(table)}"
+                )
         manager = scheduler.block_manager
-        print(f"   {manager.num_free} of {manager.num_usable} blocks are free; {scheduler.num_waiting} requests wait")
+        print(
+            f"   {manager.num_free} of {manager.num_usable} blocks are free; {scheduler.num_waiting} requests wait"
+        )
     return plans

@@ -19,12 +19,17 @@ class AheadProposer(DeviceProposer):
         candidates = self.candidates_behind(sequence)
         if candidates is None:
             return None
-        token_ids, parents, bits, *drawn_from = candidates.transpose(1, 0, 2).reshape(candidates.shape[1], -1)
+        token_ids, parents, bits, *drawn_from = candidates.transpose(1, 0, 2).reshape(
+            candidates.shape[1], -1
+        )
         scores = bits.view(np.float32)
         best = np.argsort(-scores, kind="stable")[:num_drafts]
         places = best[scores[best] > -np.inf].tolist()
         drafted = {-1: -1} | {place: index for index, place in enumerate(places)}
-        draft = Draft(tuple(token_ids[places].tolist()), tuple(drafted[parent] for parent in parents[places].tolist()))
+        draft = Draft(
+            tuple(token_ids[places].tolist()),
+            tuple(drafted[parent] for parent in parents[places].tolist()),
+        )
         if not drawn_from:
             return draft
         ids_NW, bits_NW = np.split(np.stack(drawn_from, axis=1)[places], 2, axis=1)

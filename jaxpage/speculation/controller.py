@@ -26,13 +26,18 @@ from jaxpage.step.draft import Draft
 from jaxpage.step.limits import StepLimits
 
 HYSTERESIS = (
-    1.04  # times the goodput without drafts, from which on speculation is switched on; below 1 it is switched off
+    # times the goodput without drafts, from which on speculation is switched on; below 1 it is
+    # switched off
+    1.04
 )
 PROBE_SHARE = 0.006  # of the time: what probes may lose
-PROBE_INTERVAL = 16  # steps from one probe to the next, at least; and from one decision to the next while speculation is off, at most
+# steps from one probe to the next, at least; and from one decision to the next while speculation is
+# off, at most
+PROBE_INTERVAL = 16
 MEMORY = 64  # drafts that an average of acceptance remembers
 PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
-# Drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before it.
+# Drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before
+# it.
 FIRST_WEIGHT = 4.0
 GAIN = 0.1  # of a moving average of costs: what one measurement counts
 
@@ -58,13 +63,19 @@ class Costs:
 
     def of(self, shape: Shape, depth: int | None = None) -> float:
         known = self._at_start[shape]
-        return self.pace * self._factor[shape] * known[0 if depth is None else min(1 + depth, len(known) - 1)]
+        return (
+            self.pace
+            * self._factor[shape]
+            * known[0 if depth is None else min(1 + depth, len(known) - 1)]
+        )
 
     def add(self, shape: Shape, depth: int | None, seconds: float) -> None:
         """A step took so long. What was seldom measured learns more of it; a pause of the host counts as twice the time."""
         surprise = math.log(min(max(seconds / self.of(shape, depth), 0.5), 2.0))
         self._num_measured[shape] += 1
-        self._factor[shape] *= math.exp(surprise * max(GAIN / 2, 1 / (1 + self._num_measured[shape])))
+        self._factor[shape] *= math.exp(
+            surprise * max(GAIN / 2, 1 / (1 + self._num_measured[shape]))
+        )
         self.pace *= math.exp(surprise * GAIN)
 
 
@@ -72,7 +83,8 @@ class Acceptance:
     """How often drafts are accepted, by place: 0 is whether any was found; 1 + i is draft i, where those before it were accepted."""
 
     def __init__(self, first_rate: float) -> None:
-        self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]  # accepted, seen
+        # accepted, seen
+        self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]
         self._own: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
@@ -87,14 +99,19 @@ class Acceptance:
         for place in range(num_places):
             accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
             rates.append(
-                accepted / seen if place < 2 else (accepted + FIRST_WEIGHT * rates[-1]) / (seen + FIRST_WEIGHT)
+                accepted / seen
+                if place < 2
+                else (accepted + FIRST_WEIGHT * rates[-1]) / (seen + FIRST_WEIGHT)
             )
         return rates
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
         """Of one sequence."""
         own = self._own.get(sequence_id, [])
-        rates = [(counts[0] + PRIOR * rate) / (counts[1] + PRIOR) for counts, rate in zip(own, average, strict=False)]
+        rates = [
+            (counts[0] + PRIOR * rate) / (counts[1] + PRIOR)
+            for counts, rate in zip(own, average, strict=False)
+        ]
         return [*rates, *average[len(rates) :]]
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
@@ -123,7 +140,9 @@ class _Option(NamedTuple):
 class Controller:
     """Decides twice in a step: `ask`, how many drafts of each sequence to ask for; and `cut`, how many of those that came to verify."""
 
-    def __init__(self, limits: StepLimits, *, unit: int = 1, warm_up: int = 1, depths: Sequence[int] = ()) -> None:
+    def __init__(
+        self, limits: StepLimits, *, unit: int = 1, warm_up: int = 1, depths: Sequence[int] = ()
+    ) -> None:
         """
         Args:
             unit: drafts of a sequence that are verified all or not at all.
@@ -145,7 +164,8 @@ class Controller:
         self._repeats = False  # the next step probes too
         self._asking = 0.0  # seconds of the host for each node that it is asked for
         self._asked: Mapping[int, int] = {}
-        self._parents: tuple[int, ...] = ()  # of the last draft; the next is expected to have the same
+        # of the last draft; the next is expected to have the same
+        self._parents: tuple[int, ...] = ()
 
     def skips(self) -> bool:
         """A step begins. True: it has no drafts, and there is nothing to decide."""
@@ -184,19 +204,25 @@ class Controller:
         elif not self.drafts:
             self._next_decision = self._step + int(min(PROBE_INTERVAL, wait))
         asked = self._counts(chosen.nodes)
-        self._asked = asked if ready is None else {key: count for key, count in asked.items() if key in ready}
+        self._asked = (
+            asked if ready is None else {key: count for key, count in asked.items() if key in ready}
+        )
         return self._asked
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
         """How many of each sequence's drafts, which came of asking, the step verifies."""
         for sequence_id in self._asked:
             self.acceptance.add(sequence_id, 0, sequence_id in drafts)
-        average = self.acceptance.average(1 + max((len(draft.parents) for draft in drafts.values()), default=1))
+        average = self.acceptance.average(
+            1 + max((len(draft.parents) for draft in drafts.values()), default=1)
+        )
         nodes: list[_Node] = []
         for sequence_id, draft in drafts.items():
             self._parents = draft.parents
             rates = self.acceptance.rates(sequence_id, average)
-            nodes += _nodes(sequence_id, draft.parents if self._unit == 1 else (-1,), [1.0, *rates[1:]])
+            nodes += _nodes(
+                sequence_id, draft.parents if self._unit == 1 else (-1,), [1.0, *rates[1:]]
+            )
         if self._probe is None and self._unit == 1:
             depth = self.depth if self.depths else None  # of the step, however many it verifies
             options = self._options(num_rows, nodes, (depth,), 0.0, depth)
@@ -213,7 +239,13 @@ class Controller:
                 self.acceptance.add(sequence_id, 1 + index, index in path)
 
     def measured(
-        self, num_rows: int, num_drafts: int, num_tokens: int, seconds: float, asking: float, depth: int | None
+        self,
+        num_rows: int,
+        num_drafts: int,
+        num_tokens: int,
+        seconds: float,
+        asking: float,
+        depth: int | None,
     ) -> None:
         """A step of so many rows and drafts, at this draft depth, took so long, and `asking` before it for drafts."""
         shape, plain = self._limits.shape(num_rows, num_drafts), self._limits.shape(num_rows, 0)
@@ -225,12 +257,16 @@ class Controller:
         self._last_run[shape] = self._step
         if num_asked := sum(self._asked.values()):
             each = asking * self._unit / num_asked
-            self._asking += GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
+            self._asking += (
+                GAIN * (min(each, 4 * self._asking) - self._asking) if self._asking else each
+            )
 
     def _shapes(self, num_rows: int) -> list[Shape]:
         """That a step of so many rows can have, as far as they were timed. The first is that without drafts."""
         if num_rows not in self._shapes_by_rows:
-            most = min(self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows))
+            most = min(
+                self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows)
+            )
             shapes, num_drafts = [self._limits.shape(num_rows, 0)], 1
             while num_drafts <= most:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
@@ -240,9 +276,15 @@ class Controller:
 
     def _expected_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
         """What could be asked for: of the form of the last draft, and after that a chain."""
-        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows)) // self._unit
+        most = (
+            min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
+            // self._unit
+        )
         known = self._parents[:most] if self._unit == 1 else ()
-        parents, average = (*known, *range(len(known) - 1, most - 1)), self.acceptance.average(1 + most)
+        parents, average = (
+            (*known, *range(len(known) - 1, most - 1)),
+            self.acceptance.average(1 + most),
+        )
         rates = {each: self.acceptance.rates(each, average) for each in sequence_ids}
         return [node for each in sequence_ids for node in _nodes(each, parents, rates[each])]
 
@@ -262,7 +304,9 @@ class Controller:
         for depth in depths:
             reached = nodes if depth is None else [node for node in nodes if node.depth <= depth]
             weights = list(accumulate([node.weight for node in reached]))
-            tokens = list(accumulate([node.weight * node.chance for node in reached], initial=float(num_rows)))
+            tokens = list(
+                accumulate([node.weight * node.chance for node in reached], initial=float(num_rows))
+            )
             found = 1.0 - math.prod([1.0 - node.weight for node in reached if node.depth == 1])
             for shape in shapes:
                 count = bisect_right(weights, (shape[1] - num_rows) / self._unit + 1e-9)
@@ -278,10 +322,12 @@ class Controller:
             return 0, max(others, key=_goodput)
         waits = []
         for other in others:
-            lost = (other.tokens / other.goodput * chosen.goodput - other.tokens) / chosen.tokens  # steps
+            # steps
+            lost = (other.tokens / other.goodput * chosen.goodput - other.tokens) / chosen.tokens
             waits.append(max(PROBE_INTERVAL, math.ceil(self._warm_up * lost / PROBE_SHARE)))
         overdue = [
-            (self._step - self._last_run.get(each.shape, 0)) / wait for each, wait in zip(others, waits, strict=True)
+            (self._step - self._last_run.get(each.shape, 0)) / wait
+            for each, wait in zip(others, waits, strict=True)
         ]
         probe = overdue.index(max(overdue))
         return self._last_probe + waits[probe] - self._step, others[probe]
@@ -305,7 +351,9 @@ def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> 
     nodes: list[_Node] = []
     rank = math.inf
     for parent, rate in zip(parents, rates[1:], strict=False):
-        depth, chance = (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].chance)
+        depth, chance = (
+            (1, rate) if parent < 0 else (1 + nodes[parent].depth, rate * nodes[parent].chance)
+        )
         rank = min(rank, chance)
         nodes.append(_Node(sequence_id, depth, chance, rank, rates[0]))
     return nodes

@@ -17,13 +17,18 @@ class Verified(NamedTuple):
 
     sequence_id: int
     num_tokens: int  # drafts
-    num_accepted: int  # of them, those that are tokens of the sequence now: what a stop cut off is not
+    # of them, those that are tokens of the sequence now: what a stop cut off is not
+    num_accepted: int
 
 
 def verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
     """Of every row with drafts, in the order of the rows."""
     accepted = Counter(edit.sequence_id for edit in edits if type(edit) is Append and edit.drafted)
-    return [Verified(row.sequence_id, len(row.parents), accepted[row.sequence_id]) for row in plan.rows if row.parents]
+    return [
+        Verified(row.sequence_id, len(row.parents), accepted[row.sequence_id])
+        for row in plan.rows
+        if row.parents
+    ]
 
 
 @dataclass
@@ -36,16 +41,20 @@ class SpeculationCounts:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_per_position: dict[int, int] = field(default_factory=dict)  # 0: the draft behind the last known token
+    # 0: the draft behind the last known token
+    num_accepted_per_position: dict[int, int] = field(default_factory=dict)
     num_by_length: Counter[int] = field(
         default_factory=Counter
     )  # drafts of a sequence in a step, by how many tokens they are
-    drafting_seconds: float = 0.0  # in which drafts were asked for; what drafts on the device is a part of its steps
+    # in which drafts were asked for; what drafts on the device is a part of its steps
+    drafting_seconds: float = 0.0
     verifying_seconds: float = 0.0  # of steps with drafts, from the plan to the tokens
     num_decode_rows: int = 0  # of steps: a sequence with one token left to compute
     num_decode_tokens: int = 0  # that they gave
 
-    def add(self, plan: StepPlan, edits: Iterable[Edit], group_of: Mapping[int, SequenceGroup]) -> list[Verified]:
+    def add(
+        self, plan: StepPlan, edits: Iterable[Edit], group_of: Mapping[int, SequenceGroup]
+    ) -> list[Verified]:
         """Books a step that happened; returns what came of its drafts. Who was aborted meanwhile is passed over."""
         edits = list(edits)
         self._add_decoding(plan, edits, group_of)
@@ -59,7 +68,9 @@ class SpeculationCounts:
         shapes = {row.parents for row in plan.rows if row.parents and row.sequence_id in group_of}
         for position in range(max([max(depths_of(parents)) for parents in shapes], default=0)):
             accepted = sum([each.num_accepted > position for each in verified])
-            self.num_accepted_per_position[position] = self.num_accepted_per_position.get(position, 0) + accepted
+            self.num_accepted_per_position[position] = (
+                self.num_accepted_per_position.get(position, 0) + accepted
+            )
         return verified
 
     def took(self, plan: StepPlan, drafting: float, seconds: float) -> None:
@@ -67,17 +78,25 @@ class SpeculationCounts:
         self.drafting_seconds += drafting
         self.verifying_seconds += seconds if plan.verifies else 0.0
 
-    def _add_decoding(self, plan: StepPlan, edits: list[Edit], group_of: Mapping[int, SequenceGroup]) -> None:
+    def _add_decoding(
+        self, plan: StepPlan, edits: list[Edit], group_of: Mapping[int, SequenceGroup]
+    ) -> None:
         """Of rows that compute the last token of an output. Beams are left out: how many tokens they draw says nothing of steps."""
         drawn = {sample.row for sample in plan.samples}
         decoding = set()
         for index, row in enumerate(plan.rows):
             if len(row.token_ids) == 1 + len(row.parents) and index in drawn:
                 group = group_of.get(row.sequence_id)
-                if group and row.start >= len(group.request.prompt_token_ids) and not group.request.beam:
+                if (
+                    group
+                    and row.start >= len(group.request.prompt_token_ids)
+                    and not group.request.beam
+                ):
                     decoding.add(row.sequence_id)
         self.num_decode_rows += len(decoding)
-        self.num_decode_tokens += sum([type(edit) is Append and edit.sequence_id in decoding for edit in edits])
+        self.num_decode_tokens += sum(
+            [type(edit) is Append and edit.sequence_id in decoding for edit in edits]
+        )
 
     def snapshot(self) -> dict[str, Any]:
         """Under the names of the public interface."""
@@ -86,7 +105,9 @@ class SpeculationCounts:
             "spec_decode_num_drafts_total": self.num_drafts,  # of a sequence in a step
             "spec_decode_num_draft_tokens_total": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens_total": self.num_accepted_tokens,
-            "spec_decode_num_accepted_tokens_per_pos_total": dict(sorted(self.num_accepted_per_position.items())),
+            "spec_decode_num_accepted_tokens_per_pos_total": dict(
+                sorted(self.num_accepted_per_position.items())
+            ),
             "spec_decode_num_drafts_by_length_total": dict(sorted(self.num_by_length.items())),
             "spec_decode_draft_seconds_total": self.drafting_seconds,
             "spec_decode_verify_seconds_total": self.verifying_seconds,

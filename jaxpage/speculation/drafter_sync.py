@@ -19,14 +19,26 @@ MAX_LOSS = 6.0  # steps without drafts
 class DrafterSync:
     """Without a controller the drafter is always on, and drafts as far as the shapes allow."""
 
-    def __init__(self, limits: StepLimits, controller: Controller | None, *, block_size: int, has_kv: bool = True):
+    def __init__(
+        self,
+        limits: StepLimits,
+        controller: Controller | None,
+        *,
+        block_size: int,
+        has_kv: bool = True,
+    ):
         """
         Args:
             block_size: slots.
             has_kv: the drafter has a KV cache. Without one it runs only where it drafts, and no sequence is ever stale.
         """
         self.ready: set[int] = set()  # sequences for which it has drafts
-        self._limits, self._controller, self._block_size, self._has_kv = limits, controller, block_size, has_kv
+        self._limits, self._controller, self._block_size, self._has_kv = (
+            limits,
+            controller,
+            block_size,
+            has_kv,
+        )
         self._seen: set[int] = set()  # sequences that have not ended
         self._stale: set[int] = set()
         self._stale_blocks: set[int] = (
@@ -52,7 +64,9 @@ class DrafterSync:
     def _choose(self, plan: StepPlan, others_wait: bool) -> int | None:
         if self.is_off:
             # It waits for a request that is new, of which it can compute all.
-            self._steps_off -= self._steps_off > 1 or any(row.sequence_id not in self._seen for row in plan.rows)
+            self._steps_off -= self._steps_off > 1 or any(
+                row.sequence_id not in self._seen for row in plan.rows
+            )
             if self._steps_off > 0:
                 return None
             self._lost = 0.0
@@ -76,7 +90,9 @@ class DrafterSync:
                 begun = -(-row.start // self._block_size)  # blocks with tokens from before
                 if row.start == 0:
                     self._stale.discard(row.sequence_id)
-                elif row.sequence_id not in self._seen and not self._stale_blocks.isdisjoint(table[:begun]):
+                elif row.sequence_id not in self._seen and not self._stale_blocks.isdisjoint(
+                    table[:begun]
+                ):
                     self._stale.add(row.sequence_id)
                 self._stale_blocks.difference_update(table[begun:])
             if (plan.swap_in or plan.copies) and row.sequence_id in self._stale:
@@ -95,14 +111,20 @@ class DrafterSync:
         if self._controller is None or plan.draft_depth is None or not self._has_kv:
             return
         costs, num_rows = self._controller.costs, len(plan.rows)
-        plain, shape = (self._limits.shape(num_rows, max(0, count)) for count in (0, plan.num_tokens - num_rows))
+        plain, shape = (
+            self._limits.shape(num_rows, max(0, count)) for count in (0, plan.num_tokens - num_rows)
+        )
         alone = costs.of(plain)
         if self._lost < 0.0:  # gains pay for the prompts of the near future
             self._lost *= 1.0 - 1.0 / MEMORY if self._controller.drafts else 0.0
         if plan.decodes:
             self._lost += costs.of(shape, plan.draft_depth) / alone - num_tokens / num_rows
         else:
-            added = costs.of(plain, plan.draft_depth) - alone + costs.pace * costs.prompt_token * plan.num_tokens
+            added = (
+                costs.of(plain, plan.draft_depth)
+                - alone
+                + costs.pace * costs.prompt_token * plan.num_tokens
+            )
             self._lost += added / alone
         if self._lost > MAX_LOSS:
             self._steps_off = self._lost / PROBE_SHARE

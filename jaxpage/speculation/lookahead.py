@@ -20,7 +20,8 @@ from jaxpage.step.draft import Draft
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
-AT_ONCE = 512  # tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps
+# tokens that are taken in when a sequence is asked: a millisecond. Long prompts take several steps
+AT_ONCE = 512
 MOST_KEYS = 1 << 14  # of a pool: some 20 MB if all are used
 
 Places = dict[tuple[int, int], int]  # in a draft, by the place before (-1: none) and the token
@@ -39,7 +40,8 @@ class Pool:
         self._length = length
         self._most = most
         self._most_keys = most_keys
-        self._tails: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()  # the latest last
+        # the latest last
+        self._tails: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, token_id: int, tail: tuple[int, ...]) -> None:
         tails = self._tails.setdefault(token_id, OrderedDict())
@@ -146,22 +148,30 @@ class LookaheadProposer(Proposer):
         places: Places = {}
         for path in (*drafted.pool.behind(sequence.token_ids[-1]), *drafted.window.paths()):
             _add(path, places, num_drafts)
-        return Draft(tuple(token_id for _, token_id in places), tuple(parent for parent, _ in places))
+        return Draft(
+            tuple(token_id for _, token_id in places), tuple(parent for parent, _ in places)
+        )
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         for row, token_ids in verified_rows(plan, result):
             draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
             self.drawn(row.sequence_id, row.start + 1, draft, token_ids)
 
-    def drawn(self, sequence_id: int, num_known_tokens: int, draft: Draft, token_ids: TokenIds[int]) -> None:
+    def drawn(
+        self, sequence_id: int, num_known_tokens: int, draft: Draft, token_ids: TokenIds[int]
+    ) -> None:
         """token_ids: drawn behind the last known token, and behind each draft. Negative: nothing could be drawn there."""
         drafted = self._drafted.get(sequence_id)
         if drafted is None or drafted.window.num_known != num_known_tokens:
             return  # it has ended, or others drafted
-        places = {key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))}
+        places = {
+            key: place for place, key in enumerate(zip(draft.parents, draft.token_ids, strict=True))
+        }
         ends = (_follow(path, places) for path in drafted.window.paths())
         behind = [None if end is None else token_ids[1 + end] for end in ends]
-        drafted.window.hear((each if each is not None and each >= 0 else None for each in behind), drafted.pool)
+        drafted.window.hear(
+            (each if each is not None and each >= 0 else None for each in behind), drafted.pool
+        )
 
     def forget(self, group: SequenceGroup) -> None:
         self._pools.pop(group.request.request_id, None)
@@ -170,7 +180,8 @@ class LookaheadProposer(Proposer):
 
     def _begin(self, request: Request, sequence: Sequence) -> _Drafted:
         sizes, pool = self._sizes, self._pools.get(request.request_id)
-        num_taken = sequence.num_prompt_tokens if pool else 0  # the first of the samples takes in the prompt
+        # the first of the samples takes in the prompt
+        num_taken = sequence.num_prompt_tokens if pool else 0
         pool = pool or self._pools.setdefault(request.request_id, Pool(sizes.ngram, sizes.guesses))
         drafted = _Drafted(Window(sizes, sequence.token_ids), pool, num_taken)
         self._drafted[sequence.sequence_id] = drafted

@@ -12,10 +12,11 @@ from jaxpage.speculation.proposal import DeviceProposer
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence
 
-Choices = tuple[tuple[int, ...], ...]  # of each draft: the ranks of the predictions that lead to it, its own last
+# of each draft: the ranks of the predictions that lead to it, its own last
+Choices = tuple[tuple[int, ...], ...]
 
-# For heads without measured values: the chance that the first head's best prediction is right, and what is left of it for each later head.
-# An assumption, of a shape that published heads have.
+# For heads without measured values: the chance that the first head's best prediction is right, and
+# what is left of it for each later head. An assumption, of a shape that published heads have.
 ASSUMED_FIRST = 0.6
 ASSUMED_DECLINE = 0.8
 RANKS = 10  # predictions of a head that a tree searched here may use
@@ -27,7 +28,9 @@ def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
     Every prediction has the same chance where none before it was right.
     """
     chances = [ASSUMED_FIRST * ASSUMED_DECLINE**head for head in range(num_heads)]
-    return tuple(tuple(chance * (1 - chance) ** rank for rank in range(RANKS)) for chance in chances)
+    return tuple(
+        tuple(chance * (1 - chance) ** rank for rank in range(RANKS)) for chance in chances
+    )
 
 
 def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
@@ -65,7 +68,9 @@ def best_only(num_heads: int, num_drafts: int) -> Choices:
     return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
 
 
-def choices_of(given: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool) -> Choices:
+def choices_of(
+    given: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool
+) -> Choices:
     """The tree that is drafted: the one that was asked for, or the best of so many drafts."""
     if given is not None:
         return likeliest_first(given, accuracies)

@@ -15,7 +15,8 @@ from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 
-# What drafts on the device: heads or layers on the model's hidden states, another model, or the model's own likeliest tokens.
+# What drafts on the device: heads or layers on the model's hidden states, another model, or the
+# model's own likeliest tokens.
 DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
 
 
@@ -34,7 +35,9 @@ class Method(NamedTuple):
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "ngram": Method(lambda config, target: NGramProposer(*config.prompt_lookup)),
-        "suffix": Method(lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree)),
+        "suffix": Method(
+            lambda config, target: SuffixProposer(config.suffix_decoding, tree=config.tree)
+        ),
         "lookahead": Method(lambda config, target: LookaheadProposer(config.lookahead)),
         "token_recycling": Method(
             lambda config, target: RecyclingProposer(target.vocab_size, tree=config.tree), "top_ids"

@@ -31,7 +31,9 @@ class NGramProposer(Proposer):
             known = self._known[sequence.sequence_id] = _Known()
         token_ids = known.grown(sequence.token_ids)
         start = find(token_ids, self._shortest, self._longest)
-        return None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
+        return (
+            None if start is None else chain(tuple(token_ids[start : start + num_drafts].tolist()))
+        )
 
     def forget(self, group: SequenceGroup) -> None:
         for sequence_id in group.sequence_ids:
@@ -62,7 +64,8 @@ def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
     None: not even the last `shortest` did. Occurrences may overlap the end that they are compared with.
     """
     last = len(token_ids) - 1
-    ends = (token_ids[:last] == token_ids[last]).nonzero()[0]  # where the last `length` tokens ended before
+    # where the last `length` tokens ended before
+    ends = (token_ids[:last] == token_ids[last]).nonzero()[0]
     if not len(ends):
         return None
     latest = int(ends[-1])

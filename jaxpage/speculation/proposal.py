@@ -44,12 +44,15 @@ class DeviceProposer(Proposer):
     """
 
     def __init__(self) -> None:
-        self._candidates: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}  # by sequence id; with the known tokens
+        # by sequence id; with the known tokens
+        self._candidates: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         if not plan.draft_depth or result.draft_candidates is None:
             return
-        last = range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
+        last = (
+            range(len(plan.samples)) if result.paths is None else result.paths.max(axis=1).tolist()
+        )
         for index, candidates in zip(
             last, result.draft_candidates, strict=False
         ):  # behind the last there may be padding

@@ -22,11 +22,13 @@ from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.request import Request, Sequence
 
 NUM_RECYCLED = 8  # W: tokens that are kept behind each
-MOST_TABLES = 16  # for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
+# for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
+MOST_TABLES = 16
 KEPT = 64  # steps without use after which a table may be given to another salt
 MOST_LEVELS = 6  # tokens ahead that a tree goes
 
-# The shape of trees: how often the first token of a row comes next, the second, and so on, with the demo model, smoothed (docs/lab-log.md).
+# The shape of trees: how often the first token of a row comes next, the second, and so on, with the
+# demo model, smoothed (docs/lab-log.md).
 ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
 
 
@@ -42,11 +44,16 @@ class RecyclingProposer(Proposer):
     def __init__(self, vocab_size: int, *, tree: bool) -> None:
         """tree: whether drafts branch."""
         self._vocab_size = vocab_size
-        choices = search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS) if tree else best_only(MOST_DRAFTS, MOST_DRAFTS)
+        choices = (
+            search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS)
+            if tree
+            else best_only(MOST_DRAFTS, MOST_DRAFTS)
+        )
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
         # Of each draft: the place of the one before it, and its rank behind that.
         self._template = [(places[path[:-1]], path[-1]) for path in choices]
-        self._tables: OrderedDict[str | None, _Table] = OrderedDict()  # by salt; the one that was used last at the end
+        # by salt; the one that was used last at the end
+        self._tables: OrderedDict[str | None, _Table] = OrderedDict()
         self._step = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
@@ -69,13 +76,17 @@ class RecyclingProposer(Proposer):
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.draft_depth and result.draft_candidates is not None:  # what is likely behind each draw
+        # what is likely behind each draw
+        if plan.draft_depth and result.draft_candidates is not None:
             token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
             salts = [sample.params.cache_salt for sample in plan.samples]
             self.on_top_k(salts, token_ids, result.draft_candidates[: len(token_ids)])
 
     def on_top_k(
-        self, salts: TokenIds[str | None], token_ids: TokenIds[int], top_ids_BW: npt.NDArray[np.int32]
+        self,
+        salts: TokenIds[str | None],
+        token_ids: TokenIds[int],
+        top_ids_BW: npt.NDArray[np.int32],
     ) -> None:
         """
         Args:
@@ -99,7 +110,9 @@ class RecyclingProposer(Proposer):
                 if self._step - self._tables[others[0]].used < KEPT:
                     return None
                 del self._tables[others[0]]
-            table = self._tables[salt] = _Table(np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32))
+            table = self._tables[salt] = _Table(
+                np.full((self._vocab_size, NUM_RECYCLED), -1, np.int32)
+            )
         table.used = self._step
         self._tables.move_to_end(salt)
         return table.top_ids_VW

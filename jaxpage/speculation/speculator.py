@@ -90,7 +90,8 @@ class ProposingSpeculator:
         self._clock = clock
         self.has_failed = False
         self._proposed = 0.0  # when that was done
-        # Of this step's drafts, those that a grammar does not admit whole, and how many of their tokens it does. By sequence id.
+        # Of this step's drafts, those that a grammar does not admit whole, and how many of their
+        # tokens it does. By sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
@@ -112,13 +113,17 @@ class ProposingSpeculator:
 
     def _drafts(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         num_rows = 0
-        decoding: dict[int, tuple[Request, Sequence]] = {}  # by sequence id, of those that can be drafted for
+        # by sequence id, of those that can be drafted for
+        decoding: dict[int, tuple[Request, Sequence]] = {}
         for group in groups:
             for sequence in group.unfinished:
                 num_rows += 1
-                if sequence.num_pending_tokens > 1:  # the step computes a prompt, and has no room for drafts
+                # the step computes a prompt, and has no room for drafts
+                if sequence.num_pending_tokens > 1:
                     return {}
-                if not (group.request.beam or group.pending_forks) and self._can_draft(group.request, sequence):
+                if not (group.request.beam or group.pending_forks) and self._can_draft(
+                    group.request, sequence
+                ):
                     decoding[sequence.sequence_id] = group.request, sequence
         drafts: dict[int, Draft] = {}
         for sequence_id, num_drafts in self._ask(num_rows, decoding).items():
@@ -128,7 +133,9 @@ class ProposingSpeculator:
         if self.controller is None:
             return drafts
         counts = self.controller.cut(num_rows, drafts)
-        return {sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()}
+        return {
+            sequence_id: drafts[sequence_id].cut(count) for sequence_id, count in counts.items()
+        }
 
     def _can_draft(self, request: Request, sequence: Sequence) -> bool:
         """Not for the last token: nothing could follow it, and a probe would show nothing."""
@@ -138,8 +145,13 @@ class ProposingSpeculator:
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> Mapping[int, int]:
         """How many drafts to ask for, by sequence id."""
         if self.controller is not None:
-            return self.controller.ask(num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready)
-        most = min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows) // max(1, num_rows))
+            return self.controller.ask(
+                num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready
+            )
+        most = min(
+            self._limits.most_drafts(num_rows),
+            self._limits.draft_budget(num_rows) // max(1, num_rows),
+        )
         return dict.fromkeys(sequence_ids, most) if most else {}
 
     def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
@@ -181,11 +193,14 @@ class ProposingSpeculator:
         if self.controller is not None:
             if plan.verifies or self._refused:
                 self._learn(self.controller, plan, report.edits)
-            # What moving blocks takes, or computing prompts, says nothing of the shapes that decode.
+            # What moving blocks takes, or computing prompts, says nothing of the shapes that
+            # decode.
             if plan.decodes and not (plan.swap_in or plan.swap_out):
                 num_rows, asking = len(plan.rows), report.drafts.seconds
                 num_drafts = plan.num_tokens - num_rows
-                self.controller.measured(num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth)
+                self.controller.measured(
+                    num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth
+                )
         if self._sync is not None:
             self._sync.ran(plan, num_tokens, report.result.draft_candidates is not None)
 
@@ -196,7 +211,11 @@ class ProposingSpeculator:
             # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
             if isinstance(edit, Append) and edit.drafted:
                 appended.setdefault(edit.sequence_id, []).append(edit.token_id)
-        verified = {row.sequence_id: Draft(row.token_ids[1:], _behind(row)) for row in plan.rows if row.parents}
+        verified = {
+            row.sequence_id: Draft(row.token_ids[1:], _behind(row))
+            for row in plan.rows
+            if row.parents
+        }
         for sequence_id, (draft, num_left) in self._refused.items():
             if num_left == (len(verified[sequence_id].token_ids) if sequence_id in verified else 0):
                 verified[sequence_id] = draft
@@ -216,7 +235,9 @@ class ProposingSpeculator:
             self._sync.forget(group.sequence_ids)
 
 
-def filter_drafts(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy]) -> dict[int, Draft]:
+def filter_drafts(
+    drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy]
+) -> dict[int, Draft]:
     """The drafts, less those that no grammar admits, with what stands behind them. By sequence id.
 
     A draft that a grammar does not admit is wrong for certain, and one that ends the sequence saves no step: the draw before it gives the
@@ -224,7 +245,11 @@ def filter_drafts(drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy
 
     Drafts with a `q` stay: what they were drawn from includes what no grammar admits, and the rule that looks at it rejects those.
     """
-    filtered = {each: _admitted(each, draft, strategies[each]) for each, draft in drafts.items() if each in strategies}
+    filtered = {
+        each: _admitted(each, draft, strategies[each])
+        for each, draft in drafts.items()
+        if each in strategies
+    }
     return {sequence_id: draft for sequence_id, draft in filtered.items() if draft.token_ids}
 
 
@@ -240,7 +265,9 @@ def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
     kept = [place for place in places if place >= 0]
-    return Draft(tuple(draft.token_ids[p] for p in kept), tuple(places[draft.parents[p]] for p in kept))
+    return Draft(
+        tuple(draft.token_ids[p] for p in kept), tuple(places[draft.parents[p]] for p in kept)
+    )
 
 
 def _behind(row: Row) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ from jaxpage.speculation.suffix_tree import NOTHING, ScoredDraft, SuffixTree
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
-AT_ONCE = 1024  # tokens taken in while every sequence is asked once: some milliseconds. Long prompts take several steps
+# tokens taken in while every sequence is asked once: some milliseconds. Long prompts take several
+# steps
+AT_ONCE = 1024
 OWN_EDGES = 1 << 22  # of the trees of all sequences together: with more, sequences do without
 SHARED_EDGES = 1 << 21  # of the trees that sequences share: with more, the older half is given up
 
@@ -119,19 +121,24 @@ class SuffixProposer(Proposer):
             own.tree = None
         return stop == len(token_ids)
 
-    def _best(self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: ScoredDraft) -> ScoredDraft:
+    def _best(
+        self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: ScoredDraft
+    ) -> ScoredDraft:
         """The better of `best` and what the tree says: of its drafts that with the highest score, from the longest match of equals.
 
         places: behind the last 1, 2, ... tokens.
         """
         settings = self._settings
-        last = (0, 0)  # of the draft before: how often what it goes by occurs, and how long it could be
+        # of the draft before: how often what it goes by occurs, and how long it could be
+        last = (0, 0)
         for length in range(len(places), 0, -1):
             place, depth = places[length - 1], tree.depth - length
             most = min(num_drafts, int(length * settings.max_spec_factor))
             count, size = tree.count(place), most if self._branches else min(most, depth)
             if size <= best.score or (count == last[0] and size <= last[1]):
-                continue  # no token is more than certain; and what occurs in the same places goes on in the same way
+                # no token is more than certain; and what occurs in the same places goes on in the
+                # same way
+                continue
             last = count, size
             if self._branches:
                 found = tree.tree(place, most, depth, settings.min_token_prob)
@@ -158,13 +165,20 @@ class _Shared:
         self._num_edges = 0
         self._written: dict[int, _Written] = {}  # by sequence id
 
-    def places(self, salt: str | None, sequence: Sequence) -> Iterator[tuple[SuffixTree, TokenIds[int]]]:
+    def places(
+        self, salt: str | None, sequence: Sequence
+    ) -> Iterator[tuple[SuffixTree, TokenIds[int]]]:
         """The trees of the salt, the younger first, with the places behind the sequence's last 1, 2, ... tokens."""
         written = self._written.get(sequence.sequence_id)
         for trees in (self._young, self._old):
             if (tree := trees.get(salt)) is not None:
-                # What it wrote stands in the young tree itself, so that a run that only occurs there has nothing behind it.
-                if written is not None and written.tree is tree and written.holds(sequence, tree.depth):
+                # What it wrote stands in the young tree itself, so that a run that only occurs
+                # there has nothing behind it.
+                if (
+                    written is not None
+                    and written.tree is tree
+                    and written.holds(sequence, tree.depth)
+                ):
                     yield tree, tree.ends(written.text)
                 else:
                     yield tree, tree.find(sequence.token_ids[-tree.depth :])

@@ -47,14 +47,16 @@ class SuffixTree:
         self.depth = depth
         self._edges: dict[int, int] = {}  # the place behind a node and a token
         self._counts = array("i", [0])  # by node: how often its run occurs
-        self._best = array("q", [-1])  # by node: the token that follows most often; of several the one that did so last
+        # by node: the token that follows most often; of several the one that did so last
+        self._best = array("q", [-1])
         self._best_counts = array("i", [0])
         self._followers: dict[
             int, list[int]
         ] = {}  # by node, if several tokens follow: in the order in which they appeared
         self._texts: list[Sequence[int]] = []
         self._sizes: list[int] = []  # by text: tokens of it that are in the tree
-        self._ends: list[list[int] | None] = []  # by text that may grow: nodes behind its last 1, 2, ... tokens
+        # by text that may grow: nodes behind its last 1, 2, ... tokens
+        self._ends: list[list[int] | None] = []
 
     def __len__(self) -> int:
         """Edges: what memory goes by."""
@@ -182,7 +184,9 @@ class SuffixTree:
             place = self._edges[place << _TOKEN_BITS | token]
         if place < 0:
             text, index = _position(place)
-            rest = self._texts[text][index : min(index + num_tokens - len(token_ids), self._sizes[text])]
+            rest = self._texts[text][
+                index : min(index + num_tokens - len(token_ids), self._sizes[text])
+            ]
             token_ids += rest
             score += probability * len(rest)
         return ScoredDraft(token_ids, None, score)
@@ -193,7 +197,10 @@ class SuffixTree:
         parents: list[int] = []
         score = 0.0
         number = itertools.count()  # of equally likely ones those that came up first
-        heap = [(-share, next(number), token, -1, 1, behind) for token, behind, share in self._following(place)]
+        heap = [
+            (-share, next(number), token, -1, 1, behind)
+            for token, behind, share in self._following(place)
+        ]
         heapq.heapify(heap)
         while heap and len(token_ids) < num_tokens and -heap[0][0] >= least:
             minus_probability, _, token, parent, at, place = heapq.heappop(heap)
@@ -202,14 +209,23 @@ class SuffixTree:
             score -= minus_probability
             if at < depth:
                 for token, behind, share in self._following(place):
-                    item = (minus_probability * share, next(number), token, len(token_ids) - 1, at + 1, behind)
+                    item = (
+                        minus_probability * share,
+                        next(number),
+                        token,
+                        len(token_ids) - 1,
+                        at + 1,
+                        behind,
+                    )
                     heapq.heappush(heap, item)
         return ScoredDraft(token_ids, parents, score)
 
     def _following(self, place: int) -> Iterator[tuple[int, int, float]]:
         """The tokens behind a place, the places behind them, and how often each follows."""
         if place >= 0:
-            tokens = self._followers.get(place) or ([self._best[place]] if self._best_counts[place] else [])
+            tokens = self._followers.get(place) or (
+                [self._best[place]] if self._best_counts[place] else []
+            )
             for token in tokens:
                 behind = self._edges[place << _TOKEN_BITS | token]
                 yield token, behind, self.count(behind) / self._counts[place]

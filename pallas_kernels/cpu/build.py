@@ -15,10 +15,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "src"
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fno-math-errno", "-ffp-contract=off", "-pthread", "-w")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-fno-math-errno",
+    "-ffp-contract=off",
+    "-pthread",
+    "-w",
+)
 # By instruction set, the best first: what /proc/cpuinfo must have, and the compiler's flags.
 X86 = {
-    "avx512": ({"avx512f", "avx512bw", "avx512dq", "avx512vl"}, ("-march=skylake-avx512", "-mprefer-vector-width=512")),
+    "avx512": (
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        ("-march=skylake-avx512", "-mprefer-vector-width=512"),
+    ),
     "avx2": ({"avx2", "fma"}, ("-march=haswell",)),
 }
 ARM = {"neon": ()}
@@ -31,7 +43,9 @@ def compiler() -> list[str]:
         return shlex.split(given)
     found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
     if found is None:
-        raise RuntimeError("it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)")
+        raise RuntimeError(
+            "it is compiled on this machine, and there is no C++ compiler (g++, clang++, c++ or $CXX)"
+        )
     return [found]
 
 
@@ -46,7 +60,12 @@ def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
         units = sorted(sources.glob("*.cc"))
         objects = [str(Path(temporary) / f"{unit.stem}.o") for unit in units]
         made = Path(temporary) / path.name
-        _run([[*compiler(), *chosen, "-c", str(unit), "-o", each] for unit, each in zip(units, objects, strict=True)])
+        _run(
+            [
+                [*compiler(), *chosen, "-c", str(unit), "-o", each]
+                for unit, each in zip(units, objects, strict=True)
+            ]
+        )
         _run([[*compiler(), *chosen, *objects, "-o", str(made)]])
         with made.open("ab") as file:  # after what a loader reads; see `is_whole`
             file.write(hashlib.sha256(made.read_bytes()).digest())
@@ -65,7 +84,8 @@ def is_whole(path: Path) -> bool:
 def _run(commands: Sequence[Sequence[str]]) -> None:
     """Raises RuntimeError with the line in which a command tells of an error, after all have ended."""
     running = [
-        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for command in commands
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for command in commands
     ]
     said = [process.communicate()[1] for process in running]
     for command, process, errors in zip(commands, running, said, strict=True):

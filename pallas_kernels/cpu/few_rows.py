@@ -35,10 +35,14 @@ def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DT
     )
 
 
-def multiply_few(x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: DTypeLike) -> Float[Array, "T O"]:
+def multiply_few(
+    x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: DTypeLike
+) -> Float[Array, "T O"]:
     """Multiplies what `takes` says. Sums are made in float32."""
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], w_OI.shape[0]), result)
-    y_TO: jax.Array = jax.ffi.ffi_call("jaxpage_multiply_few", shape, vmap_method="sequential")(x_TI, w_OI)
+    y_TO: jax.Array = jax.ffi.ffi_call("jaxpage_multiply_few", shape, vmap_method="sequential")(
+        x_TI, w_OI
+    )
     return y_TO
 
 
@@ -50,7 +54,10 @@ def multiply_rounded(
     XLA has to multiply by the scale, as for more rows: where a sum follows, it rounds once.
     """
     num_rows, num_out = x_TI.shape[0], values_OI.shape[0]
-    shapes = [jax.ShapeDtypeStruct((num_rows, num_out), jnp.int32), jax.ShapeDtypeStruct((num_rows, 1), jnp.float32)]
+    shapes = [
+        jax.ShapeDtypeStruct((num_rows, num_out), jnp.int32),
+        jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),
+    ]
     call = jax.ffi.ffi_call("jaxpage_multiply_rounded", shapes, vmap_method="sequential")
     sums_TO, scale_T1 = call(x_TI.astype(jnp.float32), values_OI)
     return sums_TO, scale_T1

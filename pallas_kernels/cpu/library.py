@@ -20,7 +20,8 @@ from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, is_whole, options
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
-PREBUILT = Path(__file__).parent / "prebuilt"  # of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
+# of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
+PREBUILT = Path(__file__).parent / "prebuilt"
 _FORM = "with a digest"  # of the files; those of another form have another name
 FUNCTIONS = (
     "jaxpage_attend",
@@ -77,7 +78,9 @@ def _register(find: Callable[[], Path]) -> str | None:
     try:
         library = ctypes.cdll.LoadLibrary(str(find()))
         for function in FUNCTIONS:
-            jax.ffi.register_ffi_target(function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu")
+            jax.ffi.register_ffi_target(
+                function, jax.ffi.pycapsule(getattr(library, function)), platform="cpu"
+            )
     except (OSError, AttributeError, RuntimeError) as error:
         return str(error)
     return None
@@ -93,7 +96,9 @@ def instruction_set() -> tuple[str, Sequence[str]] | None:
 
 def _processor_flags() -> set[str]:
     try:
-        return set(Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split())
+        return set(
+            Path("/proc/cpuinfo").read_text().partition("flags")[2].partition("\n")[0].split()
+        )
     except OSError:
         return set()
 

@@ -32,7 +32,9 @@ def mosaic_kernel(
         grid_names=tuple(grid),
         num_threads=num_threads,
         thread_name=thread_name,
-        compiler_params=mg.CompilerParams(approx_math=True, lowering_semantics=mg.LoweringSemantics.Lane),
+        compiler_params=mg.CompilerParams(
+            approx_math=True, lowering_semantics=mg.LoweringSemantics.Lane
+        ),
         interpret=mosaic_interpreter() if interpret else None,
     )
 

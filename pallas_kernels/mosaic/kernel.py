@@ -54,7 +54,9 @@ def entry(plan: Plan, operands: Operands) -> None:
     queries = mg.SMEM((plan.consumers, ROWS, plan.head_width), plan.dtype, transforms=_SWIZZLED)
     partial = top_total = None
     if plan.splits > 1:
-        partial = mg.SMEM((plan.consumers, ROWS, plan.head_width), jnp.float32, transforms=_SWIZZLED_F32)
+        partial = mg.SMEM(
+            (plan.consumers, ROWS, plan.head_width), jnp.float32, transforms=_SWIZZLED_F32
+        )
         top_total = mg.SMEM((plan.consumers, 2, ROWS), jnp.float32)
     filled = mg.Barrier(num_arrivals=plan.copies, num_barriers=plan.stages)
     freed = mg.Barrier(num_arrivals=plan.consumers, num_barriers=plan.stages)
@@ -71,12 +73,21 @@ def entry(plan: Plan, operands: Operands) -> None:
         v_free=freed,
         taking_turns=mg.Barrier(num_arrivals=2) if plan.consumers == 2 else None,
     )
-    pl.run_scoped(lambda *scratch: _program(plan, operands, Shared(*scratch)), *shared, collective_axes="warpgroup")
+    pl.run_scoped(
+        lambda *scratch: _program(plan, operands, Shared(*scratch)),
+        *shared,
+        collective_axes="warpgroup",
+    )
 
 
 def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
-    tile = plan.num_tiles - 1 - lax.axis_index("tile")  # later tiles of a row have more to read: they start first
-    head, split, warpgroup = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("warpgroup")
+    # later tiles of a row have more to read: they start first
+    tile = plan.num_tiles - 1 - lax.axis_index("tile")
+    head, split, warpgroup = (
+        lax.axis_index("head"),
+        lax.axis_index("split"),
+        lax.axis_index("warpgroup"),
+    )
     turns = _turns(plan, operands.tiles, tile, split)
 
     @pl.when(turns.number > 0)
@@ -94,7 +105,8 @@ def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
 
 def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
     begin = lax.div(_first_seen(plan, tiles, tile), jnp.int32(plan.context))
-    end = lax.div(tiles[tile, LAST] + plan.context, jnp.int32(plan.context))  # LAST is -1 for a tile that sees nothing
+    # LAST is -1 for a tile that sees nothing
+    end = lax.div(tiles[tile, LAST] + plan.context, jnp.int32(plan.context))
     each = turns_per_split(plan, end - begin)
     begin = begin + split * each
     return Turns(begin, jnp.minimum(each, end - begin))
@@ -110,14 +122,22 @@ def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
 _IDS_AHEAD = 8  # that fit the producer's registers
 
 
-def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array) -> None:
+def _produce(
+    plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array
+) -> None:
     def block_of(turn: jax.Array, copy: int) -> jax.Array:
         """Returns the block of a copy. After the end of the table the last entry stands in: those positions are masked."""
         position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
-        return operands.table[row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)]
+        return operands.table[
+            row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)
+        ]
 
     def ids_of(turn: jax.Array) -> list[jax.Array]:
-        return [block_of(turn, copy) for copy in range(plan.copies)] if plan.copies <= _IDS_AHEAD else []
+        return (
+            [block_of(turn, copy) for copy in range(plan.copies)]
+            if plan.copies <= _IDS_AHEAD
+            else []
+        )
 
     def body(turn: jax.Array, ids: list[jax.Array]) -> list[jax.Array]:
         slot = lax.rem(turn, jnp.int32(plan.stages))
@@ -138,11 +158,14 @@ def _produce(plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: 
             for copy in range(plan.copies):
                 block = ids[copy] if ids else block_of(turn, copy)
                 place = buffer.at[slot, pl.ds(copy * plan.copy_slots, plan.copy_slots)]
-                mg.copy_gmem_to_smem(pages.at[block, pl.ds(start, plan.copy_slots), head], place, full.at[slot])
+                mg.copy_gmem_to_smem(
+                    pages.at[block, pl.ds(start, plan.copy_slots), head], place, full.at[slot]
+                )
         return following
 
     lax.fori_loop(0, turns.number, body, ids_of(jnp.int32(0)))
-    for slot in range(plan.stages):  # whoever waits at a barrier sees all of its phases: the interpreter insists
+    # whoever waits at a barrier sees all of its phases: the interpreter insists
+    for slot in range(plan.stages):
 
         @pl.when(slot < turns.number)
         def _(slot: int = slot) -> None:
@@ -162,7 +185,9 @@ def _consume(
 ) -> None:
     used = pl.ds(consumer * ROWS, plan.rows_each)
     q = shared.q.at[consumer]
-    mg.copy_gmem_to_smem(operands.q.at[tile, head, used], q.at[pl.ds(0, plan.rows_each)], shared.q_full.at[consumer])
+    mg.copy_gmem_to_smem(
+        operands.q.at[tile, head, used], q.at[pl.ds(0, plan.rows_each)], shared.q_full.at[consumer]
+    )
     mg.barrier_wait(shared.q_full.at[consumer])
     first, last = operands.tiles[tile, FIRST], operands.tiles[tile, LAST]
     first_seen = _first_seen(plan, operands.tiles, tile)
@@ -172,7 +197,9 @@ def _consume(
     )  # the factor of the scores, into their exponent
     factor = plan.options.scale * _LOG2E if folded else 1.0
 
-    def body(turn: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(
+        turn: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, top, total = carry
         slot = lax.rem(turn, jnp.int32(plan.stages))
         position = (turns.begin + turn) * plan.context  # of the turn's first key
@@ -192,7 +219,10 @@ def _consume(
         if plan.options.sliding_window is not None:
             edge |= position <= last - plan.options.sliding_window
         scores = lax.cond(
-            edge, lambda scores: _masked(plan, scores, position, first, words, consumer), lambda s: s, scores
+            edge,
+            lambda scores: _masked(plan, scores, position, first, words, consumer),
+            lambda s: s,
+            scores,
         )
         new_top = jnp.maximum(top, scores.max(axis=1) * factor)
         weights = jnp.exp2(scores * factor - lax.broadcast_in_dim(new_top, scores.shape, [0]))
@@ -215,7 +245,10 @@ def _consume(
 
     if plan.consumers == 2:
         pl.when(consumer == 1)(lambda: _hand_over(plan, shared))
-    start = (_full((ROWS, plan.head_width), 0.0), *_softmax_start(plan, operands, head, split, consumer))
+    start = (
+        _full((ROWS, plan.head_width), 0.0),
+        *_softmax_start(plan, operands, head, split, consumer),
+    )
     acc, top, total = lax.fori_loop(0, turns.number, body, start)
     if plan.consumers == 2:
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
@@ -232,7 +265,8 @@ def _consume(
         place = operands.out.at[tile, split, head, used]
         mg.copy_smem_to_gmem(shared.out.at[consumer, pl.ds(0, plan.rows_each)], place)
         mg.copy_smem_to_gmem(
-            shared.top_total.at[consumer], operands.top_total.at[tile, split, head, :, pl.ds(consumer * ROWS, ROWS)]
+            shared.top_total.at[consumer],
+            operands.top_total.at[tile, split, head, :, pl.ds(consumer * ROWS, ROWS)],
         )
     mg.wait_smem_to_gmem(0)
 
@@ -269,28 +303,42 @@ def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
     """Returns scores in powers of two."""
     if plan.options.logit_softcap is None:
         return products * (plan.options.scale * _LOG2E)
-    # tanh(x) = 1 - 2 / (1 + exp(2x)), the quotient as a square of two roots: the GPU's own tanh has 11 bits.
-    root = lax.rsqrt(1.0 + jnp.exp2(products * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap)))
+    # tanh(x) = 1 - 2 / (1 + exp(2x)), the quotient as a square of two roots: the GPU's own tanh has
+    # 11 bits.
+    root = lax.rsqrt(
+        1.0 + jnp.exp2(products * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap))
+    )
     return (1.0 - 2.0 * (root * root)) * (plan.options.logit_softcap * _LOG2E)
 
 
-def _tree_words(plan: Plan, operands: Operands, tile: jax.Array, consumer: jax.Array) -> list[jax.Array]:
+def _tree_words(
+    plan: Plan, operands: Operands, tile: jax.Array, consumer: jax.Array
+) -> list[jax.Array]:
     """Returns the bits of each row that say which new tokens it sees."""
     if not plan.tree:
         return []
     rows, layout = pl.ds(consumer * ROWS, ROWS), mg.Layout.WGMMA.reduce(1)
-    return [loaded(operands.tree.at[tile, i, rows], layout, optimized=False) for i in range(TREE_WORDS)]
+    return [
+        loaded(operands.tree.at[tile, i, rows], layout, optimized=False) for i in range(TREE_WORDS)
+    ]
 
 
 def _masked(
-    plan: Plan, scores: jax.Array, position: jax.Array, first: jax.Array, words: list[jax.Array], consumer: jax.Array
+    plan: Plan,
+    scores: jax.Array,
+    position: jax.Array,
+    first: jax.Array,
+    words: list[jax.Array],
+    consumer: jax.Array,
 ) -> jax.Array:
     key = _iota(scores.shape, 1) + position
     if plan.tree:
         place = key - first
         low, high = (lax.broadcast_in_dim(word, scores.shape, [0]) for word in words)
         bits = lax.shift_right_logical(jnp.where(place < 32, low, high), place & 31)
-        return jnp.where((place < 0) | ((place < 32 * TREE_WORDS) & ((bits & 1) == 1)), scores, -jnp.inf)
+        return jnp.where(
+            (place < 0) | ((place < 32 * TREE_WORDS) & ((bits & 1) == 1)), scores, -jnp.inf
+        )
     query = lax.div(_iota(scores.shape, 0) + consumer * ROWS, jnp.int32(plan.group)) + first
     seen = key <= query
     if plan.options.sliding_window is not None:
@@ -316,7 +364,9 @@ def _clean(
             for column in range(0, plan.head_width, 64):
                 ref = shared.v.at[slot, pl.ds(row, ROWS), pl.ds(column, 64)]
                 values = loaded(ref, mg.Layout.WGMMA)
-                ref[...] = jnp.where((key >= first_seen) & (key <= last), values, jnp.zeros((), plan.dtype))
+                ref[...] = jnp.where(
+                    (key >= first_seen) & (key <= last), values, jnp.zeros((), plan.dtype)
+                )
         mg.commit_smem()
 
 

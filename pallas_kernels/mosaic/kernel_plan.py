@@ -14,7 +14,8 @@ from pallas_kernels.attention_options import AttentionOptions
 ROWS = 64  # query rows of a warpgroup: wgmma's M
 NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
 TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
-ROW, FIRST, LAST = range(3)  # columns of a tile's description; `_describe` in sets/mosaic.py says more
+# columns of a tile's description; `_describe` in sets/mosaic.py says more
+ROW, FIRST, LAST = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +72,10 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Returns the shared memory of a program, without barriers and what Mosaic needs for itself."""
-        queries, buffers = self.consumers * ROWS * self.head_width * 2, 4 * self.stages * self.context * self.head_width
+        queries, buffers = (
+            self.consumers * ROWS * self.head_width * 2,
+            4 * self.stages * self.context * self.head_width,
+        )
         partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
         return queries + buffers + partials
 
@@ -88,7 +92,9 @@ class Operands(NamedTuple):
     sinks: Any  # [K, rows] float32, in powers of two, or None
     out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, neither divided
     top_total: (
-        Any  # None; with splits [R, splits, K, 2, rows] in float32: highest score (in powers of two), total weight
+        # None; with splits [R, splits, K, 2, rows] in float32: highest score (in powers of two),
+        # total weight
+        Any
     )
 
 

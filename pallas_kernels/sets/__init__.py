@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _TELLING = threading.Lock()
 
-# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the name of its file, so that names can
-# be listed without importing JAX.
+# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the
+# name of its file, so that names can be listed without importing JAX.
 SETS: dict[str, KernelSet] = {
     each.name: each for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)
 }
@@ -27,12 +27,15 @@ BACKENDS = tuple(SETS)
 DEFINITION = reference.SET.name  # of what the others must give
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
 # The definition gathers all that each token of a chunk sees, at once.
-XLA_ADVICE = f"{' or '.join(XLA_BACKENDS)}; {DEFINITION} needs far more memory for long chunks of prompts"
+XLA_ADVICE = (
+    f"{' or '.join(XLA_BACKENDS)}; {DEFINITION} needs far more memory for long chunks of prompts"
+)
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
 GPU_BACKENDS = tuple(
     name for name, each in SETS.items() if each.runs_on("gpu")
 )  # what checks and benchmarks of GPUs run
-INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)  # on CPU, with interpret=True
+# on CPU, with interpret=True
+INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)
 
 
 def candidates(
@@ -49,7 +52,11 @@ def candidates(
     """
     if backend == "auto":
         gpu = interpret or platform == "gpu"
-        sets = [each for each in SETS.values() if ("gpu" in each.platforms if gpu else each.runs_on(platform))]
+        sets = [
+            each
+            for each in SETS.values()
+            if ("gpu" in each.platforms if gpu else each.runs_on(platform))
+        ]
         if shape is not None:
             fastest = measured_set(shape)
             sets.sort(key=lambda each: (each.name != fastest, shape.kind not in each.comes_first))
@@ -60,7 +67,11 @@ def candidates(
 
 
 def first_that_takes(
-    operation: str, pick: Callable[[KernelSet], Callable[..., Result]], *arguments: Any, call: Call, backend: str
+    operation: str,
+    pick: Callable[[KernelSet], Callable[..., Result]],
+    *arguments: Any,
+    call: Call,
+    backend: str,
 ) -> Result:
     """Returns what the first candidate that takes the call makes of the arguments. `pick`: gives a set's function for this operation.
 
@@ -99,7 +110,9 @@ def _shape(call: Call) -> Shape | None:
     return None if call.attention is None else shape_of(call.attention)
 
 
-def _no_set_takes(operation: str, refusals: list[str], backend: str, platform: str) -> NotImplementedError:
+def _no_set_takes(
+    operation: str, refusals: list[str], backend: str, platform: str
+) -> NotImplementedError:
     text = f"no backend of {operation} takes this call: {'; '.join(refusals)}"
     if backend == "auto" and platform == "gpu":
         text += f". Plain XLA runs on a GPU only where it is asked for by name: {XLA_ADVICE}"

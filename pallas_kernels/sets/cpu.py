@@ -32,7 +32,9 @@ def attend(arguments: Arguments) -> jax.Array:
     library.load()
     pages = _pages(arguments)
     call = jax.ffi.ffi_call("jaxpage_attend", _out_shape(arguments))
-    out_TNH: jax.Array = call(arguments.q_TNH, *_bits(pages), *_rows(arguments), **_options(arguments))
+    out_TNH: jax.Array = call(
+        arguments.q_TNH, *_bits(pages), *_rows(arguments), **_options(arguments)
+    )
     return out_TNH
 
 
@@ -58,7 +60,10 @@ def write_and_attend(
         **_options(arguments),
     )
     kept = arguments.k_pages.dtype
-    found = [each if each.dtype == kept else jax.lax.bitcast_convert_type(each, kept) for each in written[:2]]
+    found = [
+        each if each.dtype == kept else jax.lax.bitcast_convert_type(each, kept)
+        for each in written[:2]
+    ]
     found += [] if arguments.k_scale is None else written[2:]
     if arguments.v_pages is None:
         return out_TNH, tuple(None if place % 2 else each for place, each in enumerate(found))
@@ -69,9 +74,11 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax
     """Multiplies in float32."""
     library.load()
     call = jax.ffi.ffi_call(
-        "jaxpage_multiply", jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32)
+        "jaxpage_multiply",
+        jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32),
     )
-    kept = weight.scale_OJ.dtype if weight.scale_OJ.dtype == jnp.float16 else jnp.float32  # read as they are
+    # read as they are
+    kept = weight.scale_OJ.dtype if weight.scale_OJ.dtype == jnp.float16 else jnp.float32
 
     def of_groups(values_OJ: jax.Array | None, dtype: DTypeLike) -> jax.Array:
         return jnp.zeros((0, 0), dtype) if values_OJ is None else values_OJ.astype(dtype)
@@ -81,7 +88,10 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax
         of_groups(weight.zero_OJ, jnp.float32),
         of_groups(weight.minimum_OJ, kept),
     )
-    options = {"code": np.int64(CODES.index(weight.code)), "group_size": np.int64(weight.group_size)}
+    options = {
+        "code": np.int64(CODES.index(weight.code)),
+        "group_size": np.int64(weight.group_size),
+    }
     y_TO = call(x_TI.astype(jnp.float32), weight.values, *groups, **options)
     return y_TO.astype(result)
 
@@ -91,7 +101,9 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 
 
 def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((*arguments.q_TNH.shape[:2], arguments.out_width), arguments.q_TNH.dtype)
+    return jax.ShapeDtypeStruct(
+        (*arguments.q_TNH.shape[:2], arguments.out_width), arguments.q_TNH.dtype
+    )
 
 
 def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
@@ -106,7 +118,8 @@ def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
     """Returns the pages with float8 as the bytes that it is."""
     return [
-        jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each for each in pages
+        jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each
+        for each in pages
     ]
 
 
@@ -132,7 +145,9 @@ def _options(arguments: Arguments) -> dict[str, Any]:
 
 
 def _supports(device: Any, call: Call) -> str | None:
-    reason = first_reason((device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted"))
+    reason = first_reason(
+        (device.platform != "cpu", "needs a CPU"), (call.interpret, "is not interpreted")
+    )
     if reason is None and call.attention is not None:
         reason = _refusal(call.attention)
     if reason is None and call.weight is not None:
@@ -142,7 +157,10 @@ def _supports(device: Any, call: Call) -> str | None:
                 num_in % LANES or group_size % LANES,
                 f"{num_in} inputs in groups of {group_size} (multiples of {LANES} only)",
             ),
-            (call.weight.minimum_OJ is not None and call.weight.code != "int4", f"minima of {call.weight.code}"),
+            (
+                call.weight.minimum_OJ is not None and call.weight.code != "int4",
+                f"minima of {call.weight.code}",
+            ),
         )
     return reason or library.load().reason or reference.supports(device, call)
 
@@ -168,7 +186,9 @@ SET = dataclasses.replace(
     attend=attend,
     multiply=multiply,
     write_and_attend=write_and_attend,
-    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
+    honours=frozenset(
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+    ),
     supports=_supports,
     platforms=("cpu",),
 )

@@ -31,7 +31,8 @@ from pallas_kernels.sets import mosaic
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 
 HEAD_WIDTH = 128  # of the binaries that are published
-ROWS, CONTEXT = 128, 128  # query rows and positions that a program of the library multiplies at once
+# query rows and positions that a program of the library multiplies at once
+ROWS, CONTEXT = 128, 128
 _OF_THE_LIBRARY = {"context": CONTEXT, "num_warps": 8, "num_stages": 2}
 INSTALL = "pip install flash-attn3-jax (Linux on x86-64; it is also the extra jaxpage[fa3])"
 
@@ -42,8 +43,12 @@ def library() -> tuple[Callable[..., Any] | None, str]:
     try:
         from flash_attn3_jax import flash_mha_with_kvcache
     except Exception as failure:
-        # A JAX that is newer than the package may fail its import in any way, and other sets can take the call.
-        return None, f"FlashAttention-3 cannot be imported ({type(failure).__name__}: {failure}): {INSTALL}"
+        # A JAX that is newer than the package may fail its import in any way, and other sets can
+        # take the call.
+        return (
+            None,
+            f"FlashAttention-3 cannot be imported ({type(failure).__name__}: {failure}): {INSTALL}",
+        )
     return flash_mha_with_kvcache, ""
 
 
@@ -68,7 +73,8 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
     return _attend(arguments, kernel=kernel, tiles=tiles)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "tiles"))  # traced and lowered once for all layers of a model
+# traced and lowered once for all layers of a model
+@functools.partial(jax.jit, static_argnames=("kernel", "tiles"))
 def _attend(arguments: Arguments, *, kernel: Callable[..., Any], tiles: Tiles) -> jax.Array:
     tokens = min(tiles.query_tokens(shape_of(arguments).group), arguments.max_query_len)
     cut = query_cut(arguments, tokens)
@@ -92,7 +98,12 @@ def _attend(arguments: Arguments, *, kernel: Callable[..., Any], tiles: Tiles) -
 
 
 def _attend_in_splits(
-    call: Callable[..., Any], q_RQNH: jax.Array, end_R: jax.Array, table_RM: jax.Array, block_size: int, tiles: Tiles
+    call: Callable[..., Any],
+    q_RQNH: jax.Array,
+    end_R: jax.Array,
+    table_RM: jax.Array,
+    block_size: int,
+    tiles: Tiles,
 ) -> jax.Array:
     """Returns out_RQNH. Where splits end depends on the row's own context alone."""
     (num_rows, table_width), unit = table_RM.shape, block_size * -(-CONTEXT // block_size)
@@ -105,7 +116,9 @@ def _attend_in_splits(
     longest = max(_rounded_up(-(-table_width * block_size // tiles.max_splits), unit), least)
     start_RZ = share_R[:, None] * jnp.arange(num_splits)
     length_RZ = jnp.clip(end_R[:, None] - start_RZ, 0, share_R[:, None])
-    place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(min(longest // block_size, table_width))
+    place_RZW = start_RZ[:, :, None] // block_size + jnp.arange(
+        min(longest // block_size, table_width)
+    )
     place_RW = jnp.minimum(place_RZW, table_width - 1).reshape(num_rows, -1)
     table_XW = jnp.take_along_axis(table_RM, place_RW, axis=1).reshape(num_rows * num_splits, -1)
     out_XQNH, lse_XNQ = call(
@@ -115,7 +128,9 @@ def _attend_in_splits(
         return_softmax_lse=True,
     )
     out_RZNH = out_XQNH.reshape(num_rows, num_splits, *q_RQNH.shape[2:])
-    return _put_together(out_RZNH, lse_XNQ.reshape(num_rows, num_splits, -1), length_RZ > 0)[:, None]
+    return _put_together(out_RZNH, lse_XNQ.reshape(num_rows, num_splits, -1), length_RZ > 0)[
+        :, None
+    ]
 
 
 def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -> jax.Array:
@@ -127,7 +142,9 @@ def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -
     sum_RNH = jnp.zeros(out_RZNH[:, 0].shape, jnp.float32)
     for split in range(out_RZNH.shape[1]):
         total_RN += weight_RZN[:, split]
-        sum_RNH += weight_RZN[:, split, :, None] * jnp.where(live_RZ[:, split, None, None], out_RZNH[:, split], 0)
+        sum_RNH += weight_RZN[:, split, :, None] * jnp.where(
+            live_RZ[:, split, None, None], out_RZNH[:, split], 0
+        )
     return sum_RNH / jnp.where(total_RN == 0.0, 1.0, total_RN)[..., None]
 
 
@@ -160,7 +177,11 @@ def supports(device: Any, call: Call) -> str | None:
         return "interpret=True: it is a library for GPUs, and nothing interprets it"
     if capability(device) not in (None, (9, 0)):
         return f"needs a GPU of compute capability 9.0 (Hopper), but {described(device)}"
-    return library()[1] or x64_reason() or (None if call.attention is None else _attention_reason(call.attention))
+    return (
+        library()[1]
+        or x64_reason()
+        or (None if call.attention is None else _attention_reason(call.attention))
+    )
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
@@ -168,7 +189,10 @@ def _attention_reason(arguments: Arguments) -> str | None:
     width, group = arguments.q_TNH.shape[2], arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     return first_reason(
         (dtype not in ("bfloat16", "float16"), f"q_TNH of {dtype} (only bfloat16, float16)"),
-        (page_dtype != dtype, f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)"),
+        (
+            page_dtype != dtype,
+            f"k_pages of {page_dtype} under q_TNH of {dtype} (only the queries' type)",
+        ),
         (width != HEAD_WIDTH, f"heads {width} wide: the library is compiled for {HEAD_WIDTH}"),
         (group > ROWS, f"q_TNH with {group} heads for one of k_pages (up to {ROWS} only)"),
     )
@@ -178,8 +202,9 @@ SET = dataclasses.replace(
     mosaic.SET,
     name="fa3",
     attend=attend,
-    # The library's masks are causal, and it is compiled without softcap. It has windows, but it multiplies the values that a
-    # mask hides by zero: what lies before a window would have to be finite, and the null block may hold anything, even NaN.
+    # The library's masks are causal, and it is compiled without softcap. It has windows, but it
+    # multiplies the values that a mask hides by zero: what lies before a window would have to be
+    # finite, and the null block may hold anything, even NaN.
     honours=frozenset({"scale"}),
     supports=supports,
     tiles=heuristic,

@@ -19,7 +19,14 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import Arguments
 from pallas_kernels.compat import MOSAIC_INTERPRETABLE, x64_reason
 from pallas_kernels.kernel_set import Call, capability, described, first_reason
-from pallas_kernels.mosaic.kernel_plan import NO_TOP, ROWS, TREE_WORDS, Operands, Plan, turns_per_split
+from pallas_kernels.mosaic.kernel_plan import (
+    NO_TOP,
+    ROWS,
+    TREE_WORDS,
+    Operands,
+    Plan,
+    turns_per_split,
+)
 from pallas_kernels.query_tiles import QueryTiles, mask_words, query_tiles, token_rows
 from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
@@ -38,7 +45,9 @@ def heuristic(shape: Shape) -> Tiles:
     chunk = shape.kind == "chunk"
     query_rows = 128 if chunk else 64
     context = 128 if chunk and shape.head_width <= 128 else 64
-    max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[shape.kind]
+    max_splits, split_context = {"chunk": (1, context), "verify": (4, 512), "decode": (16, 256)}[
+        shape.kind
+    ]
     queries = query_rows * shape.head_width * 2
     partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
     buffer = 4 * context * shape.head_width  # keys and values of a turn
@@ -52,7 +61,9 @@ def heuristic(shape: Shape) -> Tiles:
     )
 
 
-def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
+def attend(
+    arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False
+) -> jax.Array:
     """Returns out_TNH in the queries' type.
 
     interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
@@ -107,17 +118,29 @@ def supports(device: Any, call: Call) -> str | None:
     if call.interpret and not MOSAIC_INTERPRETABLE:
         return f"interpret=True, which Mosaic's kernels take from jax 0.11 on, and this is {jax.__version__}"
     if not call.interpret and capability(device) not in (None, (9, 0)):
-        return f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+        return (
+            f"needs a GPU of compute capability 9.0, which alone has wgmma, but {described(device)}"
+        )
     return None if call.attention is None else _attention_reason(call.attention)
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    width, block_size, tree = arguments.q_TNH.shape[2], arguments.k_pages.shape[1], arguments.options.tree_mask_TQ
+    width, block_size, tree = (
+        arguments.q_TNH.shape[2],
+        arguments.k_pages.shape[1],
+        arguments.options.tree_mask_TQ,
+    )
     tree_width = 0 if tree is None else tree.shape[1]
     return first_reason(
-        (dtype not in ("bfloat16", "float16"), f"queries of {dtype}: wgmma's operands are bfloat16 or float16"),
-        (page_dtype != dtype, f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie"),
+        (
+            dtype not in ("bfloat16", "float16"),
+            f"queries of {dtype}: wgmma's operands are bfloat16 or float16",
+        ),
+        (
+            page_dtype != dtype,
+            f"pages of {page_dtype} under queries of {dtype}: wgmma reads the pages as they lie",
+        ),
         (
             width % 64 or width > 256,
             f"head width {width}: a swizzled row has 64 elements, and registers hold up to 256",
@@ -131,12 +154,24 @@ def _attention_reason(arguments: Arguments) -> str | None:
 
 
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
-    group, block_size = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2], arguments.k_pages.shape[1]
+    group, block_size = (
+        arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
+        arguments.k_pages.shape[1],
+    )
     rows, context = tiles.query_rows, tiles.context
     reason = first_reason(
-        (rows not in (ROWS, 2 * ROWS), f"tiles.query_rows={rows}: one or two consumers of {ROWS} rows each"),
-        (group > rows, f"{group} query heads on a key/value head, more than tiles.query_rows={rows}"),
-        (tiles.num_warps != rows // 16, f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4"),
+        (
+            rows not in (ROWS, 2 * ROWS),
+            f"tiles.query_rows={rows}: one or two consumers of {ROWS} rows each",
+        ),
+        (
+            group > rows,
+            f"{group} query heads on a key/value head, more than tiles.query_rows={rows}",
+        ),
+        (
+            tiles.num_warps != rows // 16,
+            f"tiles.num_warps={tiles.num_warps}: {ROWS} query rows take 4",
+        ),
         (context % 64, f"tiles.context={context}: no multiple of 64"),
         (
             context % block_size and block_size % context,
@@ -188,8 +223,12 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
     """Returns q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
-    q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(num_tiles, tokens, num_kv_heads, plan.group, plan.head_width)
-    q_RKXH = q_RQKGH.swapaxes(1, 2).reshape(num_tiles, num_kv_heads, tokens * plan.group, plan.head_width)
+    q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(
+        num_tiles, tokens, num_kv_heads, plan.group, plan.head_width
+    )
+    q_RKXH = q_RQKGH.swapaxes(1, 2).reshape(
+        num_tiles, num_kv_heads, tokens * plan.group, plan.head_width
+    )
     return jnp.pad(q_RKXH, ((0, 0), (0, 0), (0, plan.used_rows - tokens * plan.group), (0, 0)))
 
 
@@ -212,12 +251,18 @@ def _sinks(arguments: Arguments, plan: Plan) -> jax.Array:
     sinks = arguments.options.sinks
     assert sinks is not None
     sinks_KG = jnp.maximum(sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
-    return jnp.tile(sinks_KG, (1, -(-plan.consumers * ROWS // plan.group)))[:, : plan.consumers * ROWS]
+    return jnp.tile(sinks_KG, (1, -(-plan.consumers * ROWS // plan.group)))[
+        :, : plan.consumers * ROWS
+    ]
 
 
 def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
     if plan.splits == 1:
-        return [jax.ShapeDtypeStruct((plan.num_tiles, num_kv_heads, plan.used_rows, plan.head_width), plan.dtype)]
+        return [
+            jax.ShapeDtypeStruct(
+                (plan.num_tiles, num_kv_heads, plan.used_rows, plan.head_width), plan.dtype
+            )
+        ]
     leading = (plan.num_tiles, plan.splits, num_kv_heads)
     return [
         jax.ShapeDtypeStruct((*leading, plan.used_rows, plan.head_width), jnp.float32),
@@ -225,12 +270,16 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
     ]
 
 
-def _reduced(plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array) -> jax.Array:
+def _reduced(
+    plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array
+) -> jax.Array:
     """Reduces Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
     end_R = (description_R3[:, 2] + plan.context) // plan.context
     begin_R = jnp.zeros_like(end_R)
     if plan.options.sliding_window is not None:
-        begin_R = jnp.maximum(description_R3[:, 1] - (plan.options.sliding_window - 1), 0) // plan.context
+        begin_R = (
+            jnp.maximum(description_R3[:, 1] - (plan.options.sliding_window - 1), 0) // plan.context
+        )
     each_R = turns_per_split(plan, end_R - begin_R)
     live_RZ = jnp.arange(plan.splits)[None, :] * each_R[:, None] < (end_R - begin_R)[:, None]
     live = live_RZ[:, :, None, None]
@@ -245,9 +294,12 @@ def _reduced(plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_to
 
 def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.Array) -> jax.Array:
     tokens, num_kv_heads = cut.token_RQ.shape[1], out_RKXH.shape[1]
-    out_RKQGH = out_RKXH[:, :, : tokens * plan.group].reshape(-1, num_kv_heads, tokens, plan.group, plan.head_width)
+    out_RKQGH = out_RKXH[:, :, : tokens * plan.group].reshape(
+        -1, num_kv_heads, tokens, plan.group, plan.head_width
+    )
     out_TKGH = out_RKQGH[cut.tile_T, :, cut.offset_T]
-    seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)  # tiles that see nothing wrote nothing
+    # tiles that see nothing wrote nothing
+    seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)
     out_TNH = jnp.where(seen_T[:, None, None, None], out_TKGH, 0.0).reshape(arguments.q_TNH.shape)
     return out_TNH.astype(arguments.q_TNH.dtype)
 

@@ -18,7 +18,8 @@ from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.xla import move, product, write
 
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
+# float32, and no TF32 on GPUs
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
@@ -58,7 +59,9 @@ def attend(arguments: Arguments) -> jax.Array:
         v_TCKH = k_TCKH[..., : arguments.out_width]
     else:
         v_TCKH = dequantize(*jax.tree.map(gathered, (arguments.v_pages, arguments.v_scale)))
-    q_TKGH = arguments.q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, width).astype(jnp.float32)
+    q_TKGH = arguments.q_TNH.reshape(
+        num_tokens, num_kv_heads, num_heads // num_kv_heads, width
+    ).astype(jnp.float32)
     scores = _product("tkgh,tckh->tkgc", q_TKGH * options.scale, k_TCKH)
     if options.logit_softcap is not None:
         scores = options.logit_softcap * jnp.tanh(scores / options.logit_softcap)
@@ -71,7 +74,8 @@ def attend(arguments: Arguments) -> jax.Array:
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
-    weights = weights / jnp.where(total == 0.0, 1.0, total)  # a token that sees nothing (padding) gets zeros
+    # a token that sees nothing (padding) gets zeros
+    weights = weights / jnp.where(total == 0.0, 1.0, total)
     # What lies in masked slots may be anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
     out_TKGH = _product("tkgc,tckh->tkgh", weights, v_TCKH)
@@ -94,6 +98,8 @@ SET = KernelSet(
     gather_blocks=move.gather_blocks,
     scatter_blocks=move.scatter_blocks,
     multiply=product.multiply,
-    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
+    honours=frozenset(
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+    ),
     supports=supports,
 )

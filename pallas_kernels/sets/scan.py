@@ -28,12 +28,15 @@ from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.sets import reference
 
-CONTEXT_TILE = 64  # positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
+# positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
+CONTEXT_TILE = 64
 QUERY_TILE = 16  # tokens of a row, at most
-QUERY_ROWS = 32  # rows of a tile's matrix products, at most: XLA computes 64 and more on yet another path
+# rows of a tile's matrix products, at most: XLA computes 64 and more on yet another path
+QUERY_ROWS = 32
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
-_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)  # float32, and no TF32 on GPUs
+# float32, and no TF32 on GPUs
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def attend(arguments: Arguments) -> jax.Array:
@@ -65,7 +68,14 @@ def _tree_tiles(arguments: Arguments) -> QueryTiles:
     token_T = jnp.arange(num_tokens)
     depth_T = jnp.sum(tree_mask_TQ, axis=1, dtype=rows.position_T.dtype)
     position_T = jnp.where(rows.valid_T, rows.position_T - rows.offset_T + depth_T - 1, -1)
-    return QueryTiles(rows.row_T, token_T[:, None], position_T[:, None], token_T, jnp.zeros_like(token_T), rows.valid_T)
+    return QueryTiles(
+        rows.row_T,
+        token_T[:, None],
+        position_T[:, None],
+        token_T,
+        jnp.zeros_like(token_T),
+        rows.valid_T,
+    )
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
@@ -84,7 +94,9 @@ def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
 def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) -> jax.Array:
     options = arguments.options
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
-    position_RA = jnp.repeat(tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1)
+    position_RA = jnp.repeat(
+        tiles.position_RQ, q_RKAH.shape[2] // tiles.position_RQ.shape[1], axis=1
+    )
     assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
     table_RM = _padded_table(arguments)[tiles.row_R]
     last_R = jnp.max(tiles.position_RQ, axis=1)
@@ -96,7 +108,9 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         first_R = jnp.maximum(lowest_R - options.sliding_window + 1, 0)
         first = jnp.min(first_R).astype(jnp.int32)
 
-    def body(index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def body(
+        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         top_RKA, total_RKA, out_RKAH = carry
         position_C = index * CONTEXT_TILE + jnp.arange(CONTEXT_TILE)
         tile = functools.partial(context_tile, table_RM=table_RM, index=index)
@@ -105,7 +119,8 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:
             v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
-        # What lies before the window or after the end of a context may be anything, even NaN, and zero times NaN is NaN.
+        # What lies before the window or after the end of a context may be anything, even NaN, and
+        # zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
         scores = _product("rkah,rckh->rkac", q_RKAH, k_RCKH)
@@ -127,7 +142,9 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         sinks_KA = jnp.tile(options.sinks.reshape(-1, group), (1, shape[2] // group))
         top_RKA, total_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape), jnp.ones(shape)
     start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
-    _, total_RKA, out_RKAH = jax.lax.fori_loop(first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start)
+    _, total_RKA, out_RKAH = jax.lax.fori_loop(
+        first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start
+    )
     return out_RKAH / jnp.where(total_RKA == 0.0, 1.0, total_RKA)[..., None]
 
 
@@ -142,7 +159,10 @@ def _sum_by_halves(x: jax.Array) -> jax.Array:
 def _padded_table(arguments: Arguments) -> jax.Array:
     """Returns the block table, widened with null blocks to whole tiles of the context."""
     blocks_per_tile = max(1, CONTEXT_TILE // arguments.k_pages.shape[1])
-    return jnp.pad(arguments.block_table_BM, ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)))
+    return jnp.pad(
+        arguments.block_table_BM,
+        ((0, 0), (0, -arguments.block_table_BM.shape[1] % blocks_per_tile)),
+    )
 
 
 @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
@@ -151,11 +171,17 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
     block_size = pages.shape[1]
     if block_size <= CONTEXT_TILE:
         blocks_per_tile = CONTEXT_TILE // block_size
-        blocks = jax.lax.dynamic_slice_in_dim(table_RM, index * blocks_per_tile, blocks_per_tile, axis=1)
+        blocks = jax.lax.dynamic_slice_in_dim(
+            table_RM, index * blocks_per_tile, blocks_per_tile, axis=1
+        )
         tile = pages[blocks].reshape(table_RM.shape[0], CONTEXT_TILE, *pages.shape[2:])
     else:
-        block = jax.lax.dynamic_index_in_dim(table_RM, index * CONTEXT_TILE // block_size, axis=1, keepdims=False)
-        tile = jax.lax.dynamic_slice_in_dim(pages[block], index * CONTEXT_TILE % block_size, CONTEXT_TILE, axis=1)
+        block = jax.lax.dynamic_index_in_dim(
+            table_RM, index * CONTEXT_TILE // block_size, axis=1, keepdims=False
+        )
+        tile = jax.lax.dynamic_slice_in_dim(
+            pages[block], index * CONTEXT_TILE % block_size, CONTEXT_TILE, axis=1
+        )
     return tile
 
 
@@ -178,7 +204,9 @@ def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
         place_RC = jnp.take_along_axis(seen_RQ, jnp.clip(depth_RC, 0, seen_RQ.shape[1] - 1), axis=1)
         source_RC = jnp.where(depth_RC < 0, position_C, first_R[:, None] + place_RC)
         block_size = pages.shape[1]
-        block_RC = jnp.take_along_axis(table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1)
+        block_RC = jnp.take_along_axis(
+            table_RM, jnp.minimum(source_RC // block_size, table_RM.shape[1] - 1), axis=1
+        )
         return pages[block_RC, source_RC % block_size]
 
     return branch_tile
@@ -195,6 +223,8 @@ SET = dataclasses.replace(
     reference.SET,
     name="scan",
     attend=attend,
-    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
+    honours=frozenset(
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+    ),
     supports=_supports,
 )

@@ -35,10 +35,13 @@ PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
 MAX_WIDTH = 256
 MAX_GROUP = 64
 MAX_LATENT_WIDTH = 640
-LATENT_GROUP = 16  # query heads of a program, at most, where values are within the keys: all heads share them
+# query heads of a program, at most, where values are within the keys: all heads share them
+LATENT_GROUP = 16
 CAPABILITY = (8, 0)  # Ampere
-LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB for a program; the others have 163 or more
-FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)  # below it Triton converts nothing to float8_e4m3fn
+# 99 KiB for a program; the others have 163 or more
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+# below it Triton converts nothing to float8_e4m3fn
+FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -55,18 +58,26 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     # Partial results of a long chunk would fill the memory.
     splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
     few = has in LITTLE_SHARED_MEMORY
-    # There the operands of a product are in registers; on Hopper and the large Blackwells they are in shared memory.
+    # There the operands of a product are in registers; on Hopper and the large Blackwells they are
+    # in shared memory.
     in_registers = has is not None and has[0] in (8, 12)
-    short = wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
+    short = (
+        wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
+    )
     context, stages = 16 if wide and few else 32 if short else 64, 5
     if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
         rows, context, warps, stages = 16, 16, 8, 3
     elif shape.head_width > MAX_WIDTH:  # latents
-        rows, warps, context = 16 if shape.kind == "decode" else 32, 8, 16 if eight_bits else context
+        rows, warps, context = (
+            16 if shape.kind == "decode" else 32,
+            8,
+            16 if eight_bits else context,
+        )
     elif shape.kind == "decode":
         rows, warps = 16, 8 if eight_bits and wide else 4
         if eight_bits and not wide:
-            # Half the bytes a position, so twice the positions. With a third turn on its way the compiler needs fewer registers.
+            # Half the bytes a position, so twice the positions. With a third turn on its way the
+            # compiler needs fewer registers.
             context, stages = 64, stages if few else 7
     elif shape.kind == "verify":
         rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
@@ -84,7 +95,9 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     )
 
 
-def attend(arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
+def attend(
+    arguments: Arguments, *, tiles: Tiles | None = None, interpret: bool = False
+) -> jax.Array:
     """Returns out_TNH in the queries' type."""
     shape, programs = _shape_and_programs(arguments)
     tiles = tiles or tuned("triton", shape) or heuristic(shape)
@@ -108,7 +121,9 @@ def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
     shape = shape_of(arguments)
     if arguments.options.value_width is None:
         return shape, 1
-    group = next(size for size in range(min(LATENT_GROUP, shape.group), 0, -1) if shape.group % size == 0)
+    group = next(
+        size for size in range(min(LATENT_GROUP, shape.group), 0, -1) if shape.group % size == 0
+    )
     return dataclasses.replace(shape, group=group), shape.group // group
 
 
@@ -133,8 +148,14 @@ def _attention_reason(arguments: Arguments) -> str | None:
     of_latents = arguments.options.value_width is not None
     return first_reason(
         (dtype.name not in QUERY_DTYPES, f"q_TNH of {dtype} (only {', '.join(QUERY_DTYPES)})"),
-        (pages.dtype.name not in PAGE_DTYPES, f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})"),
-        (not of_latents and width > MAX_WIDTH, f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)"),
+        (
+            pages.dtype.name not in PAGE_DTYPES,
+            f"k_pages of {pages.dtype} (only {', '.join(PAGE_DTYPES)})",
+        ),
+        (
+            not of_latents and width > MAX_WIDTH,
+            f"k_pages with heads {width} wide (up to {MAX_WIDTH} only)",
+        ),
         (
             width > MAX_LATENT_WIDTH or width - arguments.out_width > MAX_WIDTH,
             f"k_pages with latents {width} wide, of which {arguments.out_width} are values",
@@ -143,7 +164,10 @@ def _attention_reason(arguments: Arguments) -> str | None:
             not of_latents and group > MAX_GROUP,
             f"q_TNH with {group} heads for one of k_pages (up to {MAX_GROUP} only)",
         ),
-        (block_size & (block_size - 1), f"k_pages with blocks of {block_size} slots (powers of two only)"),
+        (
+            block_size & (block_size - 1),
+            f"k_pages with blocks of {block_size} slots (powers of two only)",
+        ),
         (
             pages.size in unaddressable(pages.dtype),
             f"k_pages of {pages.size} one-byte elements (fewer than 2^31, or more than 2^32 only)",
@@ -156,7 +180,8 @@ def unaddressable(page_dtype: DTypeLike) -> range:
     return range(2**31, 2**32 + 1) if jnp.dtype(page_dtype).itemsize == 1 else range(0)
 
 
-@functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
+# traced and lowered once for all layers of a model
+@functools.partial(jax.jit, static_argnames="config")
 def _attend(arguments: Arguments, config: Config) -> jax.Array:
     tiles, q_TNH = config.tiles, arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
@@ -182,29 +207,52 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
         arguments.k_pages,
         arguments.v_pages,
         arguments.block_table_BM.astype(jnp.int32),
-        None if arguments.options.tree_mask_TQ is None else mask_words(arguments.options.tree_mask_TQ),
+        None
+        if arguments.options.tree_mask_TQ is None
+        else mask_words(arguments.options.tree_mask_TQ),
         arguments.k_scale,
         arguments.v_scale,
         arguments.options.sinks,
     )
     if apart:
         out_ZTNH, weight_ZTN = result
-        return reduce_splits(out_ZTNH, weight_ZTN, splits_T, q_TNH.dtype, interpret=config.interpret)
+        return reduce_splits(
+            out_ZTNH, weight_ZTN, splits_T, q_TNH.dtype, interpret=config.interpret
+        )
     return jnp.where((splits_T > 0)[:, None, None], result[0], 0)  # the others were not written
 
 
 def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Returns what a program must know of its tile, [R, 8] (see `Tile`), and each token's number of splits, 0 for padding."""
     causal_end_R = cut.position_R + cut.count_R
-    end_R = causal_end_R if arguments.options.tree_mask_TQ is None else arguments.context_len_B[cut.row_R]
+    end_R = (
+        causal_end_R
+        if arguments.options.tree_mask_TQ is None
+        else arguments.context_len_B[cut.row_R]
+    )
     end_R = jnp.where(cut.count_R > 0, end_R, 0)
     window = arguments.options.sliding_window
-    begin_R = jnp.zeros_like(end_R) if window is None else jnp.maximum(cut.position_R - window + 1, 0)
+    begin_R = (
+        jnp.zeros_like(end_R) if window is None else jnp.maximum(cut.position_R - window + 1, 0)
+    )
     turn_R = begin_R // tiles.context
     turns_R = jnp.maximum((end_R + tiles.context - 1) // tiles.context - turn_R, 0)
     share_R = (turns_R + tiles.max_splits - 1) // tiles.max_splits
-    share_R = jnp.maximum(share_R, tiles.split_context // tiles.context) if tiles.max_splits > 1 else share_R
-    fields = (cut.row_R, cut.token_R, cut.count_R, cut.position_R, cut.origin_R, begin_R, end_R, share_R)
+    share_R = (
+        jnp.maximum(share_R, tiles.split_context // tiles.context)
+        if tiles.max_splits > 1
+        else share_R
+    )
+    fields = (
+        cut.row_R,
+        cut.token_R,
+        cut.count_R,
+        cut.position_R,
+        cut.origin_R,
+        begin_R,
+        end_R,
+        share_R,
+    )
     splits_R = (turns_R + share_R - 1) // jnp.maximum(share_R, 1)
     splits_T = jnp.where(cut.valid_T, splits_R[cut.tile_T], 0)
     return jnp.stack(fields, axis=1).astype(jnp.int32), splits_T.astype(jnp.int32)
@@ -222,7 +270,9 @@ SET = KernelSet(
     multiply_grouped=product.multiply_grouped,
     cutoffs=select.cutoffs,
     likeliest=select.likeliest,
-    honours=frozenset({"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}),
+    honours=frozenset(
+        {"scale", "sliding_window", "logit_softcap", "value_width", "sinks", "tree_mask_TQ"}
+    ),
     supports=supports,
     tiles=heuristic,
     unaddressable=unaddressable,

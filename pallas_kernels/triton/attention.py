@@ -22,7 +22,8 @@ from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.triton import backend as tb
 
-LOWEST = -1e30  # where a running maximum starts; finite, so that a masked score, minus infinity, is always below it
+# where a running maximum starts; finite, so that a masked score, minus infinity, is always below it
+LOWEST = -1e30
 LOG2_E = math.log2(math.e)
 
 
@@ -65,7 +66,11 @@ class Lanes:
         """heads: which of the groups of query heads."""
         lane_A = jnp.arange(config.tiles.query_rows)
         token_A = lane_A // config.group
-        return cls(token_A, heads * config.group + lane_A % config.group, lane_A < tile.count * config.group)
+        return cls(
+            token_A,
+            heads * config.group + lane_A % config.group,
+            lane_A < tile.count * config.group,
+        )
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,15 @@ class Columns:
 
     @classmethod
     def of(cls, width: int, value_width: int | None) -> list[Columns]:
-        cuts = [(0, width)] if value_width in (None, width) else [(0, value_width), (value_width, width)]
+        cuts = (
+            [(0, width)]
+            if value_width in (None, width)
+            else [(0, value_width), (value_width, width)]
+        )
         sizes = [(first, stop - first) for first, stop in cuts]
-        return [cls(jnp.arange(max(16, pl.next_power_of_2(size))), size, first) for first, size in sizes]
+        return [
+            cls(jnp.arange(max(16, pl.next_power_of_2(size))), size, first) for first, size in sizes
+        ]
 
 
 def kernel(  # type: ignore[no-untyped-def]
@@ -139,12 +150,18 @@ def kernel(  # type: ignore[no-untyped-def]
             position_C = index * config.tiles.context + jnp.arange(config.tiles.context)
             needed_C = (position_C >= tile.begin) & (position_C < tile.end) if masked else None
             place = _place(table_ref, tile.row, position_C, needed_C, k_ref.shape[1])
-            all_k = [_read(k_ref, place, kv_head, columns, needed_C, q_AH.dtype) for columns in all_columns]
+            all_k = [
+                _read(k_ref, place, kv_head, columns, needed_C, q_AH.dtype)
+                for columns in all_columns
+            ]
             products = [
-                tb.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST) for q, k in zip(all_q, all_k, strict=True)
+                tb.dot(q, k, trans_b=True, precision=lax.Precision.HIGHEST)
+                for q, k in zip(all_q, all_k, strict=True)
             ]
             scores_AC = functools.reduce(operator.add, products)
-            scores_AC = _scores(scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config)
+            scores_AC = _scores(
+                scores_AC, _read_scale(k_scale_ref, place, kv_head, needed_C), config
+            )
             if needed_C is not None:
                 seen_AC = _seen(tile, lanes, position_C, tree_ref, config)
                 scores_AC = jnp.where(seen_AC & needed_C[None, :], scores_AC, -jnp.inf)
@@ -153,13 +170,18 @@ def kernel(  # type: ignore[no-untyped-def]
             weights_AC = exp2_of(scores_AC, factor, new_top_A[:, None])
             shrink_A = exp2_of(top_A, 1.0, new_top_A)
             total_A = total_A * shrink_A + jnp.sum(weights_AC, axis=1)
-            v_scale_C = _read_scale(k_scale_ref if v_ref is None else v_scale_ref, place, kv_head, needed_C)
-            # A weight times a scale may be out of float16's range, while bfloat16 has all that eight bits say of a value.
+            v_scale_C = _read_scale(
+                k_scale_ref if v_ref is None else v_scale_ref, place, kv_head, needed_C
+            )
+            # A weight times a scale may be out of float16's range, while bfloat16 has all that
+            # eight bits say of a value.
             narrow = v_scale_C is not None and q_AH.dtype == jnp.float16
             v_CH = all_k[0]
             if v_ref is not None or narrow:
                 dtype = jnp.bfloat16 if narrow else q_AH.dtype
-                v_CH = _read(k_ref if v_ref is None else v_ref, place, kv_head, of_values, needed_C, dtype)
+                v_CH = _read(
+                    k_ref if v_ref is None else v_ref, place, kv_head, of_values, needed_C, dtype
+                )
             if v_scale_C is not None:
                 weights_AC *= v_scale_C[None, :]
             values_AH = tb.dot(weights_AC.astype(v_CH.dtype), v_CH, precision=lax.Precision.HIGHEST)
@@ -185,7 +207,10 @@ def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untype
     """Returns maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
     if sinks_ref is None:
         return jnp.full(size, LOWEST), jnp.zeros(size)
-    sink_A = tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf) * LOG2_E
+    sink_A = (
+        tb.load(sinks_ref.at[lanes.head_A], mask=lanes.used_A & (split == 0), other=-jnp.inf)
+        * LOG2_E
+    )
     top_A = jnp.maximum(sink_A, LOWEST)
     return top_A, jnp.where(top_A > LOWEST, 1.0, 0.0)
 
@@ -233,7 +258,9 @@ def _read(pages_ref, place, kv_head, columns: Columns, needed_C, dtype):  # type
     if mask is None:
         x_CH = tb.load(at)
     else:
-        x_CH = tb.load(at, mask=jnp.broadcast_to(mask, (len(block_C), len(columns.at_H))), other=other)
+        x_CH = tb.load(
+            at, mask=jnp.broadcast_to(mask, (len(block_C), len(columns.at_H))), other=other
+        )
     if pages_ref.dtype == jnp.uint8:
         x_CH = lax.bitcast_convert_type(x_CH, jnp.float8_e4m3fn)
     return x_CH.astype(dtype)
@@ -248,7 +275,11 @@ def _read_scale(scale_ref, place, kv_head, needed_C):  # type: ignore[no-untyped
 
 def _factor(config: Config) -> float:
     """Returns the factor from scores, as the loop keeps them, to exponents of two. It is above zero, so that a maximum stays one."""
-    return LOG2_E * (config.options.scale if config.options.logit_softcap is None and config.options.scale > 0 else 1.0)
+    return LOG2_E * (
+        config.options.scale
+        if config.options.logit_softcap is None and config.options.scale > 0
+        else 1.0
+    )
 
 
 def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -> jax.Array:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-# The interpreter of other backends is imported lazily by `pallas_call(interpret=True)`, which makes JAX trace the caller once more.
+# The interpreter of other backends is imported lazily by `pallas_call(interpret=True)`, which makes
+# JAX trace the caller once more.
 from jax.experimental.pallas import tpu as _tpu  # noqa: F401
 
 try:
@@ -25,11 +26,13 @@ except ImportError:  # JAX has removed it: everything else must still be importa
     _triton = None  # type: ignore[assignment]
 plt: Any = _triton
 
-# Each lowering warns, and no frame of this project is on the stack then: so by its text, once for the process.
+# Each lowering warns, and no frame of this project is on the stack then: so by its text, once for
+# the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
-# jax 0.11.0 and 0.11.1 lower for the GPUs of this list alone. Later versions ask any other GPU of NVIDIA what it is, as 0.10 asks all.
+# jax 0.11.0 and 0.11.1 lower for the GPUs of this list alone. Later versions ask any other GPU of
+# NVIDIA what it is, as 0.10 asks all.
 _LISTED = [version.value for version in getattr(plt, "GpuVersion", ())]
 ASKS = jax.__version_info__ < (0, 11, 0) or jax.__version_info__ >= (0, 11, 2)
 
@@ -40,7 +43,11 @@ dot: Any = getattr(plt, "dot", None)
 
 def missing_reason() -> str | None:
     """Returns why no Triton kernel can be made, or None."""
-    return None if plt else f"needs jax.experimental.pallas.triton, which jax {jax.__version__} does not have"
+    return (
+        None
+        if plt
+        else f"needs jax.experimental.pallas.triton, which jax {jax.__version__} does not have"
+    )
 
 
 def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -> jax.Array:
@@ -55,7 +62,9 @@ def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -
     asm = f"{{ .reg .f32 t; fma.rn.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}"
     args = [x, jnp.broadcast_to(-minus, x.shape)]
     shapes = [jax.ShapeDtypeStruct(x.shape, jnp.float32)]
-    (result,) = plt.elementwise_inline_asm(asm, args=args, constraints="=f,f,f", pack=1, result_shape_dtypes=shapes)
+    (result,) = plt.elementwise_inline_asm(
+        asm, args=args, constraints="=f,f,f", pack=1, result_shape_dtypes=shapes
+    )
     return result
 
 
@@ -107,7 +116,11 @@ def kernel_call(
 
 def _check_offsets(operand: Any) -> None:
     """Offsets count elements, in 32 bits with a sign up to 2**32 bytes and in 64 bits beyond: too few for bytes in between."""
-    if operand is not None and operand.size > 2**31 and operand.size * operand.dtype.itemsize <= 2**32:
+    if (
+        operand is not None
+        and operand.size > 2**31
+        and operand.size * operand.dtype.itemsize <= 2**32
+    ):
         raise NotImplementedError(
             f"an array {operand.dtype} {operand.shape} has more than 2**31 elements in no more than 2**32 bytes, "
             "and offsets into it overflow in Pallas' Triton backend"

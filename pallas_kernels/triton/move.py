@@ -24,17 +24,24 @@ from pallas_kernels.kernel_set import Leaves
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
-MAX_ARRAYS = 128  # of a launch: its parameters are two pointers for each, of 4 KiB that a kernel may have
+# of a launch: its parameters are two pointers for each, of 4 KiB that a kernel may have
+MAX_ARRAYS = 128
 IN_FLIGHT = 16  # arrays of which a program loads its tile before it stores it: 4 registers for each
 TILE_BYTES = 32 * 16  # of an array, a program moves at most what a warp takes at once
 
 
-def copy_blocks(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False) -> Leaves:
+def copy_blocks(
+    leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False
+) -> Leaves:
     return _copy_rows(leaves, [leaf.shape[0] for leaf in leaves], source, destination, interpret)
 
 
-def copy_slots(leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False) -> Leaves:
-    return _copy_rows(leaves, [leaf.shape[0] * leaf.shape[1] for leaf in leaves], source, destination, interpret)
+def copy_slots(
+    leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False
+) -> Leaves:
+    return _copy_rows(
+        leaves, [leaf.shape[0] * leaf.shape[1] for leaf in leaves], source, destination, interpret
+    )
 
 
 def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -43,7 +50,9 @@ def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool = False)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
-def scatter_blocks(leaves: Leaves, blocks: jax.Array, contents: jax.Array, *, interpret: bool = False) -> Leaves:
+def scatter_blocks(
+    leaves: Leaves, blocks: jax.Array, contents: jax.Array, *, interpret: bool = False
+) -> Leaves:
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     scattered: Leaves = []
     for some in _batches(flat):
@@ -60,7 +69,9 @@ def _copy_rows(
         for places in _batches([place for place, leaf in enumerate(leaves) if leaf.dtype == dtype]):
             some = [copied[place] for place in places]
             staging = _gather(some, source, destination, dtype, interpret)
-            for place, new in zip(places, _scatter(some, source, destination, staging, interpret), strict=True):
+            for place, new in zip(
+                places, _scatter(some, source, destination, staging, interpret), strict=True
+            ):
                 copied[place] = new
     return [new.reshape(leaf.shape) for new, leaf in zip(copied, leaves, strict=True)]
 
@@ -71,12 +82,19 @@ def _batches(items: list) -> list[list]:
 
 def _offsets(leaves: Leaves, staging_dtype: jnp.dtype) -> list[int]:
     """Where in a row of the staging buffer each array begins, and where the row ends."""
-    sizes = [leaf.size // leaf.shape[0] * leaf.dtype.itemsize // staging_dtype.itemsize for leaf in leaves]
+    sizes = [
+        leaf.size // leaf.shape[0] * leaf.dtype.itemsize // staging_dtype.itemsize
+        for leaf in leaves
+    ]
     return [0, *itertools.accumulate(sizes)]
 
 
 def _gather(
-    leaves: Leaves, source: jax.Array, destination: jax.Array | None, dtype: jnp.dtype, interpret: bool = False
+    leaves: Leaves,
+    source: jax.Array,
+    destination: jax.Array | None,
+    dtype: jnp.dtype,
+    interpret: bool = False,
 ) -> jax.Array:
     offsets = _offsets(leaves, dtype)
     staging = jax.ShapeDtypeStruct((source.shape[0], offsets[-1]), dtype)
@@ -96,14 +114,20 @@ def _gather(
 
 
 def _scatter(
-    leaves: Leaves, source: jax.Array | None, destination: jax.Array, staging: jax.Array, interpret: bool = False
+    leaves: Leaves,
+    source: jax.Array | None,
+    destination: jax.Array,
+    staging: jax.Array,
+    interpret: bool = False,
 ) -> Leaves:
     if 0 in staging.shape:
         return leaves
     before = 2 if source is None else 3  # operands; None is none
     num_tiles = _num_tiles(leaves)
     call = backend.kernel_call(
-        functools.partial(_scatter_kernel, offsets=_offsets(leaves, staging.dtype), num_tiles=num_tiles),
+        functools.partial(
+            _scatter_kernel, offsets=_offsets(leaves, staging.dtype), num_tiles=num_tiles
+        ),
         name="scatter_rows",
         grid=(destination.shape[0], num_tiles),
         out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves],
@@ -145,7 +169,9 @@ def _gather_kernel(source_ref, destination_ref, *refs, offsets: list[int], num_t
                     store(place, jax.lax.bitcast_convert_type(kept, staging_ref.dtype), mask=mask)
 
 
-def _scatter_kernel(source_ref, destination_ref, staging_ref, *refs, offsets: list[int], num_tiles: int):  # type: ignore[no-untyped-def]
+def _scatter_kernel(  # type: ignore[no-untyped-def]
+    source_ref, destination_ref, staging_ref, *refs, offsets: list[int], num_tiles: int
+):
     leaf_refs = refs[len(refs) // 2 :]  # the first half is what they alias
     index, tile = pl.program_id(0), pl.program_id(1)
     destination = load(destination_ref.at[index])
@@ -158,13 +184,23 @@ def _scatter_kernel(source_ref, destination_ref, staging_ref, *refs, offsets: li
         for some in _in_flight(leaf_refs, offsets, staging_ref):
             columns = [_columns(leaf_ref, tile, num_tiles) for leaf_ref, _ in some]
             read = [
-                [_bits(load(place, mask=mask)) for place in _staged(leaf_ref, staging_ref, index, offset, at)]
+                [
+                    _bits(load(place, mask=mask))
+                    for place in _staged(leaf_ref, staging_ref, index, offset, at)
+                ]
                 for (leaf_ref, offset), (at, mask) in zip(some, columns, strict=True)
             ]
             for (leaf_ref, _), (at, mask), parts in zip(some, columns, read, strict=True):
-                words = [values.astype(_word(leaf_ref)) << (8 * part) for part, values in enumerate(parts)]
+                words = [
+                    values.astype(_word(leaf_ref)) << (8 * part)
+                    for part, values in enumerate(parts)
+                ]
                 values = functools.reduce(operator.or_, words)
-                store(leaf_ref.at[destination, at], jax.lax.bitcast_convert_type(values, leaf_ref.dtype), mask=mask)
+                store(
+                    leaf_ref.at[destination, at],
+                    jax.lax.bitcast_convert_type(values, leaf_ref.dtype),
+                    mask=mask,
+                )
 
 
 def _in_flight(leaf_refs, offsets: list[int], staging_ref) -> list[list]:  # type: ignore[no-untyped-def]

@@ -37,8 +37,8 @@ ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 Ki
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 PROGRAMS = 512  # that keep all of a GPU's processors reading: 132 of an H100, four each
 LEAST_TURNS, MOST_SPLITS = 4, 8
-# Above so many rows a temporary array of the weight costs less than to make it anew for each tile of
-# rows: an estimate, which was not measured.
+# Above so many rows a temporary array of the weight costs less than to make it anew for each tile
+# of rows: an estimate, which was not measured.
 MOST_ROWS = 512
 
 
@@ -78,7 +78,16 @@ class Config:
 
 
 def kernel(  # type: ignore[no-untyped-def]
-    count_ref, x_ref, values_ref, scale_ref, zero_ref, minimum_ref, scale_row_ref, out_ref, *, config: Config
+    count_ref,
+    x_ref,
+    values_ref,
+    scale_ref,
+    zero_ref,
+    minimum_ref,
+    scale_row_ref,
+    out_ref,
+    *,
+    config: Config,
 ) -> None:
     """Multiplies one tile by one block of outputs.
 
@@ -97,7 +106,9 @@ def kernel(  # type: ignore[no-untyped-def]
         row_R = jnp.arange(cut.rows)
         at_O = block * cut.cols + jnp.arange(cut.cols)
         has_R, has_O = row_R < count, at_O < config.num_out
-        scale_row_O = at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
+        scale_row_O = (
+            at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
+        )
         packed = config.code in PACKED
         width = cut.depth // 2 if packed else cut.depth  # columns of `values` in a turn
         num_columns = config.num_in // 2 if packed else config.num_in
@@ -108,12 +119,14 @@ def kernel(  # type: ignore[no-untyped-def]
             num_groups = 1 if ref.shape[2] == 1 else max(1, cut.depth // size)
             at_J = turn * cut.depth // size + jnp.arange(num_groups)
             mask = has_O[:, None] & (at_J < ref.shape[2])[None, :]
-            found_OJ = tb.load(ref.at[group, scale_row_O[:, None], at_J[None, :]], mask=mask, other=0).astype(
-                jnp.float32
-            )
+            found_OJ = tb.load(
+                ref.at[group, scale_row_O[:, None], at_J[None, :]], mask=mask, other=0
+            ).astype(jnp.float32)
             if num_groups == 1:
                 return found_OJ
-            repeated = jnp.broadcast_to(found_OJ[:, :, None], (cut.cols, num_groups, width // num_groups))
+            repeated = jnp.broadcast_to(
+                found_OJ[:, :, None], (cut.cols, num_groups, width // num_groups)
+            )
             return repeated.reshape(cut.cols, width)
 
         def numbers(codes_OI: Any, high: bool, turn: Any) -> Any:
@@ -137,12 +150,17 @@ def kernel(  # type: ignore[no-untyped-def]
             mask_OI, mask_RI = has_O[:, None], has_R[:, None]
             if num_columns % width:
                 mask_OI, mask_RI = mask_OI & has_I[None, :], mask_RI & has_I[None, :]
-            codes_OI = tb.load(values_ref.at[group, at_O[:, None], at_I[None, :]], mask=mask_OI, other=0)
+            codes_OI = tb.load(
+                values_ref.at[group, at_O[:, None], at_I[None, :]], mask=mask_OI, other=0
+            )
             for half in range(2 if packed else 1):
                 at = ((first + row_R)[:, None], *((half,) if packed else ()), at_I[None, :])
                 x_RI = tb.load(x_ref.at[at], mask=mask_RI, other=0)
                 sum_RO += tb.dot(
-                    x_RI, numbers(codes_OI, half == 1, turn), trans_b=True, precision=lax.Precision.HIGHEST
+                    x_RI,
+                    numbers(codes_OI, half == 1, turn),
+                    trans_b=True,
+                    precision=lax.Precision.HIGHEST,
                 )
             return sum_RO
 
@@ -200,7 +218,9 @@ def _float8(bits: jax.Array) -> jax.Array:
     size = bits & 0x7F
     # Subnormal numbers have no hidden bit: it is added, and its value subtracted.
     is_small = size < 8
-    number = lax.bitcast_convert_type((jnp.where(is_small, size + 8, size) << 20) + (120 << 23), jnp.float32)
+    number = lax.bitcast_convert_type(
+        (jnp.where(is_small, size + 8, size) << 20) + (120 << 23), jnp.float32
+    )
     number = number - jnp.where(is_small, 2.0**-6, 0.0)
     number = jnp.where(size == 0x7F, jnp.nan, number)
     return jnp.where(bits > 0x7F, -number, number)
@@ -214,7 +234,9 @@ def _float4(nibble: jax.Array) -> jax.Array:
     return jnp.where(nibble > 7, -number, number)
 
 
-def heuristic(x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool) -> Cut:
+def heuristic(
+    x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, code: str | None, *, roomy: bool
+) -> Cut:
     """Returns the cut of a product for a GPU on which nothing was measured.
 
     It depends on shapes alone, so that the order of a row's sums does too.
@@ -224,7 +246,9 @@ def heuristic(x_shape: tuple[int, int], w_shape: tuple[int, int], dtype: str, co
     """
     (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
     average = num_rows / num_groups
-    rows = 16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
+    rows = (
+        16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
+    )
     warps, stages = 8 if rows == 128 else 4, 4 if roomy else 3
     if dtype == "float32":  # no tensor cores, and products keep their operands in registers
         cut = Cut(min(rows, 32), 64, 32, 4, 2)
@@ -300,7 +324,8 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
     return size
 
 
-@functools.partial(jax.jit, static_argnames="config")  # traced and lowered once for all layers of a model
+# traced and lowered once for all layers of a model
+@functools.partial(jax.jit, static_argnames="config")
 def _multiply(operands: list[Any], config: Config) -> jax.Array:
     count_E, x_PI, values, *of_groups = operands
     cut, num_rows, num_groups = config.cut, x_PI.shape[0], values.shape[0]
@@ -313,7 +338,8 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
         name="grouped_product",
         grid=(*((num_tiles, blocks) if num_groups == 1 else (blocks, num_tiles)), cut.splits),
         out_shape=jax.ShapeDtypeStruct(
-            (cut.splits, num_rows, config.num_out), sums_dtype if apart else jnp.dtype(config.result)
+            (cut.splits, num_rows, config.num_out),
+            sums_dtype if apart else jnp.dtype(config.result),
         ),
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
@@ -327,11 +353,17 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
 
 def stacked(weight: QuantizedWeight) -> QuantizedWeight:
     """Returns a weight as that of one group."""
-    zero, minimum = (None if each is None else each[None] for each in (weight.zero_OJ, weight.minimum_OJ))
-    return weight._replace(values=weight.values[None], scale_OJ=weight.scale_OJ[None], zero_OJ=zero, minimum_OJ=minimum)
+    zero, minimum = (
+        None if each is None else each[None] for each in (weight.zero_OJ, weight.minimum_OJ)
+    )
+    return weight._replace(
+        values=weight.values[None], scale_OJ=weight.scale_OJ[None], zero_OJ=zero, minimum_OJ=minimum
+    )
 
 
-def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False) -> jax.Array:
+def multiply(
+    x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike, *, interpret: bool = False
+) -> jax.Array:
     """Multiplies as `pallas_kernels.quantized_product` says."""
     if x_TI.shape[0] <= MOST_ROWS and not has_scales_of_outputs(weight):
         try:

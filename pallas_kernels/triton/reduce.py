@@ -12,7 +12,12 @@ from pallas_kernels.triton import backend as tb
 
 
 def reduce_splits(
-    out_ZTNH: jax.Array, top_ZTN: jax.Array, splits_T: jax.Array, dtype: jnp.dtype, *, interpret: bool
+    out_ZTNH: jax.Array,
+    top_ZTN: jax.Array,
+    splits_T: jax.Array,
+    dtype: jnp.dtype,
+    *,
+    interpret: bool,
 ) -> jax.Array:
     """Returns out_TNH in `dtype`, from the normalised outputs of Z splits and the logarithms (to base 2) of their weights, in float32.
 
@@ -39,7 +44,9 @@ def _kernel(out_ref, top_ref, splits_ref, reduced_ref, *, max_splits: int, width
     has_Z = split_Z < tb.load(splits_ref.at[token])
     top_Z = tb.load(top_ref.at[split_Z, token, head], mask=has_Z, other=-jnp.inf)
     mask_ZH = has_Z[:, None] & (at_H < width)[None, :]
-    out_ZH = tb.load(out_ref.at[split_Z[:, None], token, head, at_H[None, :]], mask=mask_ZH, other=0.0)
+    out_ZH = tb.load(
+        out_ref.at[split_Z[:, None], token, head, at_H[None, :]], mask=mask_ZH, other=0.0
+    )
     # The bound keeps a token without splits from infinity less infinity.
     weight_Z = jnp.exp2(top_Z - jnp.maximum(jnp.max(top_Z), -1e38))
     total = jnp.sum(weight_Z)

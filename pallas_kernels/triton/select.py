@@ -27,7 +27,8 @@ from pallas_kernels.triton.backend import load, store
 TILE = 4096  # numbers of a row that a program takes at once
 WARPS = 32
 LOWEST = int(np.float32(-np.inf).view(np.int32)) ^ 0x7FFFFFFF  # the key of -inf
-BY_VALUE = 6  # tries that divide the distance of values; later ones divide that of keys, so that the search ends
+# tries that divide the distance of values; later ones divide that of keys, so that the search ends
+BY_VALUE = 6
 
 
 class Bracket(NamedTuple):
@@ -66,7 +67,12 @@ def cutoffs(
 
 
 def likeliest(
-    logits_RV: jax.Array, largest_R: jax.Array, log_sum_R: jax.Array, count: int, *, interpret: bool = False
+    logits_RV: jax.Array,
+    largest_R: jax.Array,
+    log_sum_R: jax.Array,
+    count: int,
+    *,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns values_RW and ids_RW: the `count` largest of `logits - largest - log_sum`, and where they stand. No logit of a row may be
     larger than its `largest`. Equal ones are in the order
@@ -76,7 +82,9 @@ def likeliest(
         functools.partial(_likeliest_kernel, tile=_tile(vocab_size), count=count),
         name="likeliest",
         grid=(num_rows,),
-        out_shape=[jax.ShapeDtypeStruct((num_rows, count), dtype) for dtype in (jnp.float32, jnp.int32)],
+        out_shape=[
+            jax.ShapeDtypeStruct((num_rows, count), dtype) for dtype in (jnp.float32, jnp.int32)
+        ],
         num_warps=WARPS,
         num_stages=1,
         interpret=interpret,
@@ -89,7 +97,17 @@ def _tile(vocab_size: int) -> int:
     return min(TILE, max(32, pl.next_power_of_2(vocab_size)))
 
 
-def _cutoffs_kernel(logits_ref, largest_ref, temperature_ref, top_k_ref, top_p_ref, min_p_ref, least_ref, *, tile: int):  # type: ignore[no-untyped-def]
+def _cutoffs_kernel(  # type: ignore[no-untyped-def]
+    logits_ref,
+    largest_ref,
+    temperature_ref,
+    top_k_ref,
+    top_p_ref,
+    min_p_ref,
+    least_ref,
+    *,
+    tile: int,
+):
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     temperature, top_k = load(temperature_ref.at[row]), load(top_k_ref.at[row])
     top_p, min_p = load(top_p_ref.at[row]), load(min_p_ref.at[row])
@@ -121,7 +139,9 @@ def _cutoffs_kernel(logits_ref, largest_ref, temperature_ref, top_k_ref, top_p_r
         )
         nucleus = jax.lax.cond(
             top_p < 1.0,
-            lambda: _nucleus(turns, lambda x: likelihood_of(scaled(x), cutoff), top_p, tile, vocab_size),
+            lambda: _nucleus(
+                turns, lambda x: likelihood_of(scaled(x), cutoff), top_p, tile, vocab_size
+            ),
             lambda: all_likelihoods,
         )
 
@@ -129,7 +149,8 @@ def _cutoffs_kernel(logits_ref, largest_ref, temperature_ref, top_k_ref, top_p_r
             scaled_X = scaled(x_X)
             likelihood_X = likelihood_of(scaled_X, cutoff)
             kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
-            kept_X |= is_likely & (likelihood_X == 1.0)  # the likeliest stays, whatever the cut-offs
+            # the likeliest stays, whatever the cut-offs
+            kept_X |= is_likely & (likelihood_X == 1.0)
             return jnp.where(kept_X, jnp.minimum(least_X, x_X), least_X)
 
         least_X = turns(least_kept, jnp.full(tile, jnp.inf, jnp.float32))
@@ -164,7 +185,10 @@ def _at_least(
     def at_or_above(tries: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
         def add(x: jax.Array, _: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             value_X = value(x)
-            return tuple(each + (value_X >= one).astype(jnp.int32) for each, one in zip(sums, tries, strict=True))
+            return tuple(
+                each + (value_X >= one).astype(jnp.int32)
+                for each, one in zip(sums, tries, strict=True)
+            )
 
         sums = turns(add, (jnp.zeros(tile, jnp.int32),) * len(tries))
         numbers = [jnp.sum(each) for each in sums]
@@ -173,7 +197,10 @@ def _at_least(
     high = key_of(largest) + 1
     first = tuple(key_of(largest - np.float32(distance)) for distance in (16.0, 7.0, 3.0))
     return _narrowed(
-        at_or_above, Bracket(jnp.int32(LOWEST), high, jnp.int32(vocab_size), jnp.int32(0)), first, BY_VALUE
+        at_or_above,
+        Bracket(jnp.int32(LOWEST), high, jnp.int32(vocab_size), jnp.int32(0)),
+        first,
+        BY_VALUE,
     )
 
 
@@ -194,7 +221,13 @@ def _nucleus(
             for (number, high, low), one in zip(sums, tries, strict=True):
                 reaches_X = likelihood_X >= one
                 number += reaches_X.astype(jnp.int32)
-                added.append((number, high + jnp.where(reaches_X, high_X, 0), low + jnp.where(reaches_X, low_X, 0)))
+                added.append(
+                    (
+                        number,
+                        high + jnp.where(reaches_X, high_X, 0),
+                        low + jnp.where(reaches_X, low_X, 0),
+                    )
+                )
             return tuple(added)
 
         zeros = jnp.zeros(tile, jnp.int32)
@@ -209,7 +242,9 @@ def _nucleus(
         numbers, found = masses(tries)
         return numbers, [each >= wanted for each in found]
 
-    bracket = Bracket(jnp.int32(0), jnp.int32(_power_of_two(0) + 1), jnp.int32(vocab_size), jnp.int32(0))
+    bracket = Bracket(
+        jnp.int32(0), jnp.int32(_power_of_two(0) + 1), jnp.int32(vocab_size), jnp.int32(0)
+    )
     first = tuple(jnp.int32(_power_of_two(exponent)) for exponent in (-16, -9, -4))
     return value_of(_narrowed(at_or_above, bracket, first, 0).low)
 
@@ -238,8 +273,13 @@ def _narrowed(
             bottom, top = value_of(low), value_of(high)
             values = [bottom + (top - bottom) * np.float32(share) for share in (0.25, 0.5, 0.75)]
             divides = (turn <= by_value) & (low > LOWEST)
-            tries = tuple(jnp.where(divides, key_of(one), other) for one, other in zip(values, tries, strict=True))
-        tries = tuple(jnp.where(turn == 0, one, other) for one, other in zip(first, tries, strict=True))
+            tries = tuple(
+                jnp.where(divides, key_of(one), other)
+                for one, other in zip(values, tries, strict=True)
+            )
+        tries = tuple(
+            jnp.where(turn == 0, one, other) for one, other in zip(first, tries, strict=True)
+        )
         numbers, are_enough = at_or_above(tuple(value_of(one) for one in tries))
         for key, number, is_enough in zip(tries, numbers, are_enough, strict=True):
             rises = is_enough & (key > low)
@@ -262,7 +302,9 @@ def _between(low: jax.Array, high: jax.Array) -> jax.Array:
     return (low & high) + ((low ^ high) >> 1)
 
 
-def _likeliest_kernel(logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref, *, tile: int, count: int):  # type: ignore[no-untyped-def]
+def _likeliest_kernel(  # type: ignore[no-untyped-def]
+    logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref, *, tile: int, count: int
+):
     row, vocab_size = pl.program_id(0), logits_ref.shape[1]
     largest, log_sum = load(largest_ref.at[row]), load(log_sum_ref.at[row])
 
@@ -270,21 +312,33 @@ def _likeliest_kernel(logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref,
         return x - largest - log_sum
 
     turns = functools.partial(_each_tile, logits_ref, row, tile)
-    low, high, _, at_high = _at_least(turns, normalised, count, normalised(largest), tile, vocab_size)
+    low, high, _, at_high = _at_least(
+        turns, normalised, count, normalised(largest), tile, vocab_size
+    )
     bottom, top = value_of(low), value_of(high)
 
-    def take(x: jax.Array, place: jax.Array, taken: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def take(
+        x: jax.Array, place: jax.Array, taken: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
         num_above, num_level = taken
         value_X = normalised(x)
         above_X, level_X = value_X >= top, (value_X >= bottom) & (value_X < top)
         # Two running counts in one: each is less than 2^16 in a tile.
         counts_X = jnp.cumsum(above_X.astype(jnp.int32) | level_X.astype(jnp.int32) << 16)
-        index_X = jnp.where(above_X, num_above + (counts_X & 0xFFFF), at_high + num_level + (counts_X >> 16)) - 1
+        index_X = (
+            jnp.where(
+                above_X, num_above + (counts_X & 0xFFFF), at_high + num_level + (counts_X >> 16)
+            )
+            - 1
+        )
         taken_X = (above_X | level_X) & (index_X < count)
-        index_X = jnp.where(taken_X, index_X, count)  # interpreted, a store that is masked still has its place
+        # interpreted, a store that is masked still has its place
+        index_X = jnp.where(taken_X, index_X, count)
         store(values_ref.at[row, index_X], value_X, mask=taken_X)
         store(ids_ref.at[row, index_X], place, mask=taken_X)
-        return num_above + jnp.sum(above_X.astype(jnp.int32)), num_level + jnp.sum(level_X.astype(jnp.int32))
+        return num_above + jnp.sum(above_X.astype(jnp.int32)), num_level + jnp.sum(
+            level_X.astype(jnp.int32)
+        )
 
     num_above, num_level = turns(take, (jnp.int32(0), jnp.int32(0)))
     # A row with NaN may have fewer; what it has in their place must be something.

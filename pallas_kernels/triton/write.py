@@ -17,7 +17,8 @@ from pallas_kernels.quantized_pages import SMALLEST_SCALE, largest
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
-TILE = 2048  # elements of a program's keys, and as many values: what 8 warps move with few registers
+# elements of a program's keys, and as many values: what 8 warps move with few registers
+TILE = 2048
 TO_INTEGER = np.float32(1.5 * 2**23)
 WARP_BYTES = 32 * 16  # what a warp stores at once
 
@@ -84,12 +85,22 @@ def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # t
             if scale_ref is not None:
                 x, scale = quantize(x.astype(jnp.float32), pages_ref.dtype)
                 store(scale_ref.at[block, offset, head], scale, mask=head_mask)
-            store(pages_ref.at[block, offset, head[:, None], column[None, :]], x.astype(pages_ref.dtype), mask=mask)
+            store(
+                pages_ref.at[block, offset, head[:, None], column[None, :]],
+                x.astype(pages_ref.dtype),
+                mask=mask,
+            )
 
 
 def _both(head_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Array | None:
     if head_mask is None or column_mask is None:
-        return head_mask[:, None] if head_mask is not None else None if column_mask is None else column_mask[None, :]
+        return (
+            head_mask[:, None]
+            if head_mask is not None
+            else None
+            if column_mask is None
+            else column_mask[None, :]
+        )
     return head_mask[:, None] & column_mask[None, :]
 
 
@@ -97,12 +108,16 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """`quantized_pages.quantize` of a tile of float32, without what Triton lacks: a maximum that keeps NaN, and rounding."""
     # As integers, magnitudes are in the order of the numbers, with NaN above them all.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-    scale = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32) * np.float32(1.0 / largest(dtype))
+    scale = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32) * np.float32(
+        1.0 / largest(dtype)
+    )
     scale = jnp.where(scale < SMALLEST_SCALE, np.float32(SMALLEST_SCALE), scale)
     scaled = x / scale[:, None]
     if dtype == jnp.int8:
-        # From 2**23 to 2**24 floats are the integers: the sum is rounded to one, ties to even. Read as bits, since XLA takes what was
-        # added away again if it may.
-        rounded = jax.lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32) - np.int32(TO_INTEGER.view(np.int32))
+        # From 2**23 to 2**24 floats are the integers: the sum is rounded to one, ties to even. Read
+        # as bits, since XLA takes what was added away again if it may.
+        rounded = jax.lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32) - np.int32(
+            TO_INTEGER.view(np.int32)
+        )
         return jnp.where(scaled == scaled, rounded, 0).astype(jnp.int8), scale
     return jax.lax.bitcast_convert_type(scaled.astype(jnp.float8_e4m3fn), dtype), scale

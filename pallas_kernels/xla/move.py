@@ -17,10 +17,14 @@ def copy_blocks(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array,
 
 
 def copy_slots(leaves: Leaves, source: Int[Array, "n"], destination: Int[Array, "n"]) -> Leaves:
-    # By two indices: of a reshaped array that is read and then written, XLA makes a copy of the whole.
+    # By two indices: of a reshaped array that is read and then written, XLA makes a copy of the
+    # whole.
     num_slots = leaves[0].shape[0] * leaves[0].shape[1]
     source = jnp.clip(source, 0, num_slots - 1)
-    return [_written(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source))) for leaf in leaves]
+    return [
+        _written(leaf, _place(leaf, destination), _read(leaf, _place(leaf, source)))
+        for leaf in leaves
+    ]
 
 
 Index = jax.Array | tuple[jax.Array, jax.Array]
@@ -44,10 +48,15 @@ def gather_blocks(leaves: Leaves, blocks: Int[Array, "n"]) -> UInt8[Array, "n bl
     return jnp.concatenate([_as_bytes(_read(leaf, blocks)) for leaf in leaves], axis=1)
 
 
-def scatter_blocks(leaves: Leaves, blocks: Int[Array, "n"], contents: UInt8[Array, "n block_bytes"]) -> Leaves:
+def scatter_blocks(
+    leaves: Leaves, blocks: Int[Array, "n"], contents: UInt8[Array, "n block_bytes"]
+) -> Leaves:
     ends = np.cumsum([leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves])
     parts = jnp.split(contents, ends[:-1], axis=1)
-    return [_written(leaf, blocks, _from_bytes(part, leaf)) for leaf, part in zip(leaves, parts, strict=True)]
+    return [
+        _written(leaf, blocks, _from_bytes(part, leaf))
+        for leaf, part in zip(leaves, parts, strict=True)
+    ]
 
 
 def _as_bytes(values: jax.Array) -> jax.Array:

@@ -11,13 +11,17 @@ from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
 def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
     """The definition: a product in float32."""
-    y_TO = jnp.einsum("TI,OI->TO", x_TI.astype(jnp.float32), numbers(weight), precision=jax.lax.Precision.HIGHEST)
+    y_TO = jnp.einsum(
+        "TI,OI->TO", x_TI.astype(jnp.float32), numbers(weight), precision=jax.lax.Precision.HIGHEST
+    )
     return y_TO.astype(result)
 
 
 def multiply_narrow(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """For GPUs: weights are rounded to the type of x, so that its fast product takes them."""
-    precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    precision = (
+        jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     return jnp.einsum("TI,OI->TO", x_TI, numbers(weight).astype(x_TI.dtype), precision=precision)
 
 
@@ -34,10 +38,18 @@ def multiply_before_scales(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Arra
     For GPUs XLA fuses all of it, and reads the codes once.
     """
     is_bits = weight.code == "fp8" and weight.values.dtype == jnp.uint8
-    codes = jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn) if is_bits else weight.values
-    precision = jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    codes = (
+        jax.lax.bitcast_convert_type(weight.values, jnp.float8_e4m3fn) if is_bits else weight.values
+    )
+    precision = (
+        jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    )
     sums_TO = jnp.einsum(
-        "TI,OI->TO", x_TI, codes.astype(x_TI.dtype), precision=precision, preferred_element_type=jnp.float32
+        "TI,OI->TO",
+        x_TI,
+        codes.astype(x_TI.dtype),
+        precision=precision,
+        preferred_element_type=jnp.float32,
     )
     return sums_TO * weight.scale_OJ[:, 0].astype(jnp.float32)
 

@@ -34,9 +34,14 @@ def _written(
     return _write(pages, kept_TKH, slots_T), _write(scale, scale_TK, slots_T)
 
 
-def _write(pages: Num[Array, "P S ..."], new: Num[Array, "T ..."], slots_T: Int[Array, "T"]) -> jax.Array:
+def _write(
+    pages: Num[Array, "P S ..."], new: Num[Array, "T ..."], slots_T: Int[Array, "T"]
+) -> jax.Array:
     num_blocks, block_size = pages.shape[:2]
     slots = pages.reshape(num_blocks * block_size, *pages.shape[2:])
-    # A slot below zero would wrap around to the end of the pool; slots are never negative, so the wrap is left out of the program.
-    written = slots.at[slots_T].set(new.astype(pages.dtype), mode="drop", wrap_negative_indices=False)
+    # A slot below zero would wrap around to the end of the pool; slots are never negative, so the
+    # wrap is left out of the program.
+    written = slots.at[slots_T].set(
+        new.astype(pages.dtype), mode="drop", wrap_negative_indices=False
+    )
     return written.reshape(pages.shape)

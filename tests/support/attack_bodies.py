@@ -16,9 +16,11 @@ Sending = Literal["whole", "chunked", "bytes", "drip", "cut", "unread"]
 SENDINGS: tuple[Sending, ...] = ("whole", "chunked", "bytes", "drip", "cut", "unread")
 PROMPT = "Once upon a time"
 NUM_ITEMS, NUM_CHARACTERS, DEPTH = 60_000, 1 << 19, 100  # where a field has no bound of its own
-CONTENT_FIELDS = ("prompt", "messages", "input", "tokens")  # asked for even where a request may leave them out
+# asked for even where a request may leave them out
+CONTENT_FIELDS = ("prompt", "messages", "input", "tokens")
 LENGTH_FIELDS = ("max_tokens", "max_output_tokens", "num_predict")
-SCHEMA_FIELDS = ("schema", "schema_", "format", "parameters")  # free objects that are read as JSON schemas
+# free objects that are read as JSON schemas
+SCHEMA_FIELDS = ("schema", "schema_", "format", "parameters")
 NUM_TOKENS, NUM_SEQUENCES, NUM_PROMPTS, NUM_CONNECTIONS = 24, 64, 32, 8
 
 
@@ -41,7 +43,11 @@ def attacks(document: dict[str, Any], seed: int) -> Iterator[Attack]:
         chance.shuffle(kind)
     for attack in filter(None, itertools.chain.from_iterable(itertools.zip_longest(*kinds))):
         sending = chance.choices(SENDINGS, (20, 2, 1, 1, 1, 1))[0]
-        yield replace(attack, name=f"{attack.name}, sent {sending}", sending=sending) if attack.make else attack
+        yield (
+            replace(attack, name=f"{attack.name}, sent {sending}", sending=sending)
+            if attack.make
+            else attack
+        )
 
 
 def kinds_of(document: dict[str, Any]) -> tuple[list[Attack], list[Attack], list[Attack]]:
@@ -84,11 +90,13 @@ class RequestFields:
                 for times, more, num_connections in self._multiples(field):
 
                     def body(field: str = field, make: Any = make, more: Any = more) -> bytes:
-                        return json.dumps({**self.plain(), **more, field: make()}, ensure_ascii=False).encode(
-                            errors="surrogatepass"
-                        )
+                        return json.dumps(
+                            {**self.plain(), **more, field: make()}, ensure_ascii=False
+                        ).encode(errors="surrogatepass")
 
-                    yield Attack(f"{self._path} {field}: {name}{times}", self._path, body, num_connections)
+                    yield Attack(
+                        f"{self._path} {field}: {name}{times}", self._path, body, num_connections
+                    )
 
     def plain(self) -> dict[str, Any]:
         """A request that is nothing special."""
@@ -100,7 +108,9 @@ class RequestFields:
     def _multiples(self, field: str) -> Iterator[tuple[str, dict[str, Any], int]]:
         n = {"n": NUM_SEQUENCES} if "n" in self.properties and field != "n" else {}
         takes_many = field != self.content and self.content in ("prompt", "input")
-        prompts = {self.content: [PROMPT] * NUM_PROMPTS} if takes_many and self._takes_texts() else {}
+        prompts = (
+            {self.content: [PROMPT] * NUM_PROMPTS} if takes_many and self._takes_texts() else {}
+        )
         yield "", {}, 1
         yield f" x {NUM_CONNECTIONS} connections", {}, NUM_CONNECTIONS
         if n:
@@ -108,7 +118,10 @@ class RequestFields:
         if prompts:
             yield f" x {NUM_PROMPTS} prompts", prompts, 1
         if n or prompts:
-            fewer = {name: value if isinstance(value, int) else value[:4] for name, value in {**n, **prompts}.items()}
+            fewer = {
+                name: value if isinstance(value, int) else value[:4]
+                for name, value in {**n, **prompts}.items()
+            }
             few = {**fewer, "n": 16} if n else fewer
             yield " x everything", few, 4
 
@@ -131,19 +144,33 @@ class RequestFields:
 
     def _base(self, schema: dict[str, Any], name: str) -> Any:
         branches = self._branches(schema)
-        users = [one for one in branches if "user" in json.dumps(one.get("properties", {}).get("role", ""))]
+        users = [
+            one
+            for one in branches
+            if "user" in json.dumps(one.get("properties", {}).get("role", ""))
+        ]
         one = (users or branches)[0]
         if "const" in one or "enum" in one:
-            return one["const"] if "const" in one else ("user" if "user" in one["enum"] else one["enum"][0])
+            return (
+                one["const"]
+                if "const" in one
+                else ("user" if "user" in one["enum"] else one["enum"][0])
+            )
         kind = one.get("type")
         if kind == "object":
             wanted = {*one.get("required", ()), *CONTENT_FIELDS, *LENGTH_FIELDS}
             return {
-                field: self._base(inner, field) for field, inner in one.get("properties", {}).items() if field in wanted
+                field: self._base(inner, field)
+                for field, inner in one.get("properties", {}).items()
+                if field in wanted
             }
         if kind == "array":
             return [self._base(one.get("items", {}), name)]
-        plain: dict[Any, Any] = {"string": "name" if "pattern" in one else PROMPT, "boolean": False, "number": 1.0}
+        plain: dict[Any, Any] = {
+            "string": "name" if "pattern" in one else PROMPT,
+            "boolean": False,
+            "number": 1.0,
+        }
         return plain.get(kind, NUM_TOKENS if name in LENGTH_FIELDS else one.get("minimum", 1))
 
     def _extremes(self, schema: dict[str, Any], name: str, level: int) -> Iterator[Extreme]:
@@ -201,7 +228,9 @@ class RequestFields:
             # Numbers, since the keys of some objects are token ids.
             yield (
                 f"{count} properties",
-                lambda count=count: {str(number): self._value_of(values, number) for number in range(count)},
+                lambda count=count: {
+                    str(number): self._value_of(values, number) for number in range(count)
+                },
             )
         yield from _anything()
 
@@ -213,16 +242,32 @@ def _texts(schema: dict[str, Any]) -> Iterator[Extreme]:
     most = schema.get("maxLength", NUM_CHARACTERS)
     for count in {0, most, most + 1}:
         yield f"{count} characters", lambda count=count: "a" * count
-    for label, unit in (("words", " a"), ("NULs", "\0"), ("beyond 16 bits", "\U0001d11e"), ("joined", "e\u0301")):
+    for label, unit in (
+        ("words", " a"),
+        ("NULs", "\0"),
+        ("beyond 16 bits", "\U0001d11e"),
+        ("joined", "e\u0301"),
+    ):
         yield f"{most} characters, {label}", lambda unit=unit: unit * (most // len(unit))
 
 
 def _numbers(schema: dict[str, Any]) -> Iterator[Extreme]:
-    found: dict[str, Any] = {"2^63": 2**63, "-2^63": -(2**63), "400 digits": 10**400, "0": 0, "-1": -1, "1.5": 1.5}
+    found: dict[str, Any] = {
+        "2^63": 2**63,
+        "-2^63": -(2**63),
+        "400 digits": 10**400,
+        "0": 0,
+        "-1": -1,
+        "1.5": 1.5,
+    }
     found |= {"smallest": 5e-324, "largest": 1.7e308}
     for bound in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
         if bound in schema:
-            found |= {bound: schema[bound], f"below {bound}": schema[bound] - 1, f"above {bound}": schema[bound] + 1}
+            found |= {
+                bound: schema[bound],
+                f"below {bound}": schema[bound] - 1,
+                f"above {bound}": schema[bound] + 1,
+            }
     for label, value in found.items():
         yield label, lambda value=value: value
 

@@ -51,7 +51,9 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
         **_object(**{f"p{number}": TEXT for number in range(1000)}),
         "required": [f"p{number}" for number in range(1000)],
     },
-    "properties of objects": lambda: _object(**{f"p{number}": _object(a=TEXT, b=TEXT) for number in range(700)}),
+    "properties of objects": lambda: _object(
+        **{f"p{number}": _object(a=TEXT, b=TEXT) for number in range(700)}
+    ),
     "pattern properties": lambda: {
         "type": "object",
         "patternProperties": {f"^{number}[a-z]+$": TEXT for number in range(500)},
@@ -63,8 +65,13 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "long constant": lambda: {"const": "a" * 60_000},
     "any of": lambda: {"anyOf": [_object(**{f"a{number}": TEXT}) for number in range(900)]},
     "one of": lambda: {"oneOf": [{"const": number} for number in range(2000)]},
-    "all of": lambda: {"allOf": [{**TEXT, "pattern": f"^[a-z]*{number}[a-z]*$"} for number in range(60)]},
-    "tree": lambda: {"$ref": "#/$defs/a", "$defs": {"a": _object(l={"$ref": "#/$defs/a"}, r={"$ref": "#/$defs/a"})}},
+    "all of": lambda: {
+        "allOf": [{**TEXT, "pattern": f"^[a-z]*{number}[a-z]*$"} for number in range(60)]
+    },
+    "tree": lambda: {
+        "$ref": "#/$defs/a",
+        "$defs": {"a": _object(l={"$ref": "#/$defs/a"}, r={"$ref": "#/$defs/a"})},
+    },
     "doubling objects": lambda: _doubling(40, lambda one: _object(l=one, r=one)),
     "doubling all of": lambda: _doubling(40, lambda one: {"allOf": [one, one]}),
     "doubling any of": lambda: _doubling(40, lambda one: {"anyOf": [one, one]}),
@@ -78,10 +85,16 @@ SCHEMAS: dict[str, Callable[[], Any]] = {
     "long text": lambda: {**TEXT, "minLength": 30_000, "maxLength": 10**6},
     "bounds": lambda: {"type": "number", "minimum": 1e-300, "maximum": 1.2345678901234567},
     "bounds of properties": lambda: _object(
-        **{f"p{number}": {"type": "integer", "minimum": -number, "maximum": 10**15 + number} for number in range(900)}
+        **{
+            f"p{number}": {"type": "integer", "minimum": -number, "maximum": 10**15 + number}
+            for number in range(900)
+        }
     ),
     "multiples": lambda: {"type": "integer", "multipleOf": 99_991},
-    **{f"pattern, {name}": lambda value=value: {**TEXT, "pattern": value} for name, value in PATTERNS.items()},
+    **{
+        f"pattern, {name}": lambda value=value: {**TEXT, "pattern": value}
+        for name, value in PATTERNS.items()
+    },
 }
 
 GRAMMARS = {
@@ -89,10 +102,18 @@ GRAMMARS = {
     "ambiguous GBNF": 'root ::= root root | "a"',
     "nested stars": 'start: ((("a"*)*)*)*',
     "empty rules": 'start: a a a a a a a a "x"\na: b?\nb: c?\nc: "y"?',
-    "chain": "\n".join(["start: r0", *(f"r{number}: r{number + 1}" for number in range(2500)), 'r2500: "a"']),
-    "alternatives": "start: " + " | ".join(f'"w{number}" start' for number in range(2500)) + ' | "x"',
+    "chain": "\n".join(
+        ["start: r0", *(f"r{number}: r{number + 1}" for number in range(2500)), 'r2500: "a"']
+    ),
+    "alternatives": "start: "
+    + " | ".join(f'"w{number}" start' for number in range(2500))
+    + ' | "x"',
     "doubling": "\n".join(
-        ["start: r0", *(f"r{number}: r{number + 1} r{number + 1}" for number in range(40)), 'r40: "a"?']
+        [
+            "start: r0",
+            *(f"r{number}: r{number + 1} r{number + 1}" for number in range(40)),
+            'r40: "a"?',
+        ]
     ),
     "long count": 'start: "a"{1,100000}',
     "nested counts": 'start: (("a"{1,300}){1,300}){1,300}',
@@ -116,7 +137,9 @@ STRUCTURED: dict[str, dict[str, Callable[[], Any]]] = {
     "choice": _CHOICES,
     "grammar": {name: lambda value=value: value for name, value in GRAMMARS.items()},
 }
-assert STRUCTURED.keys() == set(STRUCTURED_OUTPUT_KINDS), "a kind of structured outputs has no constructs here"
+assert STRUCTURED.keys() == set(STRUCTURED_OUTPUT_KINDS), (
+    "a kind of structured outputs has no constructs here"
+)
 
 
 def _filled(head: bytes, unit: bytes, tail: bytes, num_bytes: int = BODY_BYTES) -> bytes:
@@ -137,7 +160,8 @@ def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
         "long numbers": b"1" * 300 + b",",
     }
     fill: dict[str, Callable[[], bytes]] = {
-        name: lambda unit=unit: _filled(head + b"[", unit, unit[:-1] + b"]}") for name, unit in lists.items()
+        name: lambda unit=unit: _filled(head + b"[", unit, unit[:-1] + b"]}")
+        for name, unit in lists.items()
     }
     return {
         **fill,
@@ -154,7 +178,9 @@ def raw_bodies(field: str) -> dict[str, Callable[[], bytes]]:
         "an open text": lambda: _filled(head + b'"', b"\\", b""),
         "not UTF-8": lambda: _filled(head + b'"', b"\xff", b'"}'),
         "one key": lambda: b"{" + b",".join([b'"a":0'] * 200_000) + b"}",
-        "many keys": lambda: json.dumps({"model": "demo", **{f"k{number}": 0 for number in range(200_000)}}).encode(),
+        "many keys": lambda: json.dumps(
+            {"model": "demo", **{f"k{number}": 0 for number in range(200_000)}}
+        ).encode(),
         "a long key": lambda: _filled(b'{"', b"k", b'":0}'),
         "too large": lambda: b" " * (BODY_BYTES + 1),
     }

@@ -70,8 +70,11 @@ def make_case(
     num_tokens = sum(queries) + padding
     q_TNH = rng.standard_normal((num_tokens, num_heads, width)).astype(np.float32)
     if is_quantized(page_dtype):
-        spread = np.exp(rng.standard_normal((*shape[:3], 1)) / 2).astype(np.float32)  # scales that differ
-        (k_pages, k_scale), (v_pages, v_scale) = (quantized(each * spread, page_dtype) for each in pages)
+        # scales that differ
+        spread = np.exp(rng.standard_normal((*shape[:3], 1)) / 2).astype(np.float32)
+        (k_pages, k_scale), (v_pages, v_scale) = (
+            quantized(each * spread, page_dtype) for each in pages
+        )
     else:
         k_pages, v_pages = (each.astype(page_dtype) for each in pages)
         k_scale = v_scale = None
@@ -105,16 +108,22 @@ def dequantized(kept: np.ndarray, scale: np.ndarray | None) -> np.ndarray:
     return wide if scale is None else wide * scale[..., None].astype(np.float64)
 
 
-def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None, sinks=None) -> np.ndarray:
+def oracle(
+    case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_mask_TQ=None, sinks=None
+) -> np.ndarray:
     """One token and one head at a time, in float64, from what the arrays hold. Zeros where a token sees nothing."""
     out = np.zeros(case.q_TNH.shape)
     num_kv_heads, width = case.k_pages.shape[2:]
     group = case.q_TNH.shape[1] // num_kv_heads
-    k_pages, v_pages = dequantized(case.k_pages, case.k_scale), dequantized(case.v_pages, case.v_scale)
+    k_pages, v_pages = (
+        dequantized(case.k_pages, case.k_scale),
+        dequantized(case.v_pages, case.v_scale),
+    )
     for row, length in enumerate(case.context_len_B):
         start, stop = case.query_start[row : row + 2]
         keys, values = (
-            pages[case.block_table_BM[row]].reshape(-1, num_kv_heads, width)[:length] for pages in (k_pages, v_pages)
+            pages[case.block_table_BM[row]].reshape(-1, num_kv_heads, width)[:length]
+            for pages in (k_pages, v_pages)
         )
         for token in range(start, stop):
             position = length - (stop - token)
@@ -125,13 +134,17 @@ def oracle(case: Case, *, scale, sliding_window=None, logit_softcap=None, tree_m
             if sliding_window is not None:
                 seen = [c for c in seen if c > position - sliding_window]
             for head in range(case.q_TNH.shape[1] if seen else 0):
-                scores = keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
+                scores = (
+                    keys[seen, head // group] @ case.q_TNH[token, head].astype(np.float64) * scale
+                )
                 if logit_softcap is not None:
                     scores = logit_softcap * np.tanh(scores / logit_softcap)
                 sink = -np.inf if sinks is None else float(sinks[head])
                 top = max(scores.max(), sink)
                 weights = np.exp(scores - top)
-                out[token, head] = weights @ values[seen, head // group] / (weights.sum() + np.exp(sink - top))
+                out[token, head] = (
+                    weights @ values[seen, head // group] / (weights.sum() + np.exp(sink - top))
+                )
     return out
 
 
@@ -140,14 +153,27 @@ def hidden(case, queries, window=None):
     poisoned = [np.full_like(pages, np.nan) for pages in (case.k_pages, case.v_pages)]
     table, block_size = np.zeros_like(case.block_table_BM), case.k_pages.shape[1]
     for row, (length, num_new) in enumerate(zip(case.context_len_B, queries, strict=True)):
-        for position in range(0 if window is None else max(0, length - num_new - window + 1), length):
-            block = table[row, position // block_size] = case.block_table_BM[row, position // block_size]
+        for position in range(
+            0 if window is None else max(0, length - num_new - window + 1), length
+        ):
+            block = table[row, position // block_size] = case.block_table_BM[
+                row, position // block_size
+            ]
             for pages, seen in zip(poisoned, (case.k_pages, case.v_pages), strict=True):
                 pages[block, position % block_size] = seen[block, position % block_size]
     return dataclasses.replace(case, k_pages=poisoned[0], v_pages=poisoned[1], block_table_BM=table)
 
 
-STATIC = ("value_width", "scale", "sliding_window", "logit_softcap", "backend", "max_query_len", "interpret", "tiles")
+STATIC = (
+    "value_width",
+    "scale",
+    "sliding_window",
+    "logit_softcap",
+    "backend",
+    "max_query_len",
+    "interpret",
+    "tiles",
+)
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

@@ -47,7 +47,11 @@ def naive_search(
         if len(done) == width:
             if width == 1 or beam.early_stopping is True:
                 break
-            hoped_for = most_tokens if beam.early_stopping == "never" and beam.length_penalty > 0 else length
+            hoped_for = (
+                most_tokens
+                if beam.early_stopping == "never" and beam.length_penalty > 0
+                else length
+            )
             if live[0][1] / hoped_for**beam.length_penalty <= done[-1].score:
                 break
     return done[: beam.n or width]

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 
 
@@ -25,7 +31,9 @@ def launched(playwright: Any) -> Iterator[Any]:
 @contextlib.contextmanager
 def opened(browser: Any, **options: Any) -> Iterator[Any]:
     """A page whose console must stay empty: a violation of the content security policy would be in it."""
-    page = browser.new_page(**{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options})
+    page = browser.new_page(
+        **{"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce", **options}
+    )
     page.set_default_timeout(60_000)
     complaints: list[str] = []
     page.allowed = []  # what a test brings about
@@ -39,4 +47,6 @@ def opened(browser: Any, **options: Any) -> Iterator[Any]:
 def open_log(page: Any, address: str, log: str) -> None:
     page.allowed.append("404")  # there is no engine to ask
     page.goto(f"{address}/ui/")
-    page.set_input_files("#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()})
+    page.set_input_files(
+        "#log-file", {"name": "run.jsonl", "mimeType": "text/plain", "buffer": log.encode()}
+    )

@@ -34,7 +34,10 @@ def dense_attend(window_error: int = 0) -> Callable[..., Any]:
         sinks, softcap = options.sinks, options.logit_softcap
         v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH
         k_TNH, v_TNH = (jnp.repeat(x, num_heads // x.shape[1], axis=1) for x in (k_TKH, v_TKH))
-        scores_NQC = jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32) * options.scale
+        scores_NQC = (
+            jnp.einsum("QNH,CNH->NQC", q_TNH, k_TNH, preferred_element_type=jnp.float32)
+            * options.scale
+        )
         if softcap is not None:
             scores_NQC = softcap * jnp.tanh(scores_NQC / softcap)
         distance_QC = np.arange(num_tokens)[:, None] - np.arange(num_tokens)[None, :]

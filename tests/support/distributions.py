@@ -24,7 +24,11 @@ def kept(
 
 
 def probabilities(
-    logits: npt.NDArray[np.floating], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+    logits: npt.NDArray[np.floating],
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
 ) -> Floats:
     """Of each token, after temperature and truncation."""
     scaled = logits.astype(np.float64) / temperature
@@ -41,7 +45,10 @@ def z_score(counts: npt.NDArray[np.int64], expected_shares: Floats) -> float:
     if counts[expected == 0].any():
         return float("inf")
     small = expected < 5
-    cells = [(counts[small].sum(), expected[small].sum()), *zip(counts[~small], expected[~small], strict=True)]
+    cells = [
+        (counts[small].sum(), expected[small].sum()),
+        *zip(counts[~small], expected[~small], strict=True),
+    ]
     cells = [(count, mean) for count, mean in cells if mean > 0]
     degrees = len(cells) - 1
     if degrees == 0:

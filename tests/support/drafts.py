@@ -14,7 +14,8 @@ from jaxpage.step.strategy import Strategy
 
 NUM_TOKEN_IDS = 257  # of the small models
 MOST_DRAFTS = 7
-Outputs = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]  # by prompt, seed and sample: what the request draws
+# by prompt, seed and sample: what the request draws
+Outputs = Mapping[tuple[tuple[int, ...], int, int], Sequence[int]]
 
 
 def random_draft(
@@ -31,7 +32,9 @@ def random_draft(
     parents: list[int] = []
     depths = {-1: 0}  # of those that are right: how much of the future stands up to there
     for index in range(num_tokens):
-        parent = rng.choice([index - 1, rng.randrange(-1, index)]) if branches and index else index - 1
+        parent = (
+            rng.choice([index - 1, rng.randrange(-1, index)]) if branches and index else index - 1
+        )
         token = rng.randrange(num_token_ids)
         depth = depths.get(parent)
         if depth is not None and depth < len(future):
@@ -109,7 +112,9 @@ class Drafter(NoSpeculation):
     A request that is not among them gets drafts at random.
     """
 
-    def __init__(self, outputs: Outputs, seed: int = 0, strategies: Mapping[int, Strategy] | None = None) -> None:
+    def __init__(
+        self, outputs: Outputs, seed: int = 0, strategies: Mapping[int, Strategy] | None = None
+    ) -> None:
         self.outputs = outputs
         self.strategies = strategies  # of the engine
         self.kind: Kind = oracle

@@ -46,12 +46,25 @@ def is_of_this_python() -> bool:
 
 def write(found: dict[str, Record]) -> None:
     """Keeps what is there of files that did not run and still exist."""
-    files = {name: record for name, record in {**read(), **found}.items() if (PATH.parent / name).exists()}
+    files = {
+        name: record
+        for name, record in {**read(), **found}.items()
+        if (PATH.parent / name).exists()
+    }
     keys = ("seconds", "cpu_seconds", "engines", "executables", "compiled")
     totals = {key: round(sum(record.get(key, 0) for record in files.values()), 1) for key in keys}
-    machine = {"cores": os.cpu_count(), "architecture": platform.machine(), "python": platform.python_version()}
-    whole: dict[str, Any] = {"machine": machine, "totals": totals, "files": dict(sorted(files.items()))}
-    lines = json.dumps(whole, indent=1).replace("\n   ", " ").replace("\n  }", " }")  # a file is a line
+    machine = {
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "python": platform.python_version(),
+    }
+    whole: dict[str, Any] = {
+        "machine": machine,
+        "totals": totals,
+        "files": dict(sorted(files.items())),
+    }
+    # a file is a line
+    lines = json.dumps(whole, indent=1).replace("\n   ", " ").replace("\n  }", " }")
     PATH.write_text(lines + "\n")
 
 

@@ -41,11 +41,15 @@ class Head(torch.nn.Module):
         super().__init__()
         config_class, model_class = _DECODERS[layers["model_type"]]
         self.layers = layers
-        self.config = config_class(**{key: value for key, value in layers.items() if key != "model_type"})
+        self.config = config_class(
+            **{key: value for key, value in layers.items() if key != "model_type"}
+        )
         self.config._attn_implementation = "eager"
         self.decoder = model_class(self.config)
         self.decoder.norm = torch.nn.Identity()
-        self.decoder.embed_tokens = torch.nn.Embedding(self.config.vocab_size, self.config.hidden_size)
+        self.decoder.embed_tokens = torch.nn.Embedding(
+            self.config.vocab_size, self.config.hidden_size
+        )
         self.fc = torch.nn.Linear(fused, self.config.hidden_size, bias=fc_bias)
         self.table = torch.nn.Linear(self.config.hidden_size, rows, bias=False)
         self.seed = seed
@@ -68,16 +72,24 @@ class Head(torch.nn.Module):
         }
         for name in names:
             module, tensor = tables[name]
-            module.weight = torch.nn.Parameter(torch.tensor(target[tensor]).double(), requires_grad=False)
+            module.weight = torch.nn.Parameter(
+                torch.tensor(target[tensor]).double(), requires_grad=False
+            )
 
     def run(self, embedded: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return self.decoder(inputs_embeds=hidden[None], use_cache=False).last_hidden_state[0]
 
     def tensors(self) -> dict[str, np.ndarray]:
         """As the files call them, tables included."""
-        names = {"decoder.embed_tokens.weight": "embed_tokens.weight", "table.weight": "lm_head.weight"}
+        names = {
+            "decoder.embed_tokens.weight": "embed_tokens.weight",
+            "table.weight": "lm_head.weight",
+        }
         state = self.state_dict()
-        return {names.get(name, name.removeprefix("decoder.")): value.float().numpy() for name, value in state.items()}
+        return {
+            names.get(name, name.removeprefix("decoder.")): value.float().numpy()
+            for name, value in state.items()
+        }
 
 
 class Eagle(Head):
@@ -85,7 +97,9 @@ class Eagle(Head):
 
     def __init__(self, *, fc_bias: bool = True, seed: int = 1, **layers: Any):
         layers = {**LAYERS, **layers}
-        super().__init__(layers, 2 * layers["hidden_size"], fc_bias=fc_bias, rows=layers["vocab_size"], seed=seed)
+        super().__init__(
+            layers, 2 * layers["hidden_size"], fc_bias=fc_bias, rows=layers["vocab_size"], seed=seed
+        )
         self.decoder.layers[0].input_layernorm = torch.nn.Identity()
         self.drawn()
 
@@ -132,7 +146,11 @@ class Eagle3(Head):
         self.hidden_norm, self.input_layernorm = norm(width, 1e-3), norm(width, 1e-3)
         self.norm = norm(width, 1e-3)
         self.input_norm = norm(fused, 1e-3) if norm_before_fc else None
-        self.fc_norm = torch.nn.ModuleList([norm(target_width, 1e-3) for _ in range(num_states)]) if fc_norm else None
+        self.fc_norm = (
+            torch.nn.ModuleList([norm(target_width, 1e-3) for _ in range(num_states)])
+            if fc_norm
+            else None
+        )
         first = self.decoder.layers[0]
         first.input_layernorm = _Both(self)
         for part in ("q_proj", "k_proj", "v_proj"):
@@ -148,29 +166,42 @@ class Eagle3(Head):
         fused = fused if self.input_norm is None else self.input_norm(fused)
         if self.fc_norm is not None:
             parts = fused.chunk(len(self.fc_norm), -1)
-            fused = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+            fused = torch.cat(
+                [norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1
+            )
         return self.fc(fused).numpy()
 
     @torch.no_grad()
     def forward(self, token_ids: np.ndarray, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Outputs (the features of the next places) and logits over the head's own tokens."""
-        self.embedded, hidden = self.decoder.embed_tokens(torch.tensor(token_ids)), torch.tensor(features)
-        output = self.run(self.embedded, self.hidden_norm(hidden) if self.norm_before_residual else hidden)
+        self.embedded, hidden = (
+            self.decoder.embed_tokens(torch.tensor(token_ids)),
+            torch.tensor(features),
+        )
+        output = self.run(
+            self.embedded, self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        )
         normed = self.norm(output)
         return (normed if self.norm_output else output).numpy(), self.table(normed).numpy()
 
     def tensors(self) -> dict[str, np.ndarray]:
         outer = ("hidden_norm.", "input_layernorm.")
         return {
-            f"layers.0.{name}" if name.startswith(outer) else name: value for name, value in super().tensors().items()
+            f"layers.0.{name}" if name.startswith(outer) else name: value
+            for name, value in super().tensors().items()
         }
 
 
 def write(
-    directory: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], without: tuple[str, ...] = ()
+    directory: Path,
+    config: dict[str, Any],
+    tensors: dict[str, np.ndarray],
+    without: tuple[str, ...] = (),
 ) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    kept = {name: np.ascontiguousarray(value) for name, value in tensors.items() if name not in without}
+    kept = {
+        name: np.ascontiguousarray(value) for name, value in tensors.items() if name not in without
+    }
     save_file(kept, directory / "model.safetensors")
     return directory

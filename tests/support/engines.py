@@ -39,20 +39,33 @@ LLAMA = {
 }
 
 QWEN3_5 = {
-    **{**LLAMA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 16},
+    **{
+        **LLAMA,
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "head_dim": 16,
+    },
     **{"num_hidden_layers": 3, "full_attention_interval": 3, "partial_rotary_factor": 0.5},
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 
-# The geometries of the tests. Engines of a model share what is compiled for one, also those with fewer blocks (see `make_llm`) or with 16
-# tokens, whose shapes are among those of 64. Other numbers are shapes of their own: a test needs a reason for them.
+# The geometries of the tests. Engines of a model share what is compiled for one, also those with
+# fewer blocks (see `make_llm`) or with 16 tokens, whose shapes are among those of 64. Other numbers
+# are shapes of their own: a test needs a reason for them.
 PLAIN = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256}
 BLOCKS_OF_16 = {**PLAIN, "block_size": 16, "num_blocks": 129}
 BLOCKS_OF_4 = {**PLAIN, "block_size": 4, "num_blocks": 513}
 BLOCKS_OF_1 = {**PLAIN, "block_size": 1, "num_blocks": 1025}
 WIDE = {**PLAIN, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-SMALL_POOL = {"num_blocks": 17, "max_num_batched_tokens": 16}  # one sequence of the longest, or a few until they grow
-# Engines that differ in what must not matter to a request; that of the window is for a model that has one.
+# one sequence of the longest, or a few until they grow
+SMALL_POOL = {"num_blocks": 17, "max_num_batched_tokens": 16}
+# Engines that differ in what must not matter to a request; that of the window is for a model that
+# has one.
 ENGINES = {
     "recompute": SMALL_POOL,
     "swap": {**SMALL_POOL, "preemption_mode": "swap", "enable_prefix_caching": False},
@@ -66,7 +79,9 @@ ENGINES = {
     "window": {**SMALL_POOL, "preemption_mode": "swap"},
 }
 
-_DEVICE_BLOCKS = {each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)}
+_DEVICE_BLOCKS = {
+    each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)
+}
 _WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
 
 
@@ -94,10 +109,14 @@ class _RoomyPages:
     def __getattr__(self, name: str) -> Any:
         return getattr(kv_pages, name)
 
-    def page_shapes(self, kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any) -> kv_pages.KVPages:
+    def page_shapes(
+        self, kv: KVSpec, num_blocks: list[int], block_size: int, dtype: Any
+    ) -> kv_pages.KVPages:
         self._asked = kv_pages.page_shapes(kv, num_blocks, block_size, dtype)
         least = _DEVICE_BLOCKS.get(block_size, 0) if len(set(num_blocks)) == 1 else 0
-        return kv_pages.page_shapes(kv, [max(count, least) for count in num_blocks], block_size, dtype)
+        return kv_pages.page_shapes(
+            kv, [max(count, least) for count in num_blocks], block_size, dtype
+        )
 
     def num_bytes(self, pages: kv_pages.KVPages) -> int:
         """Of what was asked: it goes into the table of the memory."""
@@ -142,7 +161,9 @@ def invariants(llm: LLM) -> None:
     llm._engine.scheduler.check()
     assert stats["num_blocks_free"] == stats["num_blocks_total"]
     assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-    assert not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
+    assert (
+        not llm._engine._strategies and not llm._engine._groups and not llm._engine.metrics.requests
+    )
     assert not llm._driver.turns.live
 
 
@@ -172,10 +193,14 @@ def run_giving_way(engine: Engine, step: int) -> None:
         engine.scheduler.check()
 
 
-def lone_sample(llm: LLM, prompt: list[int], params: SamplingParams, sample_index: int) -> CompletionOutput:
+def lone_sample(
+    llm: LLM, prompt: list[int], params: SamplingParams, sample_index: int
+) -> CompletionOutput:
     """What a request of its own draws with the noise of this sample."""
     engine = llm._engine
-    reporter = engine.add("lone", engine.prepare(None, prompt, dataclasses.replace(params, n=1, best_of=None)))
+    reporter = engine.add(
+        "lone", engine.prepare(None, prompt, dataclasses.replace(params, n=1, best_of=None))
+    )
     (group,) = engine.scheduler.waiting
     group.sequences[0].sample_index = sample_index
     while engine.has_unfinished:

@@ -20,21 +20,26 @@ import pytest
 
 from jaxpage.device import executables
 
-# XLA compiles five times as fast, to code that takes two or three times as long: tiny models run for less time than they are compiled.
-# One part for each module: fewer memory maps, and two processes on two cores have no use for more.
-# An option, what tests set (in XLA_FLAGS, so child processes have it too), and what users have.
+# XLA compiles five times as fast, to code that takes two or three times as long: tiny models run
+# for less time than they are compiled. One part for each module: fewer memory maps, and two
+# processes on two cores have no use for more. An option, what tests set (in XLA_FLAGS, so child
+# processes have it too), and what users have.
 _OPTIONS: dict[str, tuple[Any, Any]] = {
     "xla_backend_optimization_level": (0, 3),
     "xla_cpu_parallel_codegen_split_count": (1, 32),
 }
 if jax.__version_info__ < (0, 11, 0):  # later ones have no such option
     _OPTIONS["xla_cpu_use_fusion_emitters"] = (False, True)
-UNOPTIMIZED_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, (value, _) in _OPTIONS.items())
+UNOPTIMIZED_FLAGS = " ".join(
+    f"--{name}={str(value).lower()}" for name, (value, _) in _OPTIONS.items()
+)
 _AS_FOR_USERS = {name: value for name, (_, value) in _OPTIONS.items()}
-MOST_MAPS = 35_000  # of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
+# of memory: an executable of XLA on CPU takes 250 to 430 or more, and Linux gives a process 65,530
+MOST_MAPS = 35_000
 _COMPILERS = [name for name in vars(executables) if name.startswith("_compile_")]
 _OURS = {
-    f"{executables.__name__}.{name}" for name in (*_COMPILERS, "compiled", "_workspace_bytes", "Executables.__init__")
+    f"{executables.__name__}.{name}"
+    for name in (*_COMPILERS, "compiled", "_workspace_bytes", "Executables.__init__")
 }
 _REAL_WORKSPACE_BYTES = executables._workspace_bytes
 _TRACED = ("jaxpage.device", "jaxpage.layers", "jaxpage.models", "pallas_kernels")
@@ -108,19 +113,35 @@ class SharedExecutables:
                 patch.setattr(executables, "compiled", _as_for_users)
             for name in _COMPILERS:
                 compile_one = getattr(executables, name)
-                patch.setattr(executables, name, functools.partial(self._get, counts, (optimized, name), compile_one))
+                patch.setattr(
+                    executables,
+                    name,
+                    functools.partial(self._get, counts, (optimized, name), compile_one),
+                )
             patch.setattr(executables, "_workspace_bytes", _workspace_bytes)
             yield counts
 
-    def _get(self, counts: Counts, kind: object, compile_one: Callable[..., Any], *arguments: Any) -> Any:
+    def _get(
+        self, counts: Counts, kind: object, compile_one: Callable[..., Any], *arguments: Any
+    ) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
-        shapes = tuple((leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+        shapes = tuple(
+            (leaf.shape, str(leaf.dtype)) if hasattr(leaf, "dtype") else leaf for leaf in leaves
+        )
         changed = dict(self._changed_code())
         key = kind, tree, shapes, frozenset((where, id(value)) for where, value in changed.items())
-        find = functools.partial(self._find, counts, key, changed, functools.partial(compile_one, *arguments))
+        find = functools.partial(
+            self._find, counts, key, changed, functools.partial(compile_one, *arguments)
+        )
         return WhenUsed(find) if _made_when_used else find()
 
-    def _find(self, counts: Counts, key: object, changed: dict[str, object], compile_one: Callable[[], Any]) -> Any:
+    def _find(
+        self,
+        counts: Counts,
+        key: object,
+        changed: dict[str, object],
+        compile_one: Callable[[], Any],
+    ) -> Any:
         if (now := dict(self._changed_code())) != changed:
             raise RuntimeError(
                 f"compiled when used, which is too late: {now.keys() ^ changed.keys()} changed since the engine was made"
@@ -132,7 +153,8 @@ class SharedExecutables:
         counts.compiled += 1
         executable = compile_one()
         dict(self._changed_code())  # modules that were imported on the way are as they should be
-        self._kept[key] = executable, changed  # so that no other object gets the id of one that was changed
+        # so that no other object gets the id of one that was changed
+        self._kept[key] = executable, changed
         if _num_maps() > MOST_MAPS:
             for _ in range(len(self._kept) // 4):
                 self._kept.popitem(last=False)

@@ -32,12 +32,16 @@ NUM_TOKEN_IDS = 40
 NOTHING = -1
 
 
-def draw(context: Iterable[int], seed: int, sample_index: int, suppressed: Iterable[int] = ()) -> int:
+def draw(
+    context: Iterable[int], seed: int, sample_index: int, suppressed: Iterable[int] = ()
+) -> int:
     """The token that follows `context`: a function of the context and the noise key alone."""
     banned = set(suppressed)
     for attempt in itertools.count():
         key = f"{list(context)} {seed} {sample_index} {attempt}"
-        token_id = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % NUM_TOKEN_IDS
+        token_id = (
+            int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest()) % NUM_TOKEN_IDS
+        )
         if token_id not in banned:
             return token_id
     raise AssertionError
@@ -67,7 +71,9 @@ def make_group(
     return SequenceGroup(request, [Sequence(sequence_id, 0, len(token_ids), list(token_ids))])
 
 
-def make_beam_group(request_id: str, first_id: int, prompt: Iterable[int], beam: BeamSearchParams) -> SequenceGroup:
+def make_beam_group(
+    request_id: str, first_id: int, prompt: Iterable[int], beam: BeamSearchParams
+) -> SequenceGroup:
     """Its forks take the ids that follow the first."""
     token_ids = tuple(prompt)
     assert beam.max_tokens is not None
@@ -75,14 +81,18 @@ def make_beam_group(request_id: str, first_id: int, prompt: Iterable[int], beam:
         request_id=request_id,
         prompt=None,
         prompt_token_ids=token_ids,
-        params=SamplingParams(temperature=0.0, max_tokens=beam.max_tokens, stop_token_ids=beam.stop_token_ids),
+        params=SamplingParams(
+            temperature=0.0, max_tokens=beam.max_tokens, stop_token_ids=beam.stop_token_ids
+        ),
         seed=0,
         eos_token_ids=frozenset({EOS}),
         max_total_tokens=len(token_ids) + beam.max_tokens,
         beam=beam,
     )
     reserved = tuple(range(first_id, first_id + request.num_sequence_ids))
-    return SequenceGroup(request, [Sequence(first_id, 0, len(token_ids), list(token_ids))], reserved_ids=reserved)
+    return SequenceGroup(
+        request, [Sequence(first_id, 0, len(token_ids), list(token_ids))], reserved_ids=reserved
+    )
 
 
 def alone(request: Request, sample_index: int = 0, window: int | None = None) -> list[int]:
@@ -110,7 +120,10 @@ def score(context: Iterable[int], token_id: int) -> TokenLogprobs:
 def scores_alone(request: Request, window: int | None = None) -> list[TokenLogprobs]:
     """What the tokens of the prompt must get, all but the first."""
     prompt = request.prompt_token_ids
-    return [score(prompt[max(0, place - (window or place)) : place], prompt[place]) for place in range(1, len(prompt))]
+    return [
+        score(prompt[max(0, place - (window or place)) : place], prompt[place])
+        for place in range(1, len(prompt))
+    ]
 
 
 def ends(request: Request, known: list[int]) -> bool:
@@ -133,7 +146,9 @@ class FakeDevice:
     sees must stand in each, as far back as the group sees.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, windows: tuple[int | None, ...] = (None,)
+    ) -> None:
         """windows: of each cache group, the first of which sees most."""
         self.block_size = block_size
         self.window, *self.further_windows = windows
@@ -154,7 +169,9 @@ class FakeDevice:
             slots, contexts = self.host[host_block]
             self.slots[block], self.contexts[block] = slots.copy(), contexts.copy()
 
-    def write(self, table: tuple[int, ...], start: int, token_ids: Iterable[int], root: object = None) -> None:
+    def write(
+        self, table: tuple[int, ...], start: int, token_ids: Iterable[int], root: object = None
+    ) -> None:
         context = self.context(table, start, root)
         for position, token_id in enumerate(token_ids, start):
             block, slot = table[position // self.block_size], position % self.block_size
@@ -166,12 +183,17 @@ class FakeDevice:
 
     def read_window(self, table: tuple[int, ...], num_tokens: int, window: int | None) -> list[int]:
         first = max(0, num_tokens - window) if window else 0
-        return [self.slots[table[p // self.block_size]][p % self.block_size] for p in range(first, num_tokens)]
+        return [
+            self.slots[table[p // self.block_size]][p % self.block_size]
+            for p in range(first, num_tokens)
+        ]
 
     def context(self, table: tuple[int, ...], num_tokens: int, root: object = None) -> int:
         if num_tokens == 0:
             return context_of([], root)
-        return self.contexts[table[(num_tokens - 1) // self.block_size]][(num_tokens - 1) % self.block_size]
+        return self.contexts[table[(num_tokens - 1) // self.block_size]][
+            (num_tokens - 1) % self.block_size
+        ]
 
     def write_drafts(self, row: Row, table: tuple[int, ...]) -> None:
         """Of a row with drafts, those: each in the slot of its place, and behind its parent."""
@@ -180,7 +202,10 @@ class FakeDevice:
         for place, parent in enumerate(row.parents, 1):
             contexts.append(hash((contexts[parent], row.token_ids[place])))
             block, slot = self.place(table, row.start + place)
-            self.slots[block][slot], self.contexts[block][slot] = row.token_ids[place], contexts[place]
+            self.slots[block][slot], self.contexts[block][slot] = (
+                row.token_ids[place],
+                contexts[place],
+            )
 
     def verify(self, row: Row, drawn: list[int]) -> list[int]:
         """From what was drawn behind each token of a row: the tokens that are right, one behind the other, moved to where they belong."""
@@ -205,7 +230,9 @@ class FakeDevice:
     def run(self, plan: StepPlan, roots: Mapping[int, object]) -> list[tuple[Sample, int, bool]]:
         """Swaps, copies, then all writes, then all draws. Returns the draws that count, and whether a draft was just that."""
         for moves in (plan.swap_out, plan.swap_in, plan.copies):
-            assert len({destination for _, destination in moves}) == len(moves), "a block is a destination twice"
+            assert len({destination for _, destination in moves}) == len(moves), (
+                "a block is a destination twice"
+            )
         self.swap(plan)
         self.copy(plan.copies)
         for row in plan.rows:
@@ -225,11 +252,15 @@ class FakeDevice:
             assert sample.position == num_known + len(path)
             context = self.read(row.block_tables[0], num_known)
             for table, window in zip(row.block_tables[1:], self.further_windows, strict=True):
-                assert self.read_window(table, num_known, window) == context[-window:], "cache groups differ"
+                assert self.read_window(table, num_known, window) == context[-window:], (
+                    "cache groups differ"
+                )
             context = [*context, *path[::-1]]
             context = context[-self.window :] if self.window else context
             stops = sample.params.stop_token_ids if sample.is_early else ()
-            token_id = draw(context, sample.seed, sample.sample_index, {*sample.suppressed_token_ids, *stops})
+            token_id = draw(
+                context, sample.seed, sample.sample_index, {*sample.suppressed_token_ids, *stops}
+            )
             drawn.setdefault(sample.row, []).append((sample, token_id))
         counted = []
         for index, draws in drawn.items():
@@ -251,7 +282,10 @@ class Driver:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         manager = scheduler.block_manager
-        num_blocks, windows = manager.groups[-1].pool.num_blocks, (group.sliding_window for group in manager.groups)
+        num_blocks, windows = (
+            manager.groups[-1].pool.num_blocks,
+            (group.sliding_window for group in manager.groups),
+        )
         self.device = FakeDevice(num_blocks, manager.block_size, tuple(windows))
         self.new_sequence_id = itertools.count(1_000_000).__next__
         self.plans: list[StepPlan] = []
@@ -290,17 +324,27 @@ class Driver:
             group, sequence = sequences[parent_id]
             if request := group.request.beam and group.request:
                 context = self.device.read(plan.rows[sample.row].block_tables[0], sample.position)
-                candidates = likeliest(random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0)
-                draws.setdefault(request.request_id, []).append(Draw(parent_id, candidates.token_id, candidates))
+                candidates = likeliest(
+                    random_logprobs(tuple(context), NUM_TOKEN_IDS), request.num_logprobs or 0
+                )
+                draws.setdefault(request.request_id, []).append(
+                    Draw(parent_id, candidates.token_id, candidates)
+                )
                 if request.request_id not in self.searches:
-                    self.searches[request.request_id] = BeamStrategy(request, group.reserved_ids, NoText)
+                    self.searches[request.request_id] = BeamStrategy(
+                        request, group.reserved_ids, NoText
+                    )
             elif sample.sequence_id != parent_id:
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
-                edits += self.appended(group.request, sequence.token_ids, sample.sequence_id, token_id)
+                edits += self.appended(
+                    group.request, sequence.token_ids, sample.sequence_id, token_id
+                )
             elif plan.rows[sample.row].parents:
                 drawn = behind.setdefault(parent_id, [])
                 if parent_id not in ended:
-                    new = self.appended(group.request, [*sequence.token_ids, *drawn], parent_id, token_id)
+                    new = self.appended(
+                        group.request, [*sequence.token_ids, *drawn], parent_id, token_id
+                    )
                     edits += [replace(new[0], drafted=drafted), *new[1:]]  # type: ignore[type-var]
                     ended |= {parent_id} if new[1:] else set()
                     drawn.append(token_id)
@@ -337,19 +381,30 @@ class Driver:
                 token_ids=row.token_ids[: len(row.token_ids) - len(row.parents)],
                 parents=(),
                 block_tables=tuple(
-                    table[: len(bare)] for table, bare in zip(row.block_tables, other.block_tables, strict=True)
+                    table[: len(bare)]
+                    for table, bare in zip(row.block_tables, other.block_tables, strict=True)
                 ),
             )
             for row, other in zip(plan.rows, without.rows, strict=True)
         ]
-        samples = [sample for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
-        assert replace(plan, rows=tuple(bare), samples=tuple(samples)) == without, "a draft is in somebody's way"
+        samples = [
+            sample
+            for sample in plan.samples
+            if not (plan.rows[sample.row].parents and sample.offset)
+        ]
+        assert replace(plan, rows=tuple(bare), samples=tuple(samples)) == without, (
+            "a draft is in somebody's way"
+        )
         return plan
 
-    def _check_row(self, tables: tuple[tuple[int, ...], ...], known: list[int], root: object) -> None:
+    def _check_row(
+        self, tables: tuple[tuple[int, ...], ...], known: list[int], root: object
+    ) -> None:
         windows = (self.device.window, *self.device.further_windows)
         for table, window in zip(tables, windows, strict=True):
-            assert self.device.read_window(table, len(known), window) == (known[-window:] if window else known)
+            assert self.device.read_window(table, len(known), window) == (
+                known[-window:] if window else known
+            )
             assert self.device.context(table, len(known), root) == context_of(known, root), (
                 "computed behind another prefix"
             )
@@ -359,7 +414,10 @@ class Driver:
         edits: list[Edit] = []
         for row in plan.rows:
             first = row.start + row.first_scored + 1
-            scored = [score(self.device.read(row.block_tables[0], p), t) for p, t in enumerate(row.scored, first)]
+            scored = [
+                score(self.device.read(row.block_tables[0], p), t)
+                for p, t in enumerate(row.scored, first)
+            ]
             if scored:
                 assert first + len(scored) <= row.context_length + 1, "a score before its logits"
                 edits.append(Score(row.sequence_id, first, tuple(scored)))
@@ -388,33 +446,48 @@ class Driver:
             for sample_index in range(1, request.params.n):
                 child_id = self.new_sequence_id()
                 edits.append(Fork(sequence.sequence_id, child_id, sample_index))
-                seen = sequence.token_ids[-self.device.window :] if self.device.window else sequence.token_ids
+                seen = (
+                    sequence.token_ids[-self.device.window :]
+                    if self.device.window
+                    else sequence.token_ids
+                )
                 drawn[child_id] = draw(seen, request.seed, sample_index, banned)
         for sequence_id, token in drawn.items():
             edits += self.appended(request, sequence.token_ids, sequence_id, token)
         return edits
 
-    def appended(self, request: Request, known: list[int], sequence_id: int, token_id: int) -> list[Edit]:
+    def appended(
+        self, request: Request, known: list[int], sequence_id: int, token_id: int
+    ) -> list[Edit]:
         edits: list[Edit] = [Append(sequence_id, token_id)]
         if ends(request, [*known, token_id]):
-            edits.append(Finish(sequence_id, "stop" if token_id in request.eos_token_ids else "length"))
+            edits.append(
+                Finish(sequence_id, "stop" if token_id in request.eos_token_ids else "length")
+            )
         return edits
 
     def _check_preemption(self, plan: StepPlan, before: tuple[SequenceGroup, ...]) -> None:
-        gave_way = [group.request.request_id for group in before][len(before) - len(plan.preempted) :]
+        gave_way = [group.request.request_id for group in before][
+            len(before) - len(plan.preempted) :
+        ]
         assert list(plan.preempted) == gave_way[::-1], "the highest ranks are preempted first"
         assert {group.request.request_id for group in before} <= {
             *plan.preempted,
             *(group.request.request_id for group in self.scheduler.running),
         }, "somebody was preempted and is not named"
-        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), "the first was preempted"
+        assert self.scheduler.num_running > 0 and len(plan.preempted) < max(1, len(before)), (
+            "the first was preempted"
+        )
         assert not (plan.preempted and plan.swap_in), "a step admits or preempts, never both"
         in_step = {row.sequence_id for row in plan.rows}
         assert not in_step & {s.sequence_id for g in self.scheduler.waiting for s in g.sequences}
         first = self.scheduler.running[0]
         whose, missed = self._steps_missed
         missed = missed + 1 if whose is first else 1
-        self._steps_missed = first, 0 if in_step & {s.sequence_id for s in first.sequences} else missed
+        self._steps_missed = (
+            first,
+            0 if in_step & {s.sequence_id for s in first.sequences} else missed,
+        )
         assert self._steps_missed[1] <= 1, "the first stands still"
 
 
@@ -422,11 +495,16 @@ def check_cached(manager: BlockManager, device: FakeDevice) -> None:
     """Asserts that every block of the prefix index holds what the index says, to the last slot."""
     for block in manager.groups[0].pool.kept_blocks():
         assert manager.cached is not None
-        assert tuple(device.slots[block]) == manager.cached.index.entry(block).token_ids, f"block {block} lies"
+        assert tuple(device.slots[block]) == manager.cached.index.entry(block).token_ids, (
+            f"block {block} lies"
+        )
 
 
 def check_limits(
-    plan: StepPlan, scheduler: Scheduler, sequences: dict[int, Sequence], requests: dict[int, Request]
+    plan: StepPlan,
+    scheduler: Scheduler,
+    sequences: dict[int, Sequence],
+    requests: dict[int, Request],
 ) -> None:
     """Asserts that the backend's shapes hold the plan, that its parts fit together, and that nobody writes where others read."""
     limits, manager = scheduler.limits, scheduler.block_manager
@@ -436,15 +514,25 @@ def check_limits(
     num_rows = max(len(lengths), 0 if plan.verifies else len(plan.samples))
     if plan.verifies:
         holds = [rows >= num_rows and length >= max(lengths) for rows, length in limits.verified]
-        assert any(holds) and [len(row.token_ids) - len(row.parents) for row in plan.rows] == [1] * len(lengths)
+        assert any(holds) and [len(row.token_ids) - len(row.parents) for row in plan.rows] == [
+            1
+        ] * len(lengths)
         assert limits.trees or not plan.branches
-        stream = [(index, offset) for index, length in enumerate(lengths) for offset in range(length)]
-        assert [(sample.row, sample.offset) for sample in plan.samples] == stream, "a token without a draw behind it"
+        stream = [
+            (index, offset) for index, length in enumerate(lengths) for offset in range(length)
+        ]
+        assert [(sample.row, sample.offset) for sample in plan.samples] == stream, (
+            "a token without a draw behind it"
+        )
     elif max(lengths) == 1 and not any(row.scored for row in plan.rows):
         assert num_rows <= limits.max_rows
     else:
         assert sum(lengths) <= limits.max_tokens and num_rows <= limits.max_chunk_rows
-        decoding = [row for row in plan.rows if sequences[row.sequence_id].num_pending_tokens == 1 and row.start > 0]
+        decoding = [
+            row
+            for row in plan.rows
+            if sequences[row.sequence_id].num_pending_tokens == 1 and row.start > 0
+        ]
         assert limits.mixed or not decoding, "decoding rows in a step with prompts"
     reaching = {}
     for index, row in enumerate(plan.rows):
@@ -453,26 +541,40 @@ def check_limits(
         known_until = row.context_length - len(row.parents)
         for group, table in zip(manager.groups, row.block_tables, strict=True):
             num_passed, window = table.count(0), group.sliding_window
-            assert num_passed == 0 or (window is not None and num_passed * block_size <= row.start - window + 1), (
-                "a hole"
-            )
+            assert num_passed == 0 or (
+                window is not None and num_passed * block_size <= row.start - window + 1
+            ), "a hole"
             written = table[row.start // block_size : manager.blocks_for(row.context_length)]
             assert len(written) == manager.blocks_for(row.context_length) - row.start // block_size
-            assert all(group.pool.is_writable(block) for block in written), "written to a block that others have"
+            assert all(group.pool.is_writable(block) for block in written), (
+                "written to a block that others have"
+            )
         request = requests[row.sequence_id]
         assert row.context_length < request.max_total_tokens, "a token that is never wanted"
         assert not (request.beam and row.parents), "a beam has drafts"
-        assert row.token_ids[: known_until - row.start] == tuple(sequence.token_ids[row.start : known_until])
+        assert row.token_ids[: known_until - row.start] == tuple(
+            sequence.token_ids[row.start : known_until]
+        )
         if known_until == sequence.num_known_tokens:
             reaching[index] = row.sequence_id
-    own = {sample.row: sample.sequence_id for sample in plan.samples}  # the last draw of a row is its own sequence's
-    first = [sample.sequence_id for sample in plan.samples if not (plan.rows[sample.row].parents and sample.offset)]
+    # the last draw of a row is its own sequence's
+    own = {sample.row: sample.sequence_id for sample in plan.samples}
+    first = [
+        sample.sequence_id
+        for sample in plan.samples
+        if not (plan.rows[sample.row].parents and sample.offset)
+    ]
     assert own == reaching and len(set(first)) == len(first)
     queue = scheduler._requests._queue
     first_come = isinstance(queue, FirstCome) and not isinstance(queue, ByPriority)
     order = {sequence_id: place if first_come else 0 for place, sequence_id in enumerate(sequences)}
     decoding_first = []
     for row in plan.rows:
-        if row.start or len(row.token_ids) > 1:  # a prompt of one token may be taken for either kind
-            decoding_first.append((sequences[row.sequence_id].num_pending_tokens > 1, order[row.sequence_id]))
-    assert decoding_first == sorted(decoding_first), "single tokens first, each kind in order of arrival"
+        # a prompt of one token may be taken for either kind
+        if row.start or len(row.token_ids) > 1:
+            decoding_first.append(
+                (sequences[row.sequence_id].num_pending_tokens > 1, order[row.sequence_id])
+            )
+    assert decoding_first == sorted(decoding_first), (
+        "single tokens first, each kind in order of arrival"
+    )

@@ -54,7 +54,11 @@ class FakeLLM:
                 index=0, text=text, token_ids=[index], finish_reason="stop" if index else None
             )
             yield RequestOutput(
-                request_id="0", prompt=None, prompt_token_ids=[1], outputs=[completion], finished=bool(index)
+                request_id="0",
+                prompt=None,
+                prompt_token_ids=[1],
+                outputs=[completion],
+                finished=bool(index),
             )
 
     def stats(self) -> dict[str, Any]:

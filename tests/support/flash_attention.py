@@ -31,9 +31,17 @@ def flash_mha_with_kvcache(
 ):
     """q: (batch, queries, heads, width). Pages: (blocks, block size, key/value heads, width). Lengths: (batch,)."""
     unused = (k, v, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin)
-    assert all(each is None for each in unused) and window_size == (-1, -1) and isinstance(softmax_scale, float)
+    assert (
+        all(each is None for each in unused)
+        and window_size == (-1, -1)
+        and isinstance(softmax_scale, float)
+    )
     assert q.dtype == k_cache.dtype == v_cache.dtype and q.dtype in (jnp.bfloat16, jnp.float16)
-    assert q.ndim == k_cache.ndim == 4 and k_cache.shape == v_cache.shape and q.shape[3] == k_cache.shape[3] == 128
+    assert (
+        q.ndim == k_cache.ndim == 4
+        and k_cache.shape == v_cache.shape
+        and q.shape[3] == k_cache.shape[3] == 128
+    )
     assert page_table.dtype == cache_seqlens.dtype == jnp.int32
     assert page_table.shape[0] == cache_seqlens.shape[0] == q.shape[0]
     assert num_splits == 1, "with more, how many a row gets depends on the other rows"
@@ -43,7 +51,10 @@ def flash_mha_with_kvcache(
         return _attend(*(np.asarray(array) for array in arrays), softmax_scale)
 
     batch, queries, heads, _ = q.shape
-    shapes = jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32)
+    shapes = (
+        jax.ShapeDtypeStruct(q.shape, q.dtype),
+        jax.ShapeDtypeStruct((batch, heads, queries), jnp.float32),
+    )
     out, lse = jax.pure_callback(run, shapes, q, k_cache, v_cache, cache_seqlens, page_table)
     return (out, lse) if return_softmax_lse else out
 
@@ -58,16 +69,21 @@ def _attend(q, k_pages, v_pages, lengths, tables, scale):
         blocks = tables[row, : -(-length // block_size)]
         assert ((blocks >= 0) & (blocks < num_blocks)).all()
         keys, values = (
-            pages[blocks].reshape(-1, kv_heads, width)[:length].astype(np.float32) for pages in (k_pages, v_pages)
+            pages[blocks].reshape(-1, kv_heads, width)[:length].astype(np.float32)
+            for pages in (k_pages, v_pages)
         )
         seen = np.arange(length)[None, :] <= np.arange(length - queries, length)[:, None]
         for head in range(heads if length else 0):
             kv_head = head // (heads // kv_heads)
-            scores = np.where(seen, q[row, :, head].astype(np.float32) @ keys[:, kv_head].T * scale, -np.inf)
+            scores = np.where(
+                seen, q[row, :, head].astype(np.float32) @ keys[:, kv_head].T * scale, -np.inf
+            )
             top = scores.max(axis=1, keepdims=True)
             weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
             total = weights.sum(axis=1)
-            out[row, :, head] = weights @ values[:, kv_head] / np.where(total == 0, 1, total)[:, None]
+            out[row, :, head] = (
+                weights @ values[:, kv_head] / np.where(total == 0, 1, total)[:, None]
+            )
             with np.errstate(divide="ignore"):
                 lse[row, head] = np.where(total == 0, -np.inf, top[:, 0] + np.log(total))
     return out.astype(q.dtype), lse

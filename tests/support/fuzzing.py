@@ -58,7 +58,14 @@ DRAFTING: tuple[dict[str, Any] | None, ...] = (
     {"method": "medusa", "model": "demo/medusa", "num_speculative_tokens": 3},
     {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 3},
 )
-SHARED = ("dtype", "kv_cache_dtype", "enable_lora", "max_lora_rank", "max_loras", "tensor_parallel_reduction")
+SHARED = (
+    "dtype",
+    "kv_cache_dtype",
+    "enable_lora",
+    "max_lora_rank",
+    "max_loras",
+    "tensor_parallel_reduction",
+)
 MAX_LENGTH = 96  # tokens of the longest request, so that a small pool still holds one
 PLAIN = {"max_model_len": MAX_LENGTH, "enable_prefix_caching": False, "enable_mixed_steps": False}
 
@@ -85,13 +92,19 @@ class Ask:
 
     def alone(self) -> Ask:
         """Returns the request without what concerns its place among others, which changes no result."""
-        kept = {name: value for name, value in self.params.items() if name not in ("priority", "user", "cache_salt")}
+        kept = {
+            name: value
+            for name, value in self.params.items()
+            if name not in ("priority", "user", "cache_salt")
+        }
         return dataclasses.replace(self, params=kept)
 
     @property
     def key(self) -> str:
         """Returns what decides the result of the request."""
-        return json.dumps([self.prompt, self.alone().params, self.beams, self.adapter], sort_keys=True)
+        return json.dumps(
+            [self.prompt, self.alone().params, self.beams, self.adapter], sort_keys=True
+        )
 
     @property
     def streamable(self) -> bool:
@@ -117,20 +130,32 @@ class Case:
             adapter = f"  # with LoRA adapter {ask.adapter}" if ask.adapter else ""
             lines.append(f"ask{index} = {list(ask.prompt)!r}, {kind}({values}){adapter}")
         for name, *arguments in self.calls:
-            named = [f"ask{one}" for one in np.ravel(arguments[0])] if name not in ("pin", "unpin", "reset") else []
+            named = (
+                [f"ask{one}" for one in np.ravel(arguments[0])]
+                if name not in ("pin", "unpin", "reset")
+                else []
+            )
             match name:
                 case "generate":
                     prompts = ", ".join(f"{one}[0]" for one in named)
                     params = ", ".join(f"{one}[1]" for one in named)
                     lines.append(f"print(llm.generate([{prompts}], [{params}], use_tqdm=False))")
                 case "threads":
-                    lines.append(f"# each of {', '.join(named)} by llm.generate in a thread of its own")
+                    lines.append(
+                        f"# each of {', '.join(named)} by llm.generate in a thread of its own"
+                    )
                 case "open":
                     lines.append(f"stream{arguments[0]} = llm.stream(*{named[0]})")
                 case "read":
-                    lines.append(f"for _, chunk in zip(range({arguments[1]}), stream{arguments[0]}): print(chunk)")
+                    lines.append(
+                        f"for _, chunk in zip(range({arguments[1]}), stream{arguments[0]}): print(chunk)"
+                    )
                 case "drop":
-                    lines.append(f"del stream{arguments[0]}" if arguments[1] else f"stream{arguments[0]}.close()")
+                    lines.append(
+                        f"del stream{arguments[0]}"
+                        if arguments[1]
+                        else f"stream{arguments[0]}.close()"
+                    )
                 case "pin":
                     lines.append(f"pin = llm.pin_prefix({list(arguments[0])!r})")
                 case "unpin":
@@ -142,7 +167,11 @@ class Case:
 
 def random_settings(chance: random.Random) -> dict[str, Any]:
     """Returns settings on which the shapes of steps depend."""
-    settings: dict[str, Any] = {**chance.choice(GEOMETRIES), "dtype": "float32", "max_model_len": MAX_LENGTH}
+    settings: dict[str, Any] = {
+        **chance.choice(GEOMETRIES),
+        "dtype": "float32",
+        "max_model_len": MAX_LENGTH,
+    }
     settings["max_num_batched_tokens"] = chance.choice((16, 32, 64))
     settings["num_scheduler_steps"] = chance.choice((1, 2, 4))
     drafting = chance.choice(DRAFTING)
@@ -160,8 +189,11 @@ def random_case(chance: random.Random, shapes: dict[str, Any]) -> Case:
     """Returns a case for an engine of these shapes."""
     settings = dict(shapes)
     longest = -(-MAX_LENGTH // settings["block_size"])
-    if settings["num_blocks"] > 2 * longest and "model" not in settings.get("speculative_config", {}):
-        settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)  # from room for a single request on
+    if settings["num_blocks"] > 2 * longest and "model" not in settings.get(
+        "speculative_config", {}
+    ):
+        # from room for a single request on
+        settings["num_blocks"] = 1 + chance.randint(longest, 3 * longest)
     settings["preemption_mode"] = chance.choice(("auto", "swap", "recompute"))
     settings["scheduling_policy"] = chance.choice(("fcfs", "fcfs", "priority", "fair"))
     if settings["scheduling_policy"] != "priority":
@@ -179,7 +211,8 @@ def random_asks(chance: random.Random, settings: dict[str, Any]) -> Iterator[Ask
     size = settings["block_size"]
     stems = [[chance.randrange(2, 2048) for _ in range(64)] for _ in range(2)]
     for _ in range(chance.randint(2, 7)):
-        # The lengths at which a prefix hit leaves one token, or a block is just full, come up often.
+        # The lengths at which a prefix hit leaves one token, or a block is just full, come up
+        # often.
         length = chance.choice((1, 2, size, size + 1, 2 * size + 1, 33, chance.randint(1, 60)))
         prompt = chance.choice(stems)[: min(length, 60)]
         if chance.random() < 0.3:
@@ -206,7 +239,10 @@ def random_beams(chance: random.Random) -> dict[str, Any]:
 
 def random_sampling(chance: random.Random) -> dict[str, Any]:
     """Returns arguments of `SamplingParams`, each of which is given now and then."""
-    params: dict[str, Any] = {"max_tokens": chance.randint(1, 24), "temperature": chance.choice((0.0, 0.8, 1.5))}
+    params: dict[str, Any] = {
+        "max_tokens": chance.randint(1, 24),
+        "temperature": chance.choice((0.0, 0.8, 1.5)),
+    }
     params["seed"] = chance.randrange(2**40)
     choices: dict[str, Callable[[], Any]] = {
         "n": lambda: chance.randint(2, 3),
@@ -244,7 +280,9 @@ def random_sampling(chance: random.Random) -> dict[str, Any]:
     return params
 
 
-def random_calls(chance: random.Random, asks: Sequence[Ask], settings: dict[str, Any]) -> Iterator[Call]:
+def random_calls(
+    chance: random.Random, asks: Sequence[Ask], settings: dict[str, Any]
+) -> Iterator[Call]:
     """Yields calls in which every request takes part, some of them twice."""
     waiting = [*range(len(asks)), *(index for index in range(len(asks)) if chance.random() < 0.5)]
     chance.shuffle(waiting)
@@ -264,7 +302,11 @@ def random_calls(chance: random.Random, asks: Sequence[Ask], settings: dict[str,
             one = opened.pop(chance.randrange(len(opened)))
             yield chance.choice((("drop", one, False), ("drop", one, True), ("read", one, 10**6)))
         elif kind < 0.93:
-            yield ("unpin",) if is_pinned else ("pin", tuple(chance.choice(asks).prompt[: settings["block_size"] + 3]))
+            yield (
+                ("unpin",)
+                if is_pinned
+                else ("pin", tuple(chance.choice(asks).prompt[: settings["block_size"] + 3]))
+            )
             is_pinned = not is_pinned
         elif kind < 0.95:
             yield ("reset",)
@@ -296,15 +338,20 @@ class Fuzzer:
         self._expected: dict[tuple[str, str], RequestOutput] = {}
         self._num_directories = 0
         self.num_requests = 0
-        self.refused: Counter[str] = Counter()  # by the reason why settings or a request cannot be honoured
-        self.adapters = [LoRARequest(f"adapter{n}", n, str(write_adapter(directory, n))) for n in (1, 2)]
+        # by the reason why settings or a request cannot be honoured
+        self.refused: Counter[str] = Counter()
+        self.adapters = [
+            LoRARequest(f"adapter{n}", n, str(write_adapter(directory, n))) for n in (1, 2)
+        ]
 
     def failure(self, case: Case) -> str:
         """Runs a case and returns what is wrong; "" if nothing is."""
         settings = dict(case.settings)
         if "prefix_cache_directory" in settings:
             self._num_directories += 1
-            settings["prefix_cache_directory"] = str(self.directory / f"prefixes{self._num_directories}")
+            settings["prefix_cache_directory"] = str(
+                self.directory / f"prefixes{self._num_directories}"
+            )
         try:
             # Without threads a case does the same each time, so that it can be shrunk.
             start = any(name == "threads" for name, *_ in case.calls)
@@ -333,16 +380,22 @@ class Fuzzer:
                     return problem
         return ""
 
-    def _called(self, case: Case, run: _Run, name: str, arguments: list[Any]) -> list[tuple[int, RequestOutput]]:
+    def _called(
+        self, case: Case, run: _Run, name: str, arguments: list[Any]
+    ) -> list[tuple[int, RequestOutput]]:
         """Does one call and returns the outputs that it gives at once."""
         match name:
             case "generate":
-                return list(zip(arguments[0], self._generated(case, run.llm, arguments[0]), strict=True))
+                return list(
+                    zip(arguments[0], self._generated(case, run.llm, arguments[0]), strict=True)
+                )
             case "threads":
                 return self._in_threads(case, run.llm, arguments[0])
             case "open":
                 ask = case.asks[arguments[0]]
-                stream = run.llm.stream(list(ask.prompt), ask.made(), lora_request=self._adapter(ask))
+                stream = run.llm.stream(
+                    list(ask.prompt), ask.made(), lora_request=self._adapter(ask)
+                )
                 run.streams[arguments[0]] = stream
                 run.chunks[arguments[0]] = []
             case "read" if arguments[0] in run.streams:
@@ -369,9 +422,13 @@ class Fuzzer:
         adapters = [self._adapter(ask) for ask in asks]
         lora = {"lora_request": adapters} if any(adapters) else {}
         self.num_requests += len(asks)
-        return llm.generate([list(ask.prompt) for ask in asks], [ask.made() for ask in asks], use_tqdm=False, **lora)
+        return llm.generate(
+            [list(ask.prompt) for ask in asks], [ask.made() for ask in asks], use_tqdm=False, **lora
+        )
 
-    def _in_threads(self, case: Case, llm: LLM, indices: Sequence[int]) -> list[tuple[int, RequestOutput]]:
+    def _in_threads(
+        self, case: Case, llm: LLM, indices: Sequence[int]
+    ) -> list[tuple[int, RequestOutput]]:
         found: list[tuple[int, RequestOutput]] = []
         errors: list[Exception] = []
 
@@ -470,7 +527,13 @@ def write_adapter(directory: Path, number: int) -> Path:
     path = directory / f"adapter{number}"
     path.mkdir()
     save_file(tensors, path / "adapter_model.safetensors")
-    adapter = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["o_proj"], "task_type": "CAUSAL_LM"}
+    adapter = {
+        "peft_type": "LORA",
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["o_proj"],
+        "task_type": "CAUSAL_LM",
+    }
     (path / "adapter_config.json").write_text(json.dumps(adapter))
     return path
 
@@ -503,11 +566,20 @@ def smaller_cases(case: Case) -> Iterator[Case]:
                 calls = (*case.calls[:place], batch, *case.calls[place + 1 :])
                 yield with_used_asks(dataclasses.replace(case, calls=calls))
     for name in case.settings:
-        if name not in ("dtype", "block_size", "num_blocks", "max_num_seqs", "max_model_len", *SHARED):
+        if name not in (
+            "dtype",
+            "block_size",
+            "num_blocks",
+            "max_num_seqs",
+            "max_model_len",
+            *SHARED,
+        ):
             settings = {other: value for other, value in case.settings.items() if other != name}
             yield dataclasses.replace(case, settings=settings)
     for place, ask in enumerate(case.asks):
-        smaller = [dataclasses.replace(ask, params=without(ask.params, name)) for name in ask.params]
+        smaller = [
+            dataclasses.replace(ask, params=without(ask.params, name)) for name in ask.params
+        ]
         if len(ask.prompt) > 1:
             smaller.append(dataclasses.replace(ask, prompt=ask.prompt[: len(ask.prompt) // 2]))
         for one in smaller:
@@ -538,7 +610,12 @@ def is_whole(calls: Sequence[Call]) -> bool:
 def with_used_asks(case: Case) -> Case:
     """Returns the case without the requests that no call names."""
     used = sorted(
-        {one for name, *rest in case.calls if name not in ("pin", "unpin", "reset") for one in np.ravel(rest[0])}
+        {
+            one
+            for name, *rest in case.calls
+            if name not in ("pin", "unpin", "reset")
+            for one in np.ravel(rest[0])
+        }
     )
     place = {int(index): number for number, index in enumerate(used)}
     calls = []
@@ -572,7 +649,8 @@ def fuzz(minutes: float, seed: int, *, tolerance: float, tell: Callable[[str], N
                 num_cases += 1
                 if problem := fuzzer.failure(case):
                     tell(f"case {num_cases}: {problem}\nshrinking it")
-                    logging.disable(logging.CRITICAL)  # each try would log the same failed step again
+                    # each try would log the same failed step again
+                    logging.disable(logging.CRITICAL)
                     small = shrunk(case, fuzzer.failure, seconds=60 * minutes)
                     tell(f"\n{fuzzer.failure(small) or problem}\n\n{small.program()}")
                     logging.disable(logging.NOTSET)

@@ -10,7 +10,11 @@ class Gate:
     """Stands before the steps of an engine, and lets so many through."""
 
     def __init__(self, monkeypatch, engine):
-        self.permits, self.entered, self.num_steps = threading.Semaphore(0), threading.Semaphore(0), 0
+        self.permits, self.entered, self.num_steps = (
+            threading.Semaphore(0),
+            threading.Semaphore(0),
+            0,
+        )
         self._step = engine.step
         monkeypatch.setattr(engine, "step", self.step)
 

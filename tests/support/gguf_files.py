@@ -21,7 +21,9 @@ _METADATA = {
     "rms_norm_eps": ("attention.layer_norm_rms_epsilon", "float32"),
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-TEMPLATE = "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+)
 
 
 _OF_GEMMA = {
@@ -59,7 +61,10 @@ def write_gguf(
     found[f"{architecture}.rope.freq_base"] = ("float32", config.get("rope_theta", 10000.0))
     for name, key in _OF_GEMMA.items():
         if name in config:
-            found[f"{architecture}.{key}"] = ("float32" if name.endswith("capping") else "uint32", config[name])
+            found[f"{architecture}.{key}"] = (
+                "float32" if name.endswith("capping") else "uint32",
+                config[name],
+            )
     if architecture == "llama":
         found["llama.rope.dimension_count"] = ("uint32", head_width)
     for key, (type_, value) in {**found, **(metadata or {})}.items():
@@ -90,7 +95,9 @@ def add_tensor(writer: gguf.GGUFWriter, name: str, values: np.ndarray, kind: str
     writer.add_tensor(name, data, raw_dtype=number)
 
 
-def byte_level(pre: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]) -> dict[str, tuple[str, Any]]:
+def byte_level(
+    pre: str, vocabulary: Mapping[str, int], merges: list[tuple[str, str]]
+) -> dict[str, tuple[str, Any]]:
     """Metadata of a tokenizer. Tokens that are written <|so|> are control tokens; "<|end|>" ends a text."""
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
     types = [_CONTROL if token.startswith("<|") else _NORMAL for token in tokens]

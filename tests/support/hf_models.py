@@ -36,7 +36,12 @@ def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
 
 
 def save_model(
-    name: str, directory: Path, *, seed: int = _SEED, dtype: torch.dtype = torch.float32, **overrides: Any
+    name: str,
+    directory: Path,
+    *,
+    seed: int = _SEED,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
 ) -> Any:
     """Write the named model to `directory`: config, safetensors and a tokenizer; return the model.
 
@@ -63,7 +68,9 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         for experts in (getattr(module, name, None) for name in ("gate_up_proj", "down_proj")):
             if isinstance(experts, torch.nn.Parameter):
                 draw(experts, 1.4 / math.sqrt(experts.shape[2]))
-        for extra in (getattr(module, name, None) for name in ("gate_up_proj_bias", "down_proj_bias", "sinks")):
+        for extra in (
+            getattr(module, name, None) for name in ("gate_up_proj_bias", "down_proj_bias", "sinks")
+        ):
             if isinstance(extra, torch.nn.Parameter):
                 draw(extra, 0.5)
         for recurrent, mean in (("A_log", -1.0), ("dt_bias", 0.0)):
@@ -79,7 +86,9 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         elif isinstance(getattr(module, "weight", None), torch.nn.Parameter):
             router = module.weight.ndim == 2
             draw(
-                module.weight, 1.4 / math.sqrt(module.weight.shape[1]) if router else 0.3, mean=1.0 - router
+                module.weight,
+                1.4 / math.sqrt(module.weight.shape[1]) if router else 0.3,
+                mean=1.0 - router,
             )  # or a norm
     if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
         draw(model.get_input_embeddings().weight, 0.2)

@@ -23,8 +23,9 @@ from tests.support.sources import (
     token_lines,
 )
 
-# The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of each, and which others of its layer and
-# below it may import. Modules in no package are of layer 0 (errors, outputs, shapes) or of the public interface (llm).
+# The packages ("rooms") of jaxpage: the layer ("floor") and the side ("wing", of host or device) of
+# each, and which others of its layer and below it may import. Modules in no package are of layer 0
+# (errors, outputs, shapes) or of the public interface (llm).
 GROUND, WEST, EAST, HALL, FRONT = "ground", "host", "device", "hall", "front"
 ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "settings": (0, GROUND, set()),
@@ -57,7 +58,8 @@ ROOMS |= {
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
 DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
-# Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops nor HTTP.
+# Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
+# nor HTTP.
 STEPPING = {"driver", "replay", "bench", "simulation"}
 UNKNOWN_TO_DRIVER = {"asyncio", "http", "starlette", "uvicorn"}
 
@@ -97,9 +99,11 @@ PRODUCT_CALLS = {"einsum", "dot", "matmul", "dot_general", "tensordot", "vdot", 
 MAX_MODULE_TOKENS = 3000  # of Python, docstrings counting as one: explaining more must cost nothing
 MAX_FUNCTION_LINES = 70
 
-# The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the kernels.
+# The seam through which a layer's `AttentionOptions`, a record of `pallas_kernels`, go whole to the
+# kernels.
 ATTENTION_SEAM = "jaxpage/layers/context.py"
-TRACE_SCOPE = "jaxpage/layers/trace_scope.py"  # of what layers take from a step without being given it
+# of what layers take from a step without being given it
+TRACE_SCOPE = "jaxpage/layers/trace_scope.py"
 
 # (file, module imported inside a function) -> why it is lazy. `*` stands for the whole file.
 LAZY_IMPORTS: dict[tuple[str, str], str] = {
@@ -108,12 +112,21 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage.checkpoints.gguf_tokenizer",
     ): "transformers takes a second to import, and directories are converted without it",
     ("jaxpage/checkpoints/gguf_types.py", "gguf"): "a model in another format needs none of it",
-    ("jaxpage/checkpoints/orbax_files.py", "orbax.checkpoint"): "costs seconds, and most runs load safetensors",
+    (
+        "jaxpage/checkpoints/orbax_files.py",
+        "orbax.checkpoint",
+    ): "costs seconds, and most runs load safetensors",
     ("jaxpage/checkpoints/resolve.py", "huggingface_hub"): "a local model needs no HTTP client",
     ("jaxpage/cli/chat.py", "*"): "a pipe needs no line editor, and a wrong flag no jax",
-    ("jaxpage/cli/commands.py", "*"): "each command imports what it needs: checking a configuration needs no jax",
+    (
+        "jaxpage/cli/commands.py",
+        "*",
+    ): "each command imports what it needs: checking a configuration needs no jax",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
-    ("jaxpage/cli/resolving.py", "*"): "an engine is imported when the configuration is known to be right",
+    (
+        "jaxpage/cli/resolving.py",
+        "*",
+    ): "an engine is imported when the configuration is known to be right",
     (
         "jaxpage/bench/throughput.py",
         "jaxpage.bench.baseline_transformers",
@@ -122,17 +135,32 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "pallas_kernels/sets/mosaic.py",
         "*",
     ): "Pallas' Mosaic backend takes a quarter of a second to import, and a CPU needs none",
-    ("pallas_kernels/sets/fa3.py", "flash_attn3_jax"): "the library comes with an extra, and is for one kind of GPU",
-    ("jaxpage/bench/serve.py", "jaxpage.bench.serve_plot"): "the picture needs matplotlib, the rest does not",
-    ("jaxpage/bench/throughput.py", "jaxpage.bench.memory_plot"): "the picture needs matplotlib, the rest does not",
+    (
+        "pallas_kernels/sets/fa3.py",
+        "flash_attn3_jax",
+    ): "the library comes with an extra, and is for one kind of GPU",
+    (
+        "jaxpage/bench/serve.py",
+        "jaxpage.bench.serve_plot",
+    ): "the picture needs matplotlib, the rest does not",
+    (
+        "jaxpage/bench/throughput.py",
+        "jaxpage.bench.memory_plot",
+    ): "the picture needs matplotlib, the rest does not",
     (
         "tools/paper/main.py",
         "tools.paper.plots",
     ): "the pictures need matplotlib, and without it the program says so",
-    ("jaxpage/serving/startup.py", "jaxpage.serving.kv_publisher"): "pyzmq and msgpack come with an extra",
+    (
+        "jaxpage/serving/startup.py",
+        "jaxpage.serving.kv_publisher",
+    ): "pyzmq and msgpack come with an extra",
     ("tools/fuzz_engine.py", "*"): "what jax reads when it is imported is set first",
     ("tools/mutate.py", "*"): "Cosmic Ray comes with an extra, and --help needs none",
-    ("tools/compare_engines.py", "matplotlib.figure"): "the chart needs matplotlib, the rest does not",
+    (
+        "tools/compare_engines.py",
+        "matplotlib.figure",
+    ): "the chart needs matplotlib, the rest does not",
 }
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
@@ -212,18 +240,28 @@ def _door_laws(module: Module, item: Import) -> Iterator[str]:
 def _import_laws(module: Module, item: Import) -> Iterator[str]:
     floor, wing = place(module.name)
     top = item.target.partition(".")[0]
-    if item.in_function and not ({(module.path, item.target), (module.path, "*")} & set(LAZY_IMPORTS)):
+    if item.in_function and not (
+        {(module.path, item.target), (module.path, "*")} & set(LAZY_IMPORTS)
+    ):
         yield f"imports {item.target} inside a function, and LAZY_IMPORTS gives no reason for it"
     if top in SERIALISERS:
         yield f"imports {top}: no code-carrying serialiser in the product"
     if wing == "kernels" and top not in KERNEL_IMPORTS and top not in sys.stdlib_module_names:
         yield f"pallas_kernels stands alone, but imports {item.target}"
-    if module.name.startswith(KERNEL_LAB) and top in ("jaxpage", "tools") and not item.target.startswith(KERNEL_LAB):
+    if (
+        module.name.startswith(KERNEL_LAB)
+        and top in ("jaxpage", "tools")
+        and not item.target.startswith(KERNEL_LAB)
+    ):
         yield f"{KERNEL_LAB} runs where jaxpage is not installed, but imports {item.target}"
     if wing in (WEST, GROUND) and top in JAX:
         yield f"the host side never imports {top}"
     may_bind = wing in ("kernels", "tools") or module.name.startswith("jaxpage.device")
-    if top == "contextvars" and room_of(module.name) in ("layers", "models") and module.path != TRACE_SCOPE:
+    if (
+        top == "contextvars"
+        and room_of(module.name) in ("layers", "models")
+        and module.path != TRACE_SCOPE
+    ):
         yield f"layers read one context variable, that of {TRACE_SCOPE}"
     if top == "pallas_kernels" and not may_bind and module.path != ATTENTION_SEAM:
         yield "only jaxpage/device/ binds pallas_kernels"
@@ -254,7 +292,11 @@ def _never(module: Module) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name) and node.func.id in BANNED_CALLS:
                 yield node.lineno, f"calls {node.func.id}()"
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            called = (
+                node.func.attr
+                if isinstance(node.func, ast.Attribute)
+                else getattr(node.func, "id", "")
+            )
             if called == "import_module" and module.path not in DYNAMIC_IMPORTS:
                 yield node.lineno, "imports by name, and DYNAMIC_IMPORTS gives no reason for it"
             for keyword in node.keywords:
@@ -275,8 +317,13 @@ def _products(module: Module) -> Iterator[tuple[int, str]]:
         return
     for node in ast.walk(module.tree):
         called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
-        if called in PRODUCT_CALLS or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)):
-            yield node.lineno, "multiplies: layers.product.product does that, and knows the kinds of weights"
+        if called in PRODUCT_CALLS or (
+            isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult)
+        ):
+            yield (
+                node.lineno,
+                "multiplies: layers.product.product does that, and knows the kinds of weights",
+            )
 
 
 def _steps(module: Module) -> Iterator[tuple[int, str]]:
@@ -284,7 +331,11 @@ def _steps(module: Module) -> Iterator[tuple[int, str]]:
     if not module.name.startswith("jaxpage.") or room_of(module.name) in STEPPING:
         return
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "step":
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "step"
+        ):
             owner = node.func.value
             name = owner.id if isinstance(owner, ast.Name) else getattr(owner, "attr", "")
             if name.endswith("engine"):
@@ -298,7 +349,10 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
         yield 1, f"has {num_tokens} tokens; {MAX_MODULE_TOKENS} are enough for a module"
     for node, length in functions(module):
         if length > MAX_FUNCTION_LINES:
-            yield node.lineno, f"{node.name} has {length} lines; {MAX_FUNCTION_LINES} are enough for a function"
+            yield (
+                node.lineno,
+                f"{node.name} has {length} lines; {MAX_FUNCTION_LINES} are enough for a function",
+            )
 
 
 def median_sizes(root: Path) -> tuple[float, float]:

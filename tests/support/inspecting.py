@@ -12,7 +12,9 @@ from jaxpage.engine.engine import Engine
 POOL = {"num_blocks": 33, "max_model_len": 256, "max_num_seqs": 8}  # two or three requests
 
 
-def run_crowd(engine: Engine, seed: int, after_step: Callable[[], Any], *, num_requests: int = 18) -> None:
+def run_crowd(
+    engine: Engine, seed: int, after_step: Callable[[], Any], *, num_requests: int = 18
+) -> None:
     """Adds requests now and then, aborts some, and steps until nothing is left."""
     rng = random.Random(seed)
     prefix = [rng.randrange(1, 257) for _ in range(50)]
@@ -29,11 +31,15 @@ def run_crowd(engine: Engine, seed: int, after_step: Callable[[], Any], *, num_r
             after_step()
 
 
-def _request(rng: random.Random, prefix: list[int]) -> tuple[list[int], SamplingParams | BeamSearchParams]:
+def _request(
+    rng: random.Random, prefix: list[int]
+) -> tuple[list[int], SamplingParams | BeamSearchParams]:
     own = [rng.randrange(1, 257) for _ in range(rng.randrange(1, 60))]
     prompt = prefix[: rng.choice([0, 20, 50])] + own
     if rng.random() < 0.25:
         return prompt, BeamSearchParams(3, max_tokens=rng.randrange(2, 45))
     n, salt = rng.choice([1, 1, 1, 3]), rng.choice([None, None, "salt"])
     max_tokens = rng.randrange(20, 45) if n > 1 else rng.randrange(2, 140)
-    return prompt, SamplingParams(n=n, temperature=0.9, seed=rng.randrange(99), max_tokens=max_tokens, cache_salt=salt)
+    return prompt, SamplingParams(
+        n=n, temperature=0.9, seed=rng.randrange(99), max_tokens=max_tokens, cache_salt=salt
+    )

@@ -66,7 +66,9 @@ class Engines:
         }
         if kind not in self._llms:
             with when_used():
-                self._llms[kind] = LLM("demo", use_tqdm=False, **{**self._settings, **changes[kind]})
+                self._llms[kind] = LLM(
+                    "demo", use_tqdm=False, **{**self._settings, **changes[kind]}
+                )
         return self._llms[kind]
 
     def plain(self, params: Params) -> RequestOutput:
@@ -91,7 +93,9 @@ class Engines:
 
     def preemption(self, params: Params) -> RequestOutput:
         """By swapping, and again by recomputation: in the prompt, after the first token, later."""
-        swapped, recomputed = (self._gives_way(self.llm(kind), params) for kind in ("plain", "recompute"))
+        swapped, recomputed = (
+            self._gives_way(self.llm(kind), params) for kind in ("plain", "recompute")
+        )
         assert swapped.outputs == recomputed.outputs
         return swapped
 
@@ -107,7 +111,9 @@ class Engines:
         llm.generate(PROMPT, params, use_tqdm=False)
         shift = llm._engine._num_sequences - first_id
         texts = {sequence_id + shift: text for sequence_id, text in heard.heard.items()}
-        draft_with(llm._engine, Scripted(texts, mixed_up, vocab_size=llm._engine.builder.vocab_size))
+        draft_with(
+            llm._engine, Scripted(texts, mixed_up, vocab_size=llm._engine.builder.vocab_size)
+        )
         output = llm.generate(PROMPT, params, use_tqdm=False)[0]
         longest = max(len(completion.token_ids) for completion in output.outputs)
         if longest >= 12 and isinstance(params, SamplingParams):
@@ -121,7 +127,10 @@ class Engines:
         engine, driver = llm._engine, llm._driver
         elder = SamplingParams(max_tokens=60, ignore_eos=True, priority=-(2**31))
         box: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        both = [Handle(llm._prepare(*asked)[0], box.put) for asked in (("Elder", elder), (PROMPT, params))]
+        both = [
+            Handle(llm._prepare(*asked)[0], box.put)
+            for asked in (("Elder", elder), (PROMPT, params))
+        ]
         before = sum(engine.scheduler.num_preemptions.values())
         with steps_by_hand(llm):
             driver.wait(driver.add(both))
@@ -180,7 +189,9 @@ def _all(predicate: Callable[[CompletionOutput], bool]) -> Check:
 
 def _as_greedy(situation: Situation) -> bool:
     neutral = dataclasses.replace(situation.params, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    return [o.token_ids for o in situation.outputs] == [o.token_ids for o in situation.run(neutral).outputs]
+    return [o.token_ids for o in situation.outputs] == [
+        o.token_ids for o in situation.run(neutral).outputs
+    ]
 
 
 def _changes(situation: Situation) -> bool:
@@ -199,7 +210,9 @@ def _only_if_random(situation: Situation) -> bool:
 def _best(situation: Situation) -> bool:
     every = dataclasses.replace(situation.params, n=3, best_of=None, logprobs=0)
     ranked = sorted(situation.run(every).outputs, key=lambda output: -output.cumulative_logprob)
-    return [o.token_ids for o in situation.outputs] == [o.token_ids for o in ranked[: situation.params.n]]
+    return [o.token_ids for o in situation.outputs] == [
+        o.token_ids for o in ranked[: situation.params.n]
+    ]
 
 
 def _cut_at(text_of_bare: str, stop: str, *, included: bool) -> str:
@@ -210,7 +223,9 @@ def _cut_at(text_of_bare: str, stop: str, *, included: bool) -> str:
 def _stops_at_string(situation: Situation, *, included: bool = False) -> bool:
     (stop,) = situation.params.stop
     wanted = [_cut_at(plain.text, stop, included=included) for plain in situation.plain.outputs]
-    return [output.text for output in situation.outputs] == wanted and situation.outputs[0].stop_reason == stop
+    return [output.text for output in situation.outputs] == wanted and situation.outputs[
+        0
+    ].stop_reason == stop
 
 
 def _stops_at_token(situation: Situation) -> bool:
@@ -222,7 +237,9 @@ def _stops_at_token(situation: Situation) -> bool:
 
 def _no_bad_word(situation: Situation) -> bool:
     (word,) = situation.params.bad_words
-    return word in situation.bare.outputs[0].text and not any(word in output.text for output in situation.outputs)
+    return word in situation.bare.outputs[0].text and not any(
+        word in output.text for output in situation.outputs
+    )
 
 
 def _middle(plain: RequestOutput) -> str:
@@ -235,7 +252,11 @@ def _valid(situation: Situation) -> bool:
 
 def _prompt_scored(situation: Situation) -> bool:
     scores = situation.output.prompt_logprobs
-    return scores is not None and len(scores) == len(situation.output.prompt_token_ids) and len(scores[1]) >= 2
+    return (
+        scores is not None
+        and len(scores) == len(situation.output.prompt_token_ids)
+        and len(scores[1]) >= 2
+    )
 
 
 def sampling_cases(llm: LLM) -> dict[str, Case]:
@@ -254,20 +275,34 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
         "frequency_penalty": Case(_changes, 2.0, {"max_tokens": 60}),
         "repetition_penalty": Case(_changes, 1.9, {"max_tokens": 60}),
         "logit_bias": Case(_all(lambda o: set(o.token_ids) == {ids[" and"]}), {ids[" and"]: 100.0}),
-        "allowed_token_ids": Case(_all(lambda o: set(o.token_ids) <= set(ids.values())), list(ids.values())),
-        "bad_words": Case(_no_bad_word, lambda plain: [max(plain.outputs[0].text.split()[:6], key=len).strip(",.")]),
+        "allowed_token_ids": Case(
+            _all(lambda o: set(o.token_ids) <= set(ids.values())), list(ids.values())
+        ),
+        "bad_words": Case(
+            _no_bad_word,
+            lambda plain: [max(plain.outputs[0].text.split()[:6], key=len).strip(",.")],
+        ),
         "seed": Case(_only_if_random, 6),
         "stop": Case(_stops_at_string, lambda plain: [_middle(plain)]),
         "stop_token_ids": Case(_stops_at_token, lambda plain: [plain.outputs[0].token_ids[3]]),
-        "ignore_eos": Case(_all(lambda o: o.token_ids == [eos] * 12), True, to_the_end, under_grammar=_valid),
-        "max_tokens": Case(_all(lambda o: len(o.token_ids) == 5 and o.finish_reason == "length"), 5),
+        "ignore_eos": Case(
+            _all(lambda o: o.token_ids == [eos] * 12), True, to_the_end, under_grammar=_valid
+        ),
+        "max_tokens": Case(
+            _all(lambda o: len(o.token_ids) == 5 and o.finish_reason == "length"), 5
+        ),
         "min_tokens": Case(
-            _all(lambda o: len(o.token_ids) == 7 and o.token_ids[-1] == eos), 6, to_the_end, under_grammar=_valid
+            _all(lambda o: len(o.token_ids) == 7 and o.token_ids[-1] == eos),
+            6,
+            to_the_end,
+            under_grammar=_valid,
         ),
         "logprobs": Case(_all(lambda o: all(len(entry) in (3, 4) for entry in o.logprobs)), 3),
         "prompt_logprobs": Case(_prompt_scored, 2),
         "include_stop_str_in_output": Case(
-            functools.partial(_stops_at_string, included=True), True, lambda plain: {"stop": [_middle(plain)]}
+            functools.partial(_stops_at_string, included=True),
+            True,
+            lambda plain: {"stop": [_middle(plain)]},
         ),
         "skip_special_tokens": Case(
             _all(lambda o: o.text == llm.tokenizer.eos_token * 12),
@@ -275,7 +310,9 @@ def sampling_cases(llm: LLM) -> dict[str, Case]:
             {**to_the_end, "ignore_eos": True},
             under_grammar=_nothing,
         ),
-        "structured_outputs": Case(_all(lambda o: o.text in ("yes", "no")), {"choice": ["yes", "no"]}),
+        "structured_outputs": Case(
+            _all(lambda o: o.text in ("yes", "no")), {"choice": ["yes", "no"]}
+        ),
         "priority": Case(_nothing, 3),
         "cache_salt": Case(_nothing, "a salt"),
         "user": Case(_nothing, "somebody"),
@@ -286,7 +323,9 @@ def beam_cases(llm: LLM) -> dict[str, Case]:
     """One for every field of `BeamSearchParams`."""
     return {
         "n": Case(lambda s: len(s.outputs) == 2, 2),
-        "stop_token_ids": Case(_a_beam_stops, lambda plain: [plain.outputs[0].token_ids[3]], {"length_penalty": -2.0}),
+        "stop_token_ids": Case(
+            _a_beam_stops, lambda plain: [plain.outputs[0].token_ids[3]], {"length_penalty": -2.0}
+        ),
         "ignore_eos": Case(_nothing, True),  # no beam of this prompt meets the end of a text
         "max_tokens": Case(_all(lambda o: len(o.token_ids) == 5), 5),
         "beam_width": Case(lambda s: len(s.outputs) == 2, 2),
@@ -314,7 +353,8 @@ BASES: dict[str, dict[str, Any]] = {  # features that are parameters themselves
     "structured": {**SAMPLING, "structured_outputs": {"regex": REGEX}},
 }
 BEAM = {"beam_width": 3, "max_tokens": 16}
-WAYS: dict[str, Callable[[Engines, Params], RequestOutput]] = {  # features that are ways to run a request
+# features that are ways to run a request
+WAYS: dict[str, Callable[[Engines, Params], RequestOutput]] = {
     "streaming": Engines.streaming,
     "prefix cache": Engines.prefix_cache,
     "preemption": Engines.preemption,
@@ -331,7 +371,11 @@ def cell(engines: Engines, name: str, feature: str) -> str:
     llm = engines.llm()
     of_sampling, of_beams = sampling_cases(llm).get(name), beam_cases(llm).get(name)
     if feature == "beam search":
-        return NO_FIELD if of_beams is None else _cell(engines, name, feature, of_beams, BeamSearchParams, BEAM)
+        return (
+            NO_FIELD
+            if of_beams is None
+            else _cell(engines, name, feature, of_beams, BeamSearchParams, BEAM)
+        )
     if feature in WAYS and of_sampling is None:
         return _cell(engines, name, feature, of_beams, BeamSearchParams, BEAM)
     if of_sampling is None:
@@ -339,19 +383,27 @@ def cell(engines: Engines, name: str, feature: str) -> str:
     return _cell(engines, name, feature, of_sampling, SamplingParams, BASES.get(feature, SAMPLING))
 
 
-def _cell(engines: Engines, name: str, feature: str, case: Case, kind: Any, base: dict[str, Any]) -> str:
+def _cell(
+    engines: Engines, name: str, feature: str, case: Case, kind: Any, base: dict[str, Any]
+) -> str:
     plain = engines.plain(kind(**base))
-    value, beside = (given(plain) if callable(given) else given for given in (case.value, case.beside))
+    value, beside = (
+        given(plain) if callable(given) else given for given in (case.value, case.beside)
+    )
     params = kind(**{**base, **beside, name: value})
     try:
         output = engines.plain(params)
         if way := WAYS.get(feature):
-            assert way(engines, params).outputs == output.outputs, f"{feature} changes what {name} does"
+            assert way(engines, params).outputs == output.outputs, (
+                f"{feature} changes what {name} does"
+            )
     except UnsupportedError as error:
         named = name if kind is SamplingParams else "beam_width"
         assert named in str(error) and feature[:6] in str(error), f"names not both: {error}"
         return REFUSED
-    situation = Situation(output, engines.plain(kind(**{**base, **beside})), plain, params, engines.plain)
+    situation = Situation(
+        output, engines.plain(kind(**{**base, **beside})), plain, params, engines.plain
+    )
     check = case.under_grammar if feature == "structured" and case.under_grammar else case.check
     assert check(situation), f"{name}={value!r} is not honoured with {feature}: {output.outputs}"
     return YES
@@ -361,7 +413,10 @@ def markdown(matrix: dict[str, dict[str, str]]) -> str:
     """The matrix as a document."""
     signs = {YES: "yes", REFUSED: "refused", NO_FIELD: "–"}
     lines = [f"| parameter | {' | '.join(FEATURES)} |", f"|---|{'---|' * len(FEATURES)}"]
-    lines += [f"| `{name}` | {' | '.join(signs[cells[f]] for f in FEATURES)} |" for name, cells in matrix.items()]
+    lines += [
+        f"| `{name}` | {' | '.join(signs[cells[f]] for f in FEATURES)} |"
+        for name, cells in matrix.items()
+    ]
     return _DOCUMENT.format(table="\n".join(lines))
 
 

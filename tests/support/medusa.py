@@ -26,14 +26,17 @@ class Head(NamedTuple):
     table: np.ndarray
 
 
-def random_heads(count: int, layers: int = 1, rows: int = WIDTH, width: int = WIDTH, seed: int = 0) -> list[Head]:
+def random_heads(
+    count: int, layers: int = 1, rows: int = WIDTH, width: int = WIDTH, seed: int = 0
+) -> list[Head]:
     rng = np.random.default_rng(seed)
 
     def matrix(*shape: int) -> np.ndarray:
         return (rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
 
     return [
-        Head([(matrix(width, width), matrix(width)) for _ in range(layers)], matrix(rows, width)) for _ in range(count)
+        Head([(matrix(width, width), matrix(width)) for _ in range(layers)], matrix(rows, width))
+        for _ in range(count)
     ]
 
 
@@ -82,12 +85,20 @@ def write_original(directory: Path, heads: Sequence[Head], **config: Any) -> Pat
             tensors[f"{index}.{layer}.linear.weight"] = kernel
             tensors[f"{index}.{layer}.linear.bias"] = bias
         tensors[f"{index}.{len(head.blocks)}.weight"] = head.table
-    fields = {"medusa_num_heads": 2, "medusa_num_layers": len(heads[0].blocks), "base_model_name_or_path": "base"}
+    fields = {
+        "medusa_num_heads": 2,
+        "medusa_num_layers": len(heads[0].blocks),
+        "base_model_name_or_path": "base",
+    }
     return _write(directory, {**fields, **config}, "medusa_lm_head.safetensors", tensors)
 
 
 def write_vllm(
-    directory: Path, heads: Sequence[Head], prefix: str = "", token_map: np.ndarray | None = None, **config: Any
+    directory: Path,
+    heads: Sequence[Head],
+    prefix: str = "",
+    token_map: np.ndarray | None = None,
+    **config: Any,
 ) -> Path:
     """As vLLM takes heads."""
     tensors = {}
@@ -98,13 +109,20 @@ def write_vllm(
         tensors[f"{prefix}lm_heads.{index}.weight"] = head.table
     if token_map is not None:
         tensors["token_map"] = token_map
-    fields = {"model_type": "medusa", "hidden_size": WIDTH, "vocab_size": WIDTH, "num_heads": len(heads)}
+    fields = {
+        "model_type": "medusa",
+        "hidden_size": WIDTH,
+        "vocab_size": WIDTH,
+        "num_heads": len(heads),
+    }
     fields |= {"num_hidden_layers": len(heads[0].blocks)} if heads[0].blocks else {}
     fields |= {"medusa_fc_bias": True}
     return _write(directory, {**fields, **config}, "model.safetensors", tensors)
 
 
-def _write(directory: Path, config: dict[str, Any], file: str, tensors: dict[str, np.ndarray]) -> Path:
+def _write(
+    directory: Path, config: dict[str, Any], file: str, tensors: dict[str, np.ndarray]
+) -> Path:
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / file)

@@ -14,23 +14,49 @@ _DIMENSIONS = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
 }
-_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0, "beta_slow": 0.5}
-_LONG = {"short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0], "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0]}
+_LONG = {
+    "short_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0],
+    "long_factor": [2.0, 2.5, 3.0, 4.0, 5.0, 6.0],
+}
 _BY_TYPE = {
     "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **_YARN},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
 _LATENT = {
-    **{"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 12, "v_head_dim": 20},
-    **{"num_hidden_layers": 3, "first_k_dense_replace": 1, "moe_intermediate_size": 24, "num_key_value_heads": 4},
+    **{
+        "kv_lora_rank": 32,
+        "q_lora_rank": 24,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 12,
+        "v_head_dim": 20,
+    },
+    **{
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 4,
+    },
 }
 _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
 _VISION = {
-    **{"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 4, "out_hidden_size": 48},
+    **{
+        "depth": 1,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "intermediate_size": 32,
+        "patch_size": 4,
+        "out_hidden_size": 48,
+    },
     **{"num_position_embeddings": 16},
 }
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
@@ -41,31 +67,69 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
         "llama",
-        {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4},
+        {
+            "tie_word_embeddings": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "num_key_value_heads": 4,
+        },
     ),
     "llama-wide-heads": (
         "llama",
-        {"head_dim": 20, "num_key_value_heads": 1, "num_hidden_layers": 3, "rms_norm_eps": 1e-3, "vocab_size": 97},
+        {
+            "head_dim": 20,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "rms_norm_eps": 1e-3,
+            "vocab_size": 97,
+        },
     ),
-    "llama-llama3": ("llama", {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}, "rope_theta": 500.0}),
+    "llama-llama3": (
+        "llama",
+        {"rope_scaling": {"rope_type": "llama3", **_LLAMA3}, "rope_theta": 500.0},
+    ),
     "llama-linear": ("llama", {"rope_scaling": {"type": "linear", "factor": 2.5}}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}}),
+    "llama-dynamic": (
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}},
+    ),
     "llama-longrope": (
         "llama",
-        {"rope_scaling": {"rope_type": "longrope", **_LONG}, "original_max_position_embeddings": 64},
+        {
+            "rope_scaling": {"rope_type": "longrope", **_LONG},
+            "original_max_position_embeddings": 64,
+        },
     ),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 16, "num_hidden_layers": 3}),
-    "mistral-yarn": ("mistral", {"sliding_window": 12, "rope_parameters": {"rope_type": "yarn", **_YARN}}),
+    "mistral-yarn": (
+        "mistral",
+        {"sliding_window": 12, "rope_parameters": {"rope_type": "yarn", **_YARN}},
+    ),
     "qwen2-full": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-upper-windows": ("qwen2", {**_QWEN_WINDOWS, "max_window_layers": 1, "num_hidden_layers": 3}),
-    "qwen2-layer-types": ("qwen2", {**_QWEN_WINDOWS, "layer_types": ["sliding_attention", "full_attention"]}),
+    "qwen2-upper-windows": (
+        "qwen2",
+        {**_QWEN_WINDOWS, "max_window_layers": 1, "num_hidden_layers": 3},
+    ),
+    "qwen2-layer-types": (
+        "qwen2",
+        {**_QWEN_WINDOWS, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "qwen2-yarn": ("qwen2", {"rope_scaling": {"type": "yarn", **_YARN}, "rope_theta": 1000.0}),
     "qwen3-grouped": ("qwen3", {"head_dim": 20, "rope_theta": 1000000}),
-    "qwen3-tied-bias": ("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-tied-bias": (
+        "qwen3",
+        {"head_dim": 8, "tie_word_embeddings": True, "attention_bias": True},
+    ),
     "qwen3-windows": (
         "qwen3",
-        {"head_dim": 12, **_QWEN_WINDOWS, "max_window_layers": 2, "num_hidden_layers": 3, "num_key_value_heads": 4},
+        {
+            "head_dim": 12,
+            **_QWEN_WINDOWS,
+            "max_window_layers": 2,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 4,
+        },
     ),
     "qwen3-5-mixed": (
         "qwen3_5_text",
@@ -90,7 +154,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-short": (
         "qwen3_5_text",
         {
-            **{"head_dim": 16, "full_attention_interval": 2, "attention_bias": True, "tie_word_embeddings": True},
+            **{
+                "head_dim": 16,
+                "full_attention_interval": 2,
+                "attention_bias": True,
+                "tie_word_embeddings": True,
+            },
             **{
                 "linear_num_key_heads": 3,
                 "linear_num_value_heads": 3,
@@ -103,7 +172,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-moe": (
         "qwen3_5_moe_text",
         {
-            **{"head_dim": 16, "full_attention_interval": 2, "num_experts": 6, "num_experts_per_tok": 2},
+            **{
+                "head_dim": 16,
+                "full_attention_interval": 2,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+            },
             **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
         },
     ),
@@ -114,14 +188,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-moe-images": (
         "qwen3_5_moe",
         {
-            **{"head_dim": 16, "full_attention_interval": 2, "num_experts": 4, "num_experts_per_tok": 2},
+            **{
+                "head_dim": 16,
+                "full_attention_interval": 2,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+            },
             **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
         },
     ),
     "qwen3-next-mixed": (
         "qwen3_next",
         {
-            **{"head_dim": 16, "full_attention_interval": 3, "num_experts": 6, "num_experts_per_tok": 2},
+            **{
+                "head_dim": 16,
+                "full_attention_interval": 3,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+            },
             **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, **_DELTA},
             **{"num_hidden_layers": 3, "mlp_only_layers": [1]},
         },
@@ -130,26 +214,47 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-longrope": (
         "phi3",
         {
-            "rope_scaling": {"rope_type": "longrope", **_LONG, "original_max_position_embeddings": 64},
+            "rope_scaling": {
+                "rope_type": "longrope",
+                **_LONG,
+                "original_max_position_embeddings": 64,
+            },
             "sliding_window": 9,
         },
     ),
     "smollm3-nope": ("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 3}),
     "granite-factors": (
         "granite",
-        {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 2.0},
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.0,
+        },
     ),
     "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
-    "olmo3-windows": ("olmo3", {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": _BY_TYPE}),
+    "olmo3-windows": (
+        "olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 7, "rope_parameters": _BY_TYPE},
+    ),
     "olmo3-old-rope": (
         "olmo3",
-        {"rope_theta": 500.0, "sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "rope_theta": 500.0,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
     ),
     "ministral3-growth": (
         "ministral3",
         {
             "head_dim": 12,
-            "rope_parameters": {"rope_type": "yarn", "llama_4_scaling_beta": 0.4, "rope_theta": 500.0, **_YARN},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "llama_4_scaling_beta": 0.4,
+                "rope_theta": 500.0,
+                **_YARN,
+            },
         },
     ),
     "ministral3-old-rope": (
@@ -160,14 +265,27 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-interleaved": ("glm4", {"head_dim": 16}),
     "cohere2-parallel": (
         "cohere2",
-        {"num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3, "logit_scale": 0.5},
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 7,
+            "sliding_window_pattern": 3,
+            "logit_scale": 0.5,
+        },
     ),
     "gemma-wide": ("gemma", {"head_dim": 20}),
-    "gemma-old-gelu": ("gemma", {"hidden_act": "gelu", "hidden_activation": None, "num_hidden_layers": 1}),
+    "gemma-old-gelu": (
+        "gemma",
+        {"hidden_act": "gelu", "hidden_activation": None, "num_hidden_layers": 1},
+    ),
     "gemma-silu": ("gemma", {"hidden_act": "silu", "num_hidden_layers": 1}),
     "gemma2-caps": (
         "gemma2",
-        {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0},
+        {
+            "head_dim": 16,
+            "sliding_window": 7,
+            "query_pre_attn_scalar": 12,
+            "attn_logit_softcapping": 2.0,
+        },
     ),
     "gemma3-types": (
         "gemma3_text",
@@ -179,11 +297,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "query_pre_attn_scalar": 12,
         },
     ),
-    "gemma3-old-rope": ("gemma3_text", {"head_dim": 16, "rope_theta": 500.0, "sliding_window_pattern": 2}),
+    "gemma3-old-rope": (
+        "gemma3_text",
+        {"head_dim": 16, "rope_theta": 500.0, "sliding_window_pattern": 2},
+    ),
     "qwen3-moe-mixed": (
         "qwen3_moe",
         {
-            **{"head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+            **{
+                "head_dim": 12,
+                "num_experts": 6,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+            },
             **{"norm_topk_prob": True, "num_hidden_layers": 3, "mlp_only_layers": [1]},
         },
     ),
@@ -207,25 +333,52 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
                 "intermediate_size": 64,
             },
             **{"num_local_experts": 6, "num_experts_per_tok": 3, "hidden_size": 64},
-            "rope_parameters": {"rope_type": "yarn", "rope_theta": 500.0, "truncate": False, **_YARN},
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 500.0,
+                "truncate": False,
+                **_YARN,
+            },
         },
     ),
     "deepseek-v2-groups": (
         "deepseek_v2",
         {
-            **{**_LATENT, "q_lora_rank": None, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4},
-            **{"topk_group": 2, "topk_method": "group_limited_greedy", "routed_scaling_factor": 3.0},
+            **{
+                **_LATENT,
+                "q_lora_rank": None,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "n_group": 4,
+            },
+            **{
+                "topk_group": 2,
+                "topk_method": "group_limited_greedy",
+                "routed_scaling_factor": 3.0,
+            },
             "rope_scaling": {"type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3, **_YARN},
         },
     ),
     "deepseek-v2-greedy": (
         "deepseek_v2",
-        {**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "attention_bias": True, "mlp_bias": True},
+        {
+            **_LATENT,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 2,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
     ),
     "deepseek-v3-groups": (
         "deepseek_v3",
         {
-            **{**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            **{
+                **_LATENT,
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 3,
+                "n_group": 4,
+                "topk_group": 2,
+            },
             "rope_parameters": {
                 "rope_type": "yarn",
                 "mscale": 1.0,
@@ -238,7 +391,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3-halves": (
         "deepseek_v3",
         {
-            **{**_LATENT, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+            **{
+                **_LATENT,
+                "n_routed_experts": 6,
+                "num_experts_per_tok": 2,
+                "n_group": 1,
+                "topk_group": 1,
+            },
             **{"rope_interleave": False, "norm_topk_prob": False, "first_k_dense_replace": 2},
         },
     ),
@@ -246,23 +405,41 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "glm4_moe_lite",
         {
             **{name: value for name, value in _LATENT.items() if name != "first_k_dense_replace"},
-            **{"n_routed_experts": 5, "num_experts_per_tok": 2, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+            **{
+                "n_routed_experts": 5,
+                "num_experts_per_tok": 2,
+                "mlp_layer_types": ["sparse", "dense", "sparse"],
+            },
         },
     ),
     "falcon-grouped": (
         "falcon",
-        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_hidden_layers": 3, "bias": True},
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_hidden_layers": 3,
+            "bias": True,
+        },
     ),
     "falcon-multi-query": ("falcon", {**_FALCON, "ffn_hidden_size": 80}),
     "falcon-one-norm": (
         "falcon",
-        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {
+            **_FALCON,
+            "new_decoder_architecture": True,
+            "num_kv_heads": 2,
+            "num_ln_in_parallel_attn": 1,
+        },
     ),
     "falcon-in-sequence": (
         "falcon",
         {**_FALCON, "multi_query": False, "parallel_attn": False, "tie_word_embeddings": False},
     ),
-    "opt-norm-first": ("opt", {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131}),
+    "opt-norm-first": (
+        "opt",
+        {"hidden_size": 48, "ffn_dim": 96, "num_attention_heads": 4, "vocab_size": 131},
+    ),
     "opt-350m-form": (
         "opt",
         {
@@ -300,7 +477,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2-usual": ("gpt2", {"n_embd": 48, "n_head": 4}),
     "gpt2-layer-scales": (
         "gpt2",
-        {"n_embd": 32, "n_head": 2, "n_layer": 3, "n_inner": 72, "scale_attn_by_inverse_layer_idx": True},
+        {
+            "n_embd": 32,
+            "n_head": 2,
+            "n_layer": 3,
+            "n_inner": 72,
+            "scale_attn_by_inverse_layer_idx": True,
+        },
     ),
     "gpt2-unscaled": (
         "gpt2",
@@ -318,7 +501,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
 _GPT2 = {"vocab_size": 131, "n_layer": 2, "n_positions": 128}
-_SHARED: dict[str, dict[str, Any]] = {"opt": _OPT, "gpt2": _GPT2, "falcon": {"vocab_size": 131, **_OPT}}
+_SHARED: dict[str, dict[str, Any]] = {
+    "opt": _OPT,
+    "gpt2": _GPT2,
+    "falcon": {"vocab_size": 131, **_OPT},
+}
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -365,7 +552,11 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
         text = {**shared, **tokens, **fields, **overrides}
         return {
-            **{"architectures": [_ARCHITECTURES[family]], "model_type": family, "vision_config": _VISION},
+            **{
+                "architectures": [_ARCHITECTURES[family]],
+                "model_type": family,
+                "vision_config": _VISION,
+            },
             **{"text_config": text, "tie_word_embeddings": text.get("tie_word_embeddings", False)},
         }
     return {

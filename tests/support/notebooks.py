@@ -24,7 +24,9 @@ def executed(path: Path) -> dict[str, Any]:
             exec(compile("".join(cell["source"]), f"{path.name}, cell {count}", "exec"), names)
         text = printed.getvalue().splitlines(keepends=True)
         cell["execution_count"] = count
-        cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+        cell["outputs"] = (
+            [{"name": "stdout", "output_type": "stream", "text": text}] if text else []
+        )
     return notebook
 
 
@@ -40,5 +42,7 @@ def as_page(notebook: dict[str, Any], name: str) -> str:
             parts.append(source + "\n")
             continue
         parts.append(f"```python\n{source}\n```\n")
-        parts += [f"```text\n{''.join(output['text']).rstrip()}\n```\n" for output in cell["outputs"]]
+        parts += [
+            f"```text\n{''.join(output['text']).rstrip()}\n```\n" for output in cell["outputs"]
+        ]
     return "\n".join(parts)

@@ -36,7 +36,9 @@ def snappy(data: bytes) -> bytes:
             continue
         literal(data[plain:at])
         length = 4
-        while length < 64 and at + length < len(data) and data[before + length] == data[at + length]:
+        while (
+            length < 64 and at + length < len(data) and data[before + length] == data[at + length]
+        ):
             length += 1
         distance = at - before
         if distance < 2048 and length < 12:
@@ -68,7 +70,13 @@ def _chunk(records: list[bytes], packed: bool) -> bytes:
         sizes, values = (varint(len(part)) + snappy(part) for part in (sizes, values))
     data = (b"s" if packed else b"\0") + varint(len(sizes)) + sizes + values
     return (
-        bytes(8) + struct.pack("<Q", len(data)) + bytes(8) + b"r" + len(records).to_bytes(7, "little") + bytes(8) + data
+        bytes(8)
+        + struct.pack("<Q", len(data))
+        + bytes(8)
+        + b"r"
+        + len(records).to_bytes(7, "little")
+        + bytes(8)
+        + data
     )
 
 
@@ -84,19 +92,30 @@ def message(*fields: tuple[int, int | bytes]) -> bytes:
 
 
 def image(
-    kernels: dict[str, tuple[int, int, int]], *, machine: int = 190, code: bytes = b"code", attributes: bool = True
+    kernels: dict[str, tuple[int, int, int]],
+    *,
+    machine: int = 190,
+    code: bytes = b"code",
+    attributes: bool = True,
 ) -> bytes:
     """An ELF image; kernels: (registers, stack bytes, static shared bytes) by name."""
     symbol_names = _strings(kernels)
     symbols = bytes(24) + b"".join(
-        struct.pack("<IBBHQQ", symbol_names.index(name.encode() + b"\0"), 0x12, 0, 0, 0, 0) for name in kernels
+        struct.pack("<IBBHQQ", symbol_names.index(name.encode() + b"\0"), 0x12, 0, 0, 0, 0)
+        for name in kernels
     )
     info = b"\x02\x5f\x07\x00"  # an attribute of a byte, which is stepped over
     for index, (registers, stack, _) in enumerate(kernels.values(), start=1):
-        info += struct.pack("<BBHII", 4, 0x2F, 8, index, registers) + struct.pack("<BBHII", 4, 0x11, 8, index, stack)
-    sections = {".strtab": symbol_names, ".symtab": symbols} | ({".nv.info": info} if attributes else {})
+        info += struct.pack("<BBHII", 4, 0x2F, 8, index, registers) + struct.pack(
+            "<BBHII", 4, 0x11, 8, index, stack
+        )
+    sections = {".strtab": symbol_names, ".symtab": symbols} | (
+        {".nv.info": info} if attributes else {}
+    )
     sections |= {f".text.{name}": code for name in kernels}
-    empty = {f".nv.shared.{name}": 1024 + shared for name, (_, _, shared) in kernels.items() if shared}
+    empty = {
+        f".nv.shared.{name}": 1024 + shared for name, (_, _, shared) in kernels.items() if shared
+    }
     if empty:
         empty[".nv.shared.reserved.0"] = 0  # says that the first 1024 bytes are CUDA's
     names = _strings([*sections, *empty, ".shstrtab"])
@@ -107,9 +126,15 @@ def image(
         content = sections.get(name, b"")
         link = 1 + order.index(".strtab") if name == ".symtab" else 0
         start, size = names.index(name.encode() + b"\0"), len(content) or empty.get(name, 0)
-        headers.append(struct.pack("<IIQQQQIIQQ", start, 1, 0, 0, at + len(body), size, link, 0, 1, 0))
+        headers.append(
+            struct.pack("<IIQQQQIIQQ", start, 1, 0, 0, at + len(body), size, link, 0, 1, 0)
+        )
         body += content
-    header = b"\x7fELF\x02\x01\x01" + bytes(9) + struct.pack("<HHIQQQ", 2, machine, 1, 0, 0, at + len(body))
+    header = (
+        b"\x7fELF\x02\x01\x01"
+        + bytes(9)
+        + struct.pack("<HHIQQQ", 2, machine, 1, 0, 0, at + len(body))
+    )
     header += struct.pack("<IHHHHHH", 0, 64, 56, 0, 64, len(headers), 1 + order.index(".shstrtab"))
     return header + body + b"".join(headers)
 

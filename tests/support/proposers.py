@@ -23,7 +23,9 @@ class Double(Proposer):
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         self.num_asked += 1
-        return self.guess(sequence, num_drafts, random.Random(f"{sequence.sequence_id} {len(sequence.token_ids)}"))
+        return self.guess(
+            sequence, num_drafts, random.Random(f"{sequence.sequence_id} {len(sequence.token_ids)}")
+        )
 
     def forget(self, group: SequenceGroup) -> None:
         self.forgotten.append(group.request.request_id)
@@ -52,7 +54,11 @@ class PastTheEnd(Proposer):
 
 def any_length(vocab_size: int) -> Double:
     """Random tokens, from none to as many as are wanted."""
-    return Double(lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=noise.randint(0, most)))))
+    return Double(
+        lambda _, most, noise: chain(
+            tuple(noise.choices(range(vocab_size), k=noise.randint(0, most)))
+        )
+    )
 
 
 def twins(vocab_size: int) -> Double:
@@ -68,7 +74,9 @@ def twins(vocab_size: int) -> Double:
 
 
 def too_many(vocab_size: int) -> Double:
-    return Double(lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=3 * most + 5))))
+    return Double(
+        lambda _, most, noise: chain(tuple(noise.choices(range(vocab_size), k=3 * most + 5)))
+    )
 
 
 def unknown_tokens(vocab_size: int) -> Double:
@@ -90,7 +98,9 @@ def no_tree(vocab_size: int) -> Double:
         parents = list(chain(tokens).parents)
         place = noise.randrange(most)
         parents[place] = noise.choice((place, place + 1, most + 7, -2))
-        return Draft(tokens, noise.choice((tuple(parents), chain(tokens).parents[:-1], (*range(-1, most),))))
+        return Draft(
+            tokens, noise.choice((tuple(parents), chain(tokens).parents[:-1], (*range(-1, most),)))
+        )
 
     return Double(guess)
 

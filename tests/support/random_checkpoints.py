@@ -19,22 +19,32 @@ _INSIDE = (
     "input_layernorm post_attention_layernorm ln_1 q_proj k_proj v_proj o_proj out_proj q_norm k_norm c_attn attn.c_proj "
     "self_attn_layer_norm ln_2 gate_proj up_proj down_proj fc1 fc2 c_fc mlp.c_proj final_layer_norm"
 )
-DTYPES: dict[str, Any] = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
+DTYPES: dict[str, Any] = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+}
 
 
-def random_tensors(config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> dict[str, np.ndarray]:
+def random_tensors(
+    config: dict[str, Any], seed: int = 0, dtype: str = "float32"
+) -> dict[str, np.ndarray]:
     """A checkpoint's tensors by name. Matrices keep the size of what they multiply, so logits are well spread."""
     family = load_family(config)
     rng = np.random.default_rng(seed)
     tensors = {}
     weights = model_weights(family, family.Spec.from_config(config))
-    shapes = {piece.name: piece.stored_shape for weight in weights for piece in weight.sources[0].pieces}
+    shapes = {
+        piece.name: piece.stored_shape for weight in weights for piece in weight.sources[0].pieces
+    }
     for name in sorted(shapes, key=_order):
         noise = rng.standard_normal(shapes[name], dtype=np.float32)
         if noise.ndim > 1:
             values = noise * np.clip(1.6 / np.sqrt(noise.shape[-1]), 0.05, 0.3)
         else:
-            values = 0.1 * noise + (0.0 if name.endswith("bias") else -2.0 if name.endswith("A_log") else 1.0)
+            values = 0.1 * noise + (
+                0.0 if name.endswith("bias") else -2.0 if name.endswith("A_log") else 1.0
+            )
         tensors[name] = values.astype(DTYPES[dtype])
     return tensors
 
@@ -67,9 +77,13 @@ def random_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     tensors = random_tensors(config, seed, dtype)
     if tied_head:
-        tensors["lm_head.weight"] = next(iter(tensors.values()))  # every table starts with the token embeddings
+        # every table starts with the token embeddings
+        tensors["lm_head.weight"] = next(iter(tensors.values()))
     if headless_names:
-        tensors = {name.removeprefix("model.").removeprefix("transformer."): value for name, value in tensors.items()}
+        tensors = {
+            name.removeprefix("model.").removeprefix("transformer."): value
+            for name, value in tensors.items()
+        }
     (directory / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
     if generation_config is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation_config))
@@ -86,7 +100,11 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int =
     files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     placed = {name: files[i % shards] for i, name in enumerate(tensors)}
     for file in files:
-        save_file({name: tensors[name] for name in tensors if placed[name] == file}, directory / file, metadata)
+        save_file(
+            {name: tensors[name] for name in tensors if placed[name] == file},
+            directory / file,
+            metadata,
+        )
     total = sum(value.nbytes for value in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -9,16 +9,25 @@ from typing import Any
 
 from tests.support.running import Running
 
-OF_THE_MACHINE = re.compile(r"0x|Traceback|site-packages|/home|/usr|/work|object at|File \"")  # no client may be told
+# no client may be told
+OF_THE_MACHINE = re.compile(r"0x|Traceback|site-packages|/home|/usr|/work|object at|File \"")
 
 
 def request_bytes(method: str, path: str, body: Any = None, **headers: str) -> bytes:
     """A request as it goes over the wire. Underscores in names of headers are hyphens; `Host` can be left out with ''."""
-    content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    found = {"Host": "localhost", **{name.replace("_", "-"): value for name, value in headers.items()}}
+    content = (
+        b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    )
+    found = {
+        "Host": "localhost",
+        **{name.replace("_", "-"): value for name, value in headers.items()},
+    }
     if body is not None:
         found = {"Content-Type": "application/json", "Content-Length": str(len(content)), **found}
-    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in found.items() if value)]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        *(f"{name}: {value}" for name, value in found.items() if value),
+    ]
     return "\r\n".join([*lines, "", ""]).encode() + content
 
 
@@ -31,7 +40,9 @@ def answer_of(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
         data += part
     head, _, body = data.partition(b"\r\n\r\n")
     status, *lines = head.decode("latin-1").split("\r\n")
-    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    headers = {
+        name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
     length = int(headers["content-length"]) if "content-length" in headers else None
     while length is None or len(body) < length:
         if not (part := client.recv(65536)):
@@ -40,7 +51,9 @@ def answer_of(client: socket.socket) -> tuple[int, dict[str, str], bytes]:
     return int(status.split()[1]), headers, body
 
 
-def ask(server: Running, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+def ask(
+    server: Running, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, dict[str, str], bytes]:
     with server.connect() as client:
         client.sendall(request_bytes(method, path, body, Connection="close", **headers))
         return answer_of(client)

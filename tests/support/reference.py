@@ -79,7 +79,9 @@ def python_page(text: str) -> str:
     public = [name for name in jaxpage.__all__ if not name.startswith("_")]
     lines = list(_table(("from `jaxpage`", "what it is"), _said(jaxpage, public)))
     for kind in (LLM, AsyncLLM):
-        members = dict.fromkeys(name for one in kind.__mro__[:-1] for name in vars(one) if not name.startswith("_"))
+        members = dict.fromkeys(
+            name for one in kind.__mro__[:-1] for name in vars(one) if not name.startswith("_")
+        )
         lines += _table((f"of `{kind.__name__}`", "what it does"), _said(kind, members))
     lines += _table(("from `jaxpage.errors`", "what it is"), _said(errors, _classes_of(errors)))
     return "\n".join([f"{before}{MADE}", "", *lines, f"{END}{after}"])
@@ -135,7 +137,12 @@ def _settings() -> Iterator[str]:
 def _setting_rows(config: Any) -> Iterator[tuple[str, ...]]:
     for name, field in config.model_fields.items():
         default = told(field, "shown") if field.default is None else None
-        yield f"`{name}`", default or f"`{field.default}`", field.description, f"`{PREFIX_OF_VARIABLES}{name.upper()}`"
+        yield (
+            f"`{name}`",
+            default or f"`{field.default}`",
+            field.description,
+            f"`{PREFIX_OF_VARIABLES}{name.upper()}`",
+        )
 
 
 def _sampling() -> Iterator[str]:
@@ -152,7 +159,9 @@ def _sampling() -> Iterator[str]:
                 (
                     f"`{name}`",
                     f"`{parameter.annotation}`",
-                    "required" if parameter.default is parameter.empty else f"`{parameter.default!r}`",
+                    "required"
+                    if parameter.default is parameter.empty
+                    else f"`{parameter.default!r}`",
                     comments.get(name, ""),
                 )
                 for name, parameter in signature.items()
@@ -182,7 +191,9 @@ def _command_line() -> Iterator[str]:
             yield parser.description.rstrip(".") + "."
             yield ""
         rows = [
-            _option(action) for action in _own_actions(parser) if action.dest not in shared or not action.option_strings
+            _option(action)
+            for action in _own_actions(parser)
+            if action.dest not in shared or not action.option_strings
         ]
         if rows:
             yield from _table(("argument", "what it is"), rows)
@@ -195,18 +206,24 @@ def _from_vllm() -> Iterator[str]:
     yield ""
     yield "## Flags that are the same"
     yield ""
-    same = (flag.option for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.option in SHARED_WITH_VLLM)
+    same = (
+        flag.option for flag in (*ENGINE_FLAGS, *SERVER_FLAGS) if flag.option in SHARED_WITH_VLLM
+    )
     yield ", ".join(f"`{option}`" for option in same)
     yield ""
     for kind in dict.fromkeys(answer.kind for answer in ANSWERS.values()):
         yield f"## Flags that are {kind}"
         yield ""
-        rows = ((f"`{flag}`", answer.text) for flag, answer in ANSWERS.items() if answer.kind == kind)
+        rows = (
+            (f"`{flag}`", answer.text) for flag, answer in ANSWERS.items() if answer.kind == kind
+        )
         yield from _table(("flag of `vllm serve`", "in jaxpage"), rows)
 
 
 def _commands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    nested = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    nested = [
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    ]
     if not nested:
         yield parser.prog, parser
     for action in nested:
@@ -219,7 +236,10 @@ def _own_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def _option(action: argparse.Action) -> tuple[str, str]:
-    names = ", ".join(f"`{option}`" for option in action.option_strings) or f"`{action.metavar or action.dest}`"
+    names = (
+        ", ".join(f"`{option}`" for option in action.option_strings)
+        or f"`{action.metavar or action.dest}`"
+    )
     return names, (action.help or "").replace("%%", "%")
 
 
@@ -228,5 +248,6 @@ def _metrics() -> Iterator[str]:
     yield "In `llm.stats()`, a metric with a label is a dict with the label as the key."
     yield ""
     yield from _table(
-        ("metric", "label", "meaning"), ((f"`{name}`", LABELS.get(name, ""), text) for name, text in HELP.items())
+        ("metric", "label", "meaning"),
+        ((f"`{name}`", LABELS.get(name, ""), text) for name, text in HELP.items()),
     )

@@ -81,7 +81,9 @@ values of `kv_cache_dtype`; `auto` is the model's dtype."""
 
 def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
     """The two tables: header and rows."""
-    families = {name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()}
+    families = {
+        name: importlib.import_module(f"jaxpage.models.{name}") for name in FAMILIES.values()
+    }
     described, used = [], []
     for architecture, name in FAMILIES.items():
         family = families[name]
@@ -93,7 +95,9 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
             (
                 f"`{architecture}`",
                 ", ".join(
-                    case for case, (config, _) in GGUF_MODELS.items() if config["architectures"] == [architecture]
+                    case
+                    for case, (config, _) in GGUF_MODELS.items()
+                    if config["architectures"] == [architecture]
                 ),
                 _experts(family, cases),
                 _lora(family, specs),
@@ -104,11 +108,25 @@ def models() -> Iterator[tuple[str, list[tuple[str, ...]]]]:
             )
         )
     yield ("architecture", "what it is", "cases", "refused"), described
-    yield ("architecture", "GGUF", "experts in", "LoRA", "drafts", "as a draft model", "KV cache", "derivatives"), used
+    yield (
+        (
+            "architecture",
+            "GGUF",
+            "experts in",
+            "LoRA",
+            "drafts",
+            "as a draft model",
+            "KV cache",
+            "derivatives",
+        ),
+        used,
+    )
 
 
 def _refused(cases: list[str]) -> str:
-    rows = [fields for error, case, _, fields in REFUSED if case in cases and error is UnsupportedError]
+    rows = [
+        fields for error, case, _, fields in REFUSED if case in cases and error is UnsupportedError
+    ]
     named = [f"`{name}`" for fields in rows for name in fields if name != "architectures"]
     return ", ".join(dict.fromkeys(named))
 
@@ -118,25 +136,37 @@ def _has(family: Any, specs: list[Any], kind: type[nnx.Module]) -> bool:
 
 
 def _modules(family: Any, spec: Any) -> list[tuple[Any, nnx.Module]]:
-    return [(path, module) for path, module in nnx.iter_modules(make_model(family, spec, "float32", None))]
+    return [
+        (path, module)
+        for path, module in nnx.iter_modules(make_model(family, spec, "float32", None))
+    ]
 
 
 def _experts(family: Any, cases: list[str]) -> str:
     """The formats whose rule takes an expert's place."""
     schemes: dict[str, Scheme] = {**SCHEMES}
     schemes |= {
-        name: METHODS[config["quant_method"]](QuantizationFields(config)) for name, (config, _) in FORMATS.items()
+        name: METHODS[config["quant_method"]](QuantizationFields(config))
+        for name, (config, _) in FORMATS.items()
     }
     if not _has(family, [family.Spec.from_config(config_json(cases[0]))], ExpertLinear):
         return ""
     spec = family.Spec.from_config(config_json(cases[0], **_WIDE))
-    experts = [(path, module) for path, module in _modules(family, spec) if isinstance(module, ExpertLinear)]
+    experts = [
+        (path, module)
+        for path, module in _modules(family, spec)
+        if isinstance(module, ExpertLinear)
+    ]
     if not any(module.spec.modules for _, module in experts):
         schemes = {
             "mxfp4 as of GPT-OSS": METHODS["mxfp4"](QuantizationFields({})),
             **schemes,
         }  # of tensors that have all experts
-    taken = [name for name, scheme in schemes.items() if all(scheme.rule(*one) is not None for one in experts)]
+    taken = [
+        name
+        for name, scheme in schemes.items()
+        if all(scheme.rule(*one) is not None for one in experts)
+    ]
     return "all formats" if len(taken) == len(schemes) else ", ".join(taken)
 
 
@@ -151,14 +181,24 @@ def _lora(family: Any, specs: list[Any]) -> str:
             if isinstance(module, Linear)
             for part in module.spec.parts
         ]
-        others += [f"`{name.rsplit('.', 1)[-1]}`" for name in names if name is not None and name not in targets]
+        others += [
+            f"`{name.rsplit('.', 1)[-1]}`"
+            for name in names
+            if name is not None and name not in targets
+        ]
     return f"all but {', '.join(sorted(set(others)))}" if others else "all"
 
 
 def _drafts(kvs: list[KVSpec]) -> str:
     branching = SpeculativeConfig(method="lookahead")
     count = sum(_takes(lambda kv: check_windows(branching, "", [kv]), [kv]) for kv in kvs)
-    return "chains, trees" if count == len(kvs) else "chains, trees without windows" if count else "chains"
+    return (
+        "chains, trees"
+        if count == len(kvs)
+        else "chains, trees without windows"
+        if count
+        else "chains"
+    )
 
 
 def _as_draft_model(spec: Any) -> None:

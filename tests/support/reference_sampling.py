@@ -35,9 +35,13 @@ def processed(
     for token_id, bias in params.logit_bias:
         wide[token_id] += bias
     for token_id in {*prompt, *output}:
-        wide[token_id] *= 1 / params.repetition_penalty if wide[token_id] > 0 else params.repetition_penalty
+        wide[token_id] *= (
+            1 / params.repetition_penalty if wide[token_id] > 0 else params.repetition_penalty
+        )
     for token_id in set(output):
-        wide[token_id] -= params.frequency_penalty * list(output).count(token_id) + params.presence_penalty
+        wide[token_id] -= (
+            params.frequency_penalty * list(output).count(token_id) + params.presence_penalty
+        )
     return wide
 
 
@@ -45,7 +49,9 @@ def ends_with(known: Sequence[int], end: Sequence[int]) -> bool:
     return len(known) >= len(end) and list(known[len(known) - len(end) :]) == list(end)
 
 
-def drawn(logits: Logits, params: SamplingParams, seed: int, sample_index: int, position: int) -> int:
+def drawn(
+    logits: Logits, params: SamplingParams, seed: int, sample_index: int, position: int
+) -> int:
     """The token of processed logits: the first of the largest, with noise unless the request is greedy."""
     if params.greedy:
         return int(logits.argmax())
@@ -54,4 +60,8 @@ def drawn(logits: Logits, params: SamplingParams, seed: int, sample_index: int, 
     words = jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32)
     key = jax.random.wrap_key_data(words, impl="threefry2x32")
     key = jax.random.fold_in(jax.random.fold_in(key, sample_index), position)
-    return int((scaled + np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32), np.float64)).argmax())
+    return int(
+        (
+            scaled + np.asarray(jax.random.gumbel(key, logits.shape, jnp.float32), np.float64)
+        ).argmax()
+    )

@@ -32,7 +32,12 @@ from jaxpage.serving.server import Serving
 from jaxpage.serving.startup import model_context
 from jaxpage.settings.engine_config import EngineConfig
 
-SMALL: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_blocks": 129}
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "num_blocks": 129,
+}
 WAIT_SECONDS = 60.0  # for what is bound to happen: far beyond what it takes
 
 
@@ -43,7 +48,9 @@ def demo_with_template(directory: Path, template: str) -> str:
     for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json"):
         shutil.copy(packaged / name, directory)
     settings = json.loads((packaged / "tokenizer_config.json").read_text())
-    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": template}))
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "chat_template": template})
+    )
     return str(directory)
 
 
@@ -51,7 +58,9 @@ def demo_engine(**settings: Any) -> Built:
     return build_engine(EngineConfig(model="demo", **{**SMALL, **settings}))
 
 
-def wait_until(condition: Callable[[], Any], what: str = "it happens", seconds: float = WAIT_SECONDS) -> None:
+def wait_until(
+    condition: Callable[[], Any], what: str = "it happens", seconds: float = WAIT_SECONDS
+) -> None:
     """Waits for something that other threads bring about."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -220,7 +229,8 @@ class Promises:
     def __init__(self, client: httpx.Client) -> None:
         self._client = client
         self._completion = self._completed()
-        embedded = client.post("/v1/embeddings", json={"model": "demo", "input": [1]})  # the first one compiles
+        # the first one compiles
+        embedded = client.post("/v1/embeddings", json={"model": "demo", "input": [1]})
         assert embedded.status_code == 200, embedded.text
         self._compiled = metrics(client)["jaxpage_compile_total"]
 
@@ -248,6 +258,8 @@ def metrics(client: httpx.Client) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
-            labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
+            labels = [
+                value for name, value in sorted(sample.labels.items()) if name != "model_name"
+            ]
             found["/".join([sample.name, *labels])] = sample.value
     return found

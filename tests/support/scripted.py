@@ -13,14 +13,18 @@ from jaxpage.speculation import Proposer, ProposingSpeculator
 from jaxpage.step.draft import Draft, chain
 from jaxpage.step.request import Request, Sequence
 
-DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}  # settings of the engines in which these stand
+# settings of the engines in which these stand
+DRAFTING = {"method": "ngram", "num_speculative_tokens": 4}
 
 
 class Scripted(Proposer):
     """Drafts what a sequence will be, so many right tokens and wrong ones behind them. `heard`: what it was told of each sequence."""
 
     def __init__(
-        self, texts: Mapping[int, list[int]], script: Callable[[int, int], tuple[int, int]], vocab_size: int = 257
+        self,
+        texts: Mapping[int, list[int]],
+        script: Callable[[int, int], tuple[int, int]],
+        vocab_size: int = 257,
     ) -> None:
         """
         Args:
@@ -55,12 +59,16 @@ class Guesses(Proposer):
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         sequence_id, token_ids = sequence.sequence_id, sequence.token_ids
-        rng = np.random.default_rng(zlib.crc32(str((sequence_id, len(token_ids), token_ids[-1])).encode()))
+        rng = np.random.default_rng(
+            zlib.crc32(str((sequence_id, len(token_ids), token_ids[-1])).encode())
+        )
         length = int(rng.integers(0, num_drafts + 1))
         tokens = tuple(rng.integers(0, self.vocab_size, length).tolist())
         if rng.integers(2):
             return chain(tokens)
-        return Draft(tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length)))
+        return Draft(
+            tokens, tuple(int(rng.integers(-1, place)) if place else -1 for place in range(length))
+        )
 
 
 def draft_with(engine: Engine, proposer: Proposer, *, learns_top_ids: bool = False) -> None:

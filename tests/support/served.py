@@ -23,7 +23,9 @@ from jaxpage.settings.engine_config import EngineConfig
 class _Uvicorn(uvicorn.Server):
     def __init__(self, app: Any) -> None:
         super().__init__(
-            uvicorn.Config(app, http="h11", lifespan="off", log_level="warning", timeout_graceful_shutdown=1)
+            uvicorn.Config(
+                app, http="h11", lifespan="off", log_level="warning", timeout_graceful_shutdown=1
+            )
         )
         self.answers = threading.Event()
 
@@ -57,6 +59,8 @@ def served_engine(
     config, engine = ServerConfig(ui=True, ui_show_prompts=show_prompts), EngineConfig(model="demo")
     context = model_context(built, engine, config)
     facts = capabilities(built, engine, config, context.limits)
-    app = build_app(loop, context, config, ServerMetrics("demo"), capabilities=facts, api_keys=api_keys)
+    app = build_app(
+        loop, context, config, ServerMetrics("demo"), capabilities=facts, api_keys=api_keys
+    )
     with served(app) as address:
         yield address

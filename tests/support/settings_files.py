@@ -65,7 +65,11 @@ def _help(field: FieldInfo) -> str:
     """Returns what --help says: what the setting is, and its default where there is one."""
     default = told(field, "shown")
     if default is None and field.default is not None:
-        default = {True: "yes", False: "no"}[field.default] if isinstance(field.default, bool) else str(field.default)
+        default = (
+            {True: "yes", False: "no"}[field.default]
+            if isinstance(field.default, bool)
+            else str(field.default)
+        )
     return f"{field.description}; default: {default}" if default else str(field.description)
 
 
@@ -100,7 +104,9 @@ def _strings(text: str) -> list[str]:
     pieces = [text]
     if len(text) + 11 > WIDTH:
         pieces = textwrap.wrap(text, WIDTH - 12, drop_whitespace=False, break_on_hyphens=False)
-    quoted = [quote + piece.replace("\\", "\\\\").replace(quote, "\\" + quote) + quote for piece in pieces]
+    quoted = [
+        quote + piece.replace("\\", "\\\\").replace(quote, "\\" + quote) + quote for piece in pieces
+    ]
     return [*quoted[:-1], quoted[-1] + ","]
 
 

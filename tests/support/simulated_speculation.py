@@ -46,7 +46,9 @@ class ShapedDevice:
     token: float
     draft: float = 0.0  # of the proposer, for each draft that it is asked for
     follow: float = (
-        0.0  # of a drafter on the device: what it adds to each step in which it follows, as a share of the step
+        # of a drafter on the device: what it adds to each step in which it follows, as a share of
+        # the step
+        0.0
     )
     level: float = 0.0  # and for each token of draft depth
 
@@ -74,7 +76,9 @@ class Guesses(Proposer):
         self.num_asked += num_drafts
         if self._random.random() >= self._found:
             return None
-        rates = self._rates(self.places[sequence.sequence_id], self.step)[: min(num_drafts, self.num_ready)]
+        rates = self._rates(self.places[sequence.sequence_id], self.step)[
+            : min(num_drafts, self.num_ready)
+        ]
         wrong = np.flatnonzero(self._random.random(len(rates)) >= rates)
         num_right = int(wrong[0]) if len(wrong) else len(rates)
         return chain((sequence.token_ids[-1],) * num_right + (WRONG,) * (len(rates) - num_right))
@@ -144,17 +148,23 @@ class SpeculativeLoop:
             streams=tuple((bucket.num_rows, bucket.num_tokens) for bucket in menu.verify),
         )
         pool = BlockPool(1 + num_rows * (2 + (NUM_PROMPT_TOKENS + NUM_OUTPUT_TOKENS) // 16))
-        self.scheduler = Scheduler(self.limits, BlockManager([BlockTables(pool, 16)]), max_num_seqs=num_rows)
+        self.scheduler = Scheduler(
+            self.limits, BlockManager([BlockTables(pool, 16)]), max_num_seqs=num_rows
+        )
         depths = range(1, 1 + NUM_DRAFTS[-1]) if device.follow else ()
         self.controller = Controller(self.limits, depths=depths) if num_drafts is None else None
-        self._sync = DrafterSync(self.limits, self.controller, block_size=16) if device.follow else None
+        self._sync = (
+            DrafterSync(self.limits, self.controller, block_size=16) if device.follow else None
+        )
         if self.controller is not None:
             costs, mistakes = self.controller.costs, np.random.default_rng(seed)
             for bucket in menu.decode + menu.verify:
                 shape = bucket.num_rows, bucket.num_tokens
                 alone = device.seconds(shape) * mistakes.lognormal(0.0, mistaken)
                 costs.at_start(
-                    shape, alone, [alone + device.ahead(shape, depth) for depth in range(1 + NUM_DRAFTS[-1])]
+                    shape,
+                    alone,
+                    [alone + device.ahead(shape, depth) for depth in range(1 + NUM_DRAFTS[-1])],
                 )
         self._device, self._guesses, self._num_rows = device, guesses, num_rows
         self._requests = ScriptedRequests()
@@ -196,7 +206,11 @@ class SpeculativeLoop:
         groups = self.scheduler.commit(plan, edits)
         shape = self.limits.shape(len(plan.rows), plan.num_tokens - len(plan.rows))
         seconds = self._device.seconds(shape) + self._device.ahead(shape, depth)
-        self._now += seconds * self._random.lognormal(0.0, 0.05) * (10.0 if self._random.random() < 0.005 else 1.0)
+        self._now += (
+            seconds
+            * self._random.lognormal(0.0, 0.05)
+            * (10.0 if self._random.random() < 0.005 else 1.0)
+        )
         self.speculator.observe(StepReport(drafts, plan, _result(plan), edits, groups))
         for group in groups:
             if group.finished:
@@ -213,4 +227,6 @@ def _result(plan: StepPlan) -> StepResult:
     """Nobody looks at what was drawn."""
     ids, floats = np.zeros(len(plan.samples), np.int32), np.zeros(len(plan.samples), np.float32)
     tops = np.zeros((len(plan.samples), 0))
-    return StepResult(ids, floats, ids, tops.astype(np.int32), tops.astype(np.float32), draft_candidates=ids)
+    return StepResult(
+        ids, floats, ids, tops.astype(np.int32), tops.astype(np.float32), draft_candidates=ids
+    )

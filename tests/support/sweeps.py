@@ -14,6 +14,8 @@ def few(cases: Iterable[Any], kept: Collection[Any]) -> list[Any]:
     if missing := [case for case in kept if case not in cases]:
         raise ValueError(f"no such cases: {missing}; there are {cases}")
     return [
-        case if case in kept else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
+        case
+        if case in kept
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.sweep)
         for case in cases
     ]

@@ -20,14 +20,18 @@ def rates_of(mean_length: float, num_drafts: int) -> tuple[float, ...]:
         mean_length: tokens of a step: 1 and the right drafts, from 1 to 1 + `num_drafts`.
     """
     if not 1 <= mean_length <= 1 + num_drafts:
-        raise ValueError(f"mean_length={mean_length} must be from 1 to {1 + num_drafts}, for {num_drafts} drafts")
+        raise ValueError(
+            f"mean_length={mean_length} must be from 1 to {1 + num_drafts}, for {num_drafts} drafts"
+        )
     return tuple(min(1.0, max(0.0, mean_length - 1 - place)) for place in range(num_drafts))
 
 
 class SyntheticProposer(Proposer):
     """Drafts chains of `len(rates)` tokens: so many from the known output, and from there on wrong ones."""
 
-    def __init__(self, outputs: Outputs, rates: Sequence[float], *, vocab_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, outputs: Outputs, rates: Sequence[float], *, vocab_size: int, seed: int = 0
+    ) -> None:
         """
         Args:
             outputs: what the engine draws for these prompts without drafts.
@@ -49,8 +53,12 @@ class SyntheticProposer(Proposer):
         output = self._outputs[request.prompt_token_ids][sequence.sample_index]
         start = sequence.num_output_tokens
         if start and (start > len(output) or sequence.token_ids[-1] != output[start - 1]):
-            raise ValueError(f"sequence {sequence.sequence_id} is not what the known output says at token {start - 1}")
-        drafts = [int(token_id) for token_id in output[start : start + min(num_drafts, len(self._rates))]]
+            raise ValueError(
+                f"sequence {sequence.sequence_id} is not what the known output says at token {start - 1}"
+            )
+        drafts = [
+            int(token_id) for token_id in output[start : start + min(num_drafts, len(self._rates))]
+        ]
         num_right = self.num_right(sequence.sequence_id, len(sequence.token_ids))
         wrong = [(token_id + 1) % self._vocab_size for token_id in drafts[num_right:]]
         return chain((*drafts[:num_right], *wrong)) if drafts else None

@@ -36,7 +36,9 @@ class Terminal:
         deadline = time.monotonic() + WAIT_SECONDS
         while (found := self.written.find(text, self._at)) < 0:
             left = max(0.0, deadline - time.monotonic())
-            assert select.select([self._descriptor], [], [], left)[0], f"no {text!r} in {self.written[self._at :]!r}"
+            assert select.select([self._descriptor], [], [], left)[0], (
+                f"no {text!r} in {self.written[self._at :]!r}"
+            )
             assert self._more(), f"it ended without {text!r}: {self.written[self._at :]!r}"
         came, self._at = self.written[self._at : found], found + len(text)
         return _CONTROL.sub("", came)
@@ -64,7 +66,8 @@ class Terminal:
         return bool(part)
 
 
-# Makes the terminal that is its standard input the one whose Ctrl-C it hears. Not by a fork of this process, where jax may run.
+# Makes the terminal that is its standard input the one whose Ctrl-C it hears. Not by a fork of this
+# process, where jax may run.
 _INSIDE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 

@@ -10,7 +10,24 @@ from transformers import PreTrainedTokenizerFast
 
 # ASCII, and pieces of longer characters.
 BYTES = sorted({*range(32, 127), 9, 10, 0xC3, 0xA9, 0xA4, 0xF0, 0x9F, 0x98, 0x80})
-PIECES = ('{"', '":', '", ', "true", "null", "dog", "cat", "ab", "ba", "aa", "bb", "abc", "10", "00", "é", "ä")
+PIECES = (
+    '{"',
+    '":',
+    '", ',
+    "true",
+    "null",
+    "dog",
+    "cat",
+    "ab",
+    "ba",
+    "aa",
+    "bb",
+    "abc",
+    "10",
+    "00",
+    "é",
+    "ä",
+)
 END = 0  # the token that ends a text
 
 
@@ -20,7 +37,9 @@ def write_tokenizer(directory: Path) -> Path:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(
+        directory
+    )
     return directory
 
 

@@ -43,7 +43,11 @@ def chatml() -> Any:
 
 
 def context(**settings: Any) -> ModelContext:
-    given: dict[str, Any] = {"model_names": (MODEL, "other-name"), "max_model_len": 512, "vocab_size": VOCAB_SIZE}
+    given: dict[str, Any] = {
+        "model_names": (MODEL, "other-name"),
+        "max_model_len": 512,
+        "vocab_size": VOCAB_SIZE,
+    }
     given |= {"tokenizer": chatml(), "system_fingerprint": "fp_0"}
     return ModelContext(**{**given, **settings})
 
@@ -58,10 +62,14 @@ class Scripted:
     token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.token_ids = self.token_ids or [(7 * place) % VOCAB_SIZE for place in range(len(self.texts))]
+        self.token_ids = self.token_ids or [
+            (7 * place) % VOCAB_SIZE for place in range(len(self.texts))
+        ]
 
 
-def logprobs(token_ids: Sequence[int], wanted: int | None) -> list[dict[int, Logprob] | None] | None:
+def logprobs(
+    token_ids: Sequence[int], wanted: int | None
+) -> list[dict[int, Logprob] | None] | None:
     """Made up, in the form of the engine's: the token itself, then the likeliest; the token is the third likeliest."""
     if wanted is None:
         return None
@@ -97,7 +105,9 @@ def output(exchange: Exchange, scripts: Sequence[Scripted], *, prompt: int = 0) 
         prompt_token_ids=ids,
         outputs=completions,
         finished=True,
-        prompt_logprobs=None if of_prompt is None else [None, *(logprobs(ids[1:], of_prompt) or [])],
+        prompt_logprobs=None
+        if of_prompt is None
+        else [None, *(logprobs(ids[1:], of_prompt) or [])],
         metrics=RequestMetrics(arrival_time=0.0, num_cached_tokens=2),
     )
 

@@ -20,7 +20,8 @@ from tools.demo_model.distillation import Teacher
 from tools.demo_model.model import Params
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
-Ranks = Callable[[Params, jax.Array], jax.Array]  # of weights and tokens [B, T]: int [B, T, J], see `draft_ranks`
+# of weights and tokens [B, T]: int [B, T, J], see `draft_ranks`
+Ranks = Callable[[Params, jax.Array], jax.Array]
 
 DRAFTS, TREE_DRAFTS = 4, 15
 ROWS, LENGTH = 32, 256
@@ -64,11 +65,15 @@ def held_out_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[
             heat_BT = np.full((len(encoded), LENGTH), temperature, np.float32)
             key = jax.random.key(seed)
             tokens_BT = np.asarray(
-                own_text.continue_rows(teacher.spec, teacher.params, starts_BP, lengths_B, heat_BT, key)
+                own_text.continue_rows(
+                    teacher.spec, teacher.params, starts_BP, lengths_B, heat_BT, key
+                )
             )
             ended_BT = (tokens_BT == END_OF_TEXT_ID) & (np.arange(LENGTH) >= lengths_B[:, None])
             ends_B = np.where(ended_BT.any(1), ended_BT.argmax(1) + 1, LENGTH)
-            samples.append(Sample(f"{kind}, temperature {temperature:g}", tokens_BT, lengths_B, ends_B))
+            samples.append(
+                Sample(f"{kind}, temperature {temperature:g}", tokens_BT, lengths_B, ends_B)
+            )
     return samples
 
 
@@ -100,7 +105,9 @@ def draft_ranks(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.A
     return ranks
 
 
-def medusa_ranks(teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array) -> jax.Array:
+def medusa_ranks(
+    teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array
+) -> jax.Array:
     """As `draft_ranks`: the heads stand on the hidden state one place before the known token."""
     hidden_BTD, length = teacher(tokens_BT).hidden_BTD, tokens_BT.shape[1]
     ranks = _far(tokens_BT)
@@ -113,11 +120,17 @@ def medusa_ranks(teacher: Teacher, token_map: np.ndarray, params: Params, tokens
     return ranks
 
 
-def eagle_ranks(teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array) -> jax.Array:
+def eagle_ranks(
+    teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array
+) -> jax.Array:
     """As `draft_ranks`: draft j of place t is pass j of place t - 1 + j."""
     length, ranks = tokens_BT.shape[1], _far(tokens_BT)
-    for j, logits in enumerate(eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)):
-        about = ranks_of(_whole(logits[:, :-1], token_map, teacher.spec.vocabulary), tokens_BT[:, 2:])
+    for j, logits in enumerate(
+        eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
+    ):
+        about = ranks_of(
+            _whole(logits[:, :-1], token_map, teacher.spec.vocabulary), tokens_BT[:, 2:]
+        )
         ranks = ranks.at[:, 1 : length - 1 - j, j].set(about[:, j:])
     return ranks
 
@@ -138,7 +151,9 @@ def replay(right_BTJ: np.ndarray, sample: Sample) -> tuple[list[float], float]:
             counts[:accepted] += 1
             steps += 1
             place += accepted + 1
-    return [round(float(count / steps), 3) for count in counts], round(float(1 + counts.sum() / steps), 2)
+    return [round(float(count / steps), 3) for count in counts], round(
+        float(1 + counts.sum() / steps), 2
+    )
 
 
 def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, Any]:
@@ -166,7 +181,10 @@ def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
     """The paths of ranks with the highest products of accuracies. None is likelier than what it goes on from, so they are a tree."""
     ranks = [range(len(row)) for row in accuracies]
     paths = [path for depth in range(DRAFTS) for path in itertools.product(*ranks[: depth + 1])]
-    chances = {path: math.prod(row[rank] for rank, row in zip(path, accuracies, strict=False)) for path in paths}
+    chances = {
+        path: math.prod(row[rank] for rank, row in zip(path, accuracies, strict=False))
+        for path in paths
+    }
     return sorted(paths, key=lambda path: (-chances[path], len(path)))[:TREE_DRAFTS]
 
 
@@ -186,7 +204,9 @@ def _accuracies(found: list[np.ndarray], samples: list[Sample]) -> list[list[flo
         for j in range(DRAFTS):
             within = (place >= sample.begins_B[:, None]) & (place + 1 + j < sample.ends_B[:, None])
             places[j] += within.sum()
-            counts[j] += [(ranks_BTJ[..., j][within] == rank).sum() for rank in range(MEASURED_RANKS)]
+            counts[j] += [
+                (ranks_BTJ[..., j][within] == rank).sum() for rank in range(MEASURED_RANKS)
+            ]
     return [[round(share, 4) for share in row] for row in (counts / places[:, None]).tolist()]
 
 
@@ -196,7 +216,9 @@ def overlap(teacher: Teacher, params: Params, sample: Sample) -> float:
     @jax.jit
     def both(tokens_BT: jax.Array) -> jax.Array:
         p_BTV = jax.nn.softmax(teacher(tokens_BT).logits_BTV, -1)
-        return jnp.minimum(p_BTV, jax.nn.softmax(draft_model.logits(teacher, params, tokens_BT), -1)).sum(-1)
+        return jnp.minimum(
+            p_BTV, jax.nn.softmax(draft_model.logits(teacher, params, tokens_BT), -1)
+        ).sum(-1)
 
     place = np.arange(LENGTH)
     within = (place >= sample.begins_B[:, None]) & (place < sample.ends_B[:, None])

@@ -13,7 +13,11 @@ from tools.demo_model.evaluation import sample_text
 from tools.demo_model.model import ModelSpec, Params
 from tools.demo_model.training import SHORT_CROP, SHORT_FRACTION, Plan, Run
 
-SAMPLES = (("Once upon a time", 0.7, 1), ("Once upon a time", 0.7, 2), ('"My dear sister," said', 0.7, 3))
+SAMPLES = (
+    ("Once upon a time", 0.7, 1),
+    ("Once upon a time", 0.7, 2),
+    ('"My dear sister," said', 0.7, 3),
+)
 GREEDY_TEMPERATURE = 1e-4
 SAMPLE_TOKENS = 160
 TEMPLATE = """---
@@ -98,8 +102,14 @@ def draw_samples(spec: ModelSpec, params: Params, tokenizer: Tokenizer) -> str:
     """Unselected continuations: a few seeds at temperature 0.7 and one greedy."""
     parts = []
     for prompt, temperature, seed in (*SAMPLES, ("Once upon a time", GREEDY_TEMPERATURE, 0)):
-        ids = sample_text(spec, params, tokenizer.encode(prompt).ids, SAMPLE_TOKENS, temperature, seed)
-        setting = "greedy" if temperature == GREEDY_TEMPERATURE else f"temperature {temperature}, seed {seed}"
+        ids = sample_text(
+            spec, params, tokenizer.encode(prompt).ids, SAMPLE_TOKENS, temperature, seed
+        )
+        setting = (
+            "greedy"
+            if temperature == GREEDY_TEMPERATURE
+            else f"temperature {temperature}, seed {seed}"
+        )
         quoted = tokenizer.decode(ids).replace("\n", "\n> ")
         parts.append(f"Prompt `{prompt}`, {setting}:\n\n> {quoted}")
     return "First draws, not selected; the prompt is included.\n\n" + "\n\n".join(parts)
@@ -108,8 +118,14 @@ def draw_samples(spec: ModelSpec, params: Params, tokenizer: Tokenizer) -> str:
 def _source_lines(manifest: dict[str, Any]) -> str:
     lines = ["| text | package and version | used | licence |", "|---|---|---|---|"]
     for entry in manifest["sources"]:
-        origin = "synthetic" if "synthetic" in entry else f"{entry['debian_package']} {entry['version']} (Debian)"
-        lines.append(f"| {entry['work']} | {origin} | {entry['used_bytes'] / 1e6:.2f} MB | {entry['licence']} |")
+        origin = (
+            "synthetic"
+            if "synthetic" in entry
+            else f"{entry['debian_package']} {entry['version']} (Debian)"
+        )
+        lines.append(
+            f"| {entry['work']} | {origin} | {entry['used_bytes'] / 1e6:.2f} MB | {entry['licence']} |"
+        )
     return "\n".join(lines)
 
 
@@ -118,9 +134,22 @@ def _loss_lines(facts: Facts) -> str:
     size = {name: tokens[name] * facts.bytes_per_token[name] for name in tokens}
     nats = {name: tokens[name] * facts.losses[name] for name in tokens}
     rows = [(name, facts.losses[name], nats[name] / size[name]) for name in tokens]
-    rows.append(("together", sum(nats.values()) / sum(tokens.values()), sum(nats.values()) / sum(size.values())))
-    titles = {"human": "novels (written by people)", "synthetic": "synthetic", "together": "together"}
-    return "\n".join(f"| {titles[name]} | {loss:.3f} | {per_byte / math.log(2):.3f} |" for name, loss, per_byte in rows)
+    rows.append(
+        (
+            "together",
+            sum(nats.values()) / sum(tokens.values()),
+            sum(nats.values()) / sum(size.values()),
+        )
+    )
+    titles = {
+        "human": "novels (written by people)",
+        "synthetic": "synthetic",
+        "together": "together",
+    }
+    return "\n".join(
+        f"| {titles[name]} | {loss:.3f} | {per_byte / math.log(2):.3f} |"
+        for name, loss, per_byte in rows
+    )
 
 
 def model_card(facts: Facts) -> str:

@@ -17,11 +17,22 @@ from tools.demo_model import records, tales
 CHUNK_CHARACTERS = 6000
 VALIDATION_ONE_IN = 20
 TALE_CHARACTERS, RECORD_CHARACTERS = 1_150_000, 550_000
-AUSTEN_NOVELS = ("sensesensibility", "prideprejudice", "mansfieldpark", "emma", "northangerabbey", "persuasion")
+AUSTEN_NOVELS = (
+    "sensesensibility",
+    "prideprejudice",
+    "mansfieldpark",
+    "emma",
+    "northangerabbey",
+    "persuasion",
+)
 GUTENBERG_START = re.compile(r"\A.*?^\*\*\* ?START OF TH[^\n]*\n", re.M | re.S)
 GUTENBERG_END = re.compile(r"^\*\*\* ?END OF TH.*\Z", re.M | re.S)
-GUTENBERG_SMALL_PRINT = re.compile(r"^(?:The )?Project Gutenberg Etext of The Works.*?^\*END[^\n]*\n", re.M | re.S)
-PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "_": None, "\ufeff": None})
+GUTENBERG_SMALL_PRINT = re.compile(
+    r"^(?:The )?Project Gutenberg Etext of The Works.*?^\*END[^\n]*\n", re.M | re.S
+)
+PLAIN = str.maketrans(
+    {"“": '"', "”": '"', "‘": "'", "’": "'", "—": "--", "–": "-", "_": None, "\ufeff": None}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +114,9 @@ def check_sources() -> None:
     """Raise MissingSource with one command that installs all that is missing."""
     missing = [source.package for source in SOURCES if not Path(source.path).exists()]
     if missing:
-        raise MissingSource("the corpus is not installed; run: sudo apt-get install " + " ".join(missing))
+        raise MissingSource(
+            "the corpus is not installed; run: sudo apt-get install " + " ".join(missing)
+        )
 
 
 def _paragraphs(text: str) -> Iterator[str]:
@@ -139,7 +152,10 @@ def _synthetic(make: Callable[[random.Random], str], characters: int, seed: str)
 
 
 def _is_held_out(document: str) -> bool:
-    return int.from_bytes(hashlib.sha256(document.encode()).digest()[:4], "big") % VALIDATION_ONE_IN == 0
+    return (
+        int.from_bytes(hashlib.sha256(document.encode()).digest()[:4], "big") % VALIDATION_ONE_IN
+        == 0
+    )
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:
@@ -182,7 +198,11 @@ def build_corpus(seed: int) -> Corpus:
     synthetic: list[str] = []
     for name, make, characters in (
         ("fairy tales from a grammar (tools/demo_model/tales.py)", tales.tale, TALE_CHARACTERS),
-        ("JSON, logs, sums, quotations (tools/demo_model/records.py)", records.record, RECORD_CHARACTERS),
+        (
+            "JSON, logs, sums, quotations (tools/demo_model/records.py)",
+            records.record,
+            RECORD_CHARACTERS,
+        ),
     ):
         documents = list(_synthetic(make, characters, f"{seed}/{name}"))
         synthetic += documents

@@ -9,15 +9,19 @@ import numpy as np
 
 from tools.demo_model.model import ModelSpec, Params, residual_streams, rms_norm
 
-LATER_WEIGHT = 0.8  # of a guess one place further on, in the loss: it is of use only where the one before it is right
+# of a guess one place further on, in the loss: it is of use only where the one before it is right
+LATER_WEIGHT = 0.8
 
-UNSURE = 0.4  # by which a head's first table is smaller than the target's: what it knows is another token, and being sure of it costs steps
+# by which a head's first table is smaller than the target's: what it knows is another token, and
+# being sure of it costs steps
+UNSURE = 0.4
 
 
 class Seen(NamedTuple):
     """A model's view of windows of tokens."""
 
-    streams: list[jax.Array]  # what enters layer 0, 1 and so on, and what leaves the last one: [B, T, D]
+    # what enters layer 0, 1 and so on, and what leaves the last one: [B, T, D]
+    streams: list[jax.Array]
     hidden_BTD: jax.Array  # the last of these behind the final norm
     logits_BTV: jax.Array  # at place t: of token t + 1
 

@@ -12,7 +12,12 @@ from tools.demo_model.training import Objective
 def draft_spec(target: ModelSpec) -> ModelSpec:
     """Half as wide and half as deep, with keys and values of the target's shape."""
     return dataclasses.replace(
-        target, width=target.width // 2, layers=2, heads=2, kv_heads=2, feed_forward=target.width * 11 // 8
+        target,
+        width=target.width // 2,
+        layers=2,
+        heads=2,
+        kv_heads=2,
+        feed_forward=target.width * 11 // 8,
     )
 
 

@@ -61,7 +61,9 @@ The weights are under Apache-2.0, as jaxpage and the demo model are.
 """
 
 
-def write_card(directory: Path, text_tokens: int, tokens_per_step: int, rows: int, length: int) -> None:
+def write_card(
+    directory: Path, text_tokens: int, tokens_per_step: int, rows: int, length: int
+) -> None:
     """From the facts beside each drafter; those that were not trained have no lines."""
     trained = [name for name in TITLES if (directory / name / FACTS).exists()]
     facts = {name: json.loads((directory / name / FACTS).read_text()) for name in trained}
@@ -90,6 +92,13 @@ def _training(directory: Path, facts: dict[str, Any]) -> str:
 def _acceptance(name: str, facts: dict[str, Any]) -> list[str]:
     lines = []
     for sample, row in facts["acceptance"].items():
-        cells = [name, sample, *row["positions"], row["tokens_per_step"], row["tokens_per_step_tree"], row["new"]]
+        cells = [
+            name,
+            sample,
+            *row["positions"],
+            row["tokens_per_step"],
+            row["tokens_per_step_tree"],
+            row["new"],
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return lines

@@ -27,7 +27,8 @@ from tools.demo_model.model import Params
 TEXT_TOKENS = 655_360
 TOKENS_PER_STEP = 2048
 HELD_OUT_ROWS = 32
-FREQUENT = 1024  # tokens among which heads choose: all but 4 in 1,000 of those that the model writes
+# tokens among which heads choose: all but 4 in 1,000 of those that the model writes
+FREQUENT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +99,14 @@ def run_recipe(
     checkpoint, longest = scratch / f"{name}.npz", RECIPES[name].longest
     stream, held_out = text[:-HELD_OUT_ROWS].ravel(), text[-HELD_OUT_ROWS:].astype(np.int32)
     if resume and checkpoint.exists():
-        plan, run = training.load_run(checkpoint, drafter.params, plan.steps if minutes is None else None)
+        plan, run = training.load_run(
+            checkpoint, drafter.params, plan.steps if minutes is None else None
+        )
     else:
         if minutes is not None:
-            steps = training.steps_for_minutes(drafter.objective, drafter.params, plan, stream, longest, minutes)
+            steps = training.steps_for_minutes(
+                drafter.objective, drafter.params, plan, stream, longest, minutes
+            )
             plan = dataclasses.replace(plan, steps=steps)
         run = training.start_run(drafter.params, plan)
     loss = jax.jit(drafter.objective)
@@ -141,17 +146,30 @@ def train_drafters(
     samples = acceptance.held_out_samples(teacher, tokenizer, seed + 1)
     for name in names:
         drafter, recipe = make_drafter(name, teacher, token_map, seed), RECIPES[name]
-        plan = training.Plan(steps or recipe.steps, seed, recipe.learning_rate, tokens_per_step=TOKENS_PER_STEP)
-        plan, run = run_recipe(name, drafter, text, scratch=scratch, plan=plan, minutes=minutes, resume=resume)
+        plan = training.Plan(
+            steps or recipe.steps, seed, recipe.learning_rate, tokens_per_step=TOKENS_PER_STEP
+        )
+        plan, run = run_recipe(
+            name, drafter, text, scratch=scratch, plan=plan, minutes=minutes, resume=resume
+        )
         params = exporting.round_to_bfloat16(run.params)
         measured = acceptance.measure(params, drafter.ranks, samples)
         if name == "draft":
-            measured["overlap"] = {sample.name: acceptance.overlap(teacher, params, sample) for sample in samples}
+            measured["overlap"] = {
+                sample.name: acceptance.overlap(teacher, params, sample) for sample in samples
+            }
         target = directory / name
         target.mkdir(exist_ok=True)
         drafter.export(params, target, measured)
         size = sum(value.size for value in params.values())
-        facts = {"steps": run.step, "seed": plan.seed, "minutes": round(run.seconds / 60, 1), "parameters": size}
+        facts = {
+            "steps": run.step,
+            "seed": plan.seed,
+            "minutes": round(run.seconds / 60, 1),
+            "parameters": size,
+        }
         exporting.write_json(target / drafter_card.FACTS, facts | measured)
         print(name, json.dumps(facts | measured["acceptance"]), flush=True)
-    drafter_card.write_card(directory, text.size, TOKENS_PER_STEP, acceptance.ROWS, acceptance.LENGTH)
+    drafter_card.write_card(
+        directory, text.size, TOKENS_PER_STEP, acceptance.ROWS, acceptance.LENGTH
+    )

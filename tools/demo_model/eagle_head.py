@@ -42,11 +42,17 @@ def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
     }
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     params = {
-        name: 0.02 * jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: 0.02 * jax.random.normal(key, shape)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
     params["fc_proj"] = params["fc_proj"].at[-width:].add(jnp.eye(width))
     norms = {name: jnp.ones(width) for name in ("input_norm", "hidden_norm", "post_norm")}
-    return {**params, **norms, "norm": teacher.params["norm"], "lm_head": UNSURE * teacher.params["embed"][token_map]}
+    return {
+        **params,
+        **norms,
+        "norm": teacher.params["norm"],
+        "lm_head": UNSURE * teacher.params["embed"][token_map],
+    }
 
 
 def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
@@ -69,7 +75,9 @@ def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Arr
     return mixed.reshape(b, t, -1)
 
 
-def unrolled(teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int) -> list[jax.Array]:
+def unrolled(
+    teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int
+) -> list[jax.Array]:
     """Logits over the frequent tokens, of one pass over all places after the other.
 
     Pass j, place t, guesses token t + 2 from the target's hidden states up to place t - j and from tokens up to t + 1, as drafting does
@@ -77,18 +85,26 @@ def unrolled(teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array,
     """
     spec = teacher.spec
     taps = [seen.streams[tap][:, :-1] for tap in TAPS]
-    next_BTD = rms_norm(teacher.params["embed"][tokens_BT[:, 1:]], params["input_norm"], spec.norm_epsilon)
+    next_BTD = rms_norm(
+        teacher.params["embed"][tokens_BT[:, 1:]], params["input_norm"], spec.norm_epsilon
+    )
     b, t, _ = next_BTD.shape
     rope = rope_tables(spec, t)
     feature_BTD = jnp.concatenate(taps, -1) @ params["fc_proj"]
     past: list[tuple[jax.Array, jax.Array]] = []
     guesses = []
     for _ in range(passes):
-        y = jnp.concatenate([next_BTD, rms_norm(feature_BTD, params["hidden_norm"], spec.norm_epsilon)], -1)
-        q, k, v = ((y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_width) for part in "qkv")
+        y = jnp.concatenate(
+            [next_BTD, rms_norm(feature_BTD, params["hidden_norm"], spec.norm_epsilon)], -1
+        )
+        q, k, v = (
+            (y @ params[f"{part}_proj"]).reshape(b, t, -1, spec.head_width) for part in "qkv"
+        )
         past.append((rotate(k, *rope), v))
         x_BTD = feature_BTD + _mix(spec, rotate(q, *rope), past) @ params["o_proj"]
-        x_BTD = x_BTD + feed_forward(params, rms_norm(x_BTD, params["post_norm"], spec.norm_epsilon))
+        x_BTD = x_BTD + feed_forward(
+            params, rms_norm(x_BTD, params["post_norm"], spec.norm_epsilon)
+        )
         guesses.append(rms_norm(x_BTD, params["norm"], spec.norm_epsilon) @ params["lm_head"].T)
         feature_BTD = jnp.roll(x_BTD, 1, 1)
     return guesses
@@ -101,7 +117,9 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
         seen = teacher(window_BT)
         p_BTV = jax.nn.softmax(seen.logits_BTV[:, 1:], -1)[..., token_map]
         guesses = unrolled(teacher, params, seen, window_BT, UNROLLED)
-        return discounted([soft_cross_entropy(p_BTV, logits)[:, j:].mean() for j, logits in enumerate(guesses)])
+        return discounted(
+            [soft_cross_entropy(p_BTV, logits)[:, j:].mean() for j, logits in enumerate(guesses)]
+        )
 
     return loss
 
@@ -109,9 +127,15 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
 def export(teacher: Teacher, token_map: np.ndarray, params: Params, directory: Path) -> None:
     """In the format of EAGLE's authors and SpecForge; the target's embedding is not repeated."""
     names = {**LAYER_MODULES, "hidden_norm": "hidden_norm"}
-    tensors = {"fc.weight": params["fc_proj"].T, "norm.weight": params["norm"], "lm_head.weight": params["lm_head"]}
+    tensors = {
+        "fc.weight": params["fc_proj"].T,
+        "norm.weight": params["norm"],
+        "lm_head.weight": params["lm_head"],
+    }
     for name, module in names.items():
-        tensors[f"midlayer.{module}.weight"] = params[name].T if name.endswith("_proj") else params[name]
+        tensors[f"midlayer.{module}.weight"] = (
+            params[name].T if name.endswith("_proj") else params[name]
+        )
     stored = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     stored["d2t"] = token_map - np.arange(len(token_map))
     stored["t2d"] = np.isin(np.arange(teacher.spec.vocabulary), token_map)
@@ -126,6 +150,7 @@ def export(teacher: Teacher, token_map: np.ndarray, params: Params, directory: P
         "draft_vocab_size": len(token_map),
         "target_hidden_size": teacher.spec.width,
         "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": list(TAPS),  # that are entered: see docs/guides/drafters.md
+        # that are entered: see docs/guides/drafters.md
+        "eagle_aux_hidden_state_layer_ids": list(TAPS),
     }
     write_json(directory / "config.json", config)

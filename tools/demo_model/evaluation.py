@@ -7,7 +7,9 @@ from tools.demo_model.model import ModelSpec, Params, hidden_states, token_losse
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
 
-def mean_loss(spec: ModelSpec, params: Params, stream: np.ndarray, most_tokens: int | None = None) -> float:
+def mean_loss(
+    spec: ModelSpec, params: Params, stream: np.ndarray, most_tokens: int | None = None
+) -> float:
     """Nats per token over consecutive full-length windows, 8 rows at a time."""
     evaluate = jax.jit(lambda p, w: token_losses(spec, p, w[:, :-1], w[:, 1:]))
     length = spec.max_positions

@@ -51,14 +51,21 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
 
 
 def export(
-    teacher: Teacher, token_map: np.ndarray, params: Params, directory: Path, accuracies: list[list[float]]
+    teacher: Teacher,
+    token_map: np.ndarray,
+    params: Params,
+    directory: Path,
+    accuracies: list[list[float]],
 ) -> None:
     """In vLLM's format, and in config.json, for the search of a tree, how often each head's guess of each rank was right."""
     tensors = {"lm_heads.0.weight": params["table"]}
     for head in range(HEADS):
         for layer in range(LAYERS):
             name = f"blocks.{head}.layers.{layer}"
-            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = params[f"{name}_proj"].T, params[f"{name}.bias"]
+            tensors[f"{name}.weight"], tensors[f"{name}.bias"] = (
+                params[f"{name}_proj"].T,
+                params[f"{name}.bias"],
+            )
     stored = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors.items()}
     weights = directory / "model.safetensors"
     save_file({**stored, "token_map": token_map}, weights, metadata={"format": "pt"})

@@ -45,7 +45,10 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
     }
     residual_scale = 1 / math.sqrt(2 * spec.layers)
     keys = iter(jax.random.split(key, 1 + spec.layers * len(shapes)))
-    params = {"embed": 0.02 * jax.random.normal(next(keys), (spec.vocabulary, d)), "norm": jnp.ones(d)}
+    params = {
+        "embed": 0.02 * jax.random.normal(next(keys), (spec.vocabulary, d)),
+        "norm": jnp.ones(d),
+    }
     for layer in range(spec.layers):
         for name, shape in shapes.items():
             scale = 0.02 * (residual_scale if name in ("o_proj", "down_proj") else 1.0)
@@ -71,7 +74,9 @@ def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
     return jnp.cos(angle_TH), jnp.sin(angle_TH)
 
 
-def _attend(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def _attend(
+    spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     b, t, _ = x_BTD.shape
     q = rotate((x_BTD @ p["q_proj"]).reshape(b, t, spec.heads, -1), *rope)
     k = rotate((x_BTD @ p["k_proj"]).reshape(b, t, spec.kv_heads, -1), *rope)
@@ -83,7 +88,9 @@ def _attend(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array,
     return mixed.reshape(b, t, -1) @ p["o_proj"]
 
 
-def decoder_layer(spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+def decoder_layer(
+    spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
+) -> jax.Array:
     """What leaves a layer with the weights `p` for what enters it."""
     x_BTD = x_BTD + _attend(spec, p, rms_norm(x_BTD, p["input_norm"], spec.norm_epsilon), rope)
     return x_BTD + feed_forward(p, rms_norm(x_BTD, p["post_norm"], spec.norm_epsilon))
@@ -97,7 +104,11 @@ def feed_forward(p: Params, x_BTD: jax.Array) -> jax.Array:
 def layer_params(params: Params, layer: int) -> Params:
     """The weights of one layer, by their own names."""
     prefix = f"layers.{layer}."
-    return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in params.items()
+        if name.startswith(prefix)
+    }
 
 
 def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
@@ -111,10 +122,14 @@ def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> l
 
 def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
     """The normed output of the last layer, before the tied embedding turns it into logits."""
-    return rms_norm(residual_streams(spec, params, tokens_BT)[-1], params["norm"], spec.norm_epsilon)
+    return rms_norm(
+        residual_streams(spec, params, tokens_BT)[-1], params["norm"], spec.norm_epsilon
+    )
 
 
-def token_losses(spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array) -> jax.Array:
+def token_losses(
+    spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array
+) -> jax.Array:
     """Cross-entropy of each target in nats."""
     logits = hidden_states(spec, params, tokens_BT) @ params["embed"].T
     chosen = jnp.take_along_axis(logits, targets_BT[..., None], -1)[..., 0]

@@ -15,7 +15,15 @@ from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from tools.demo_model import tales
-from tools.demo_model.model import ModelSpec, Params, feed_forward, layer_params, rms_norm, rope_tables, rotate
+from tools.demo_model.model import (
+    ModelSpec,
+    Params,
+    feed_forward,
+    layer_params,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
 ROWS = 128
@@ -27,7 +35,12 @@ Caches = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [B, S, 
 
 
 def _decode_layer(
-    spec: ModelSpec, p: Params, x_BD: jax.Array, cache: tuple[jax.Array, jax.Array], place: jax.Array, rope: Any
+    spec: ModelSpec,
+    p: Params,
+    x_BD: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    place: jax.Array,
+    rope: Any,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One token of each row through a layer, beside the keys and values of those before it."""
     b, groups = x_BD.shape[0], spec.heads // spec.kv_heads
@@ -61,13 +74,17 @@ def continue_rows(
     empty = jnp.zeros((rows, length, spec.kv_heads, spec.head_width))
     caches: Caches = [(empty, empty)] * spec.layers
 
-    def step(carry: tuple[jax.Array, Caches], place: jax.Array) -> tuple[tuple[jax.Array, Caches], jax.Array]:
+    def step(
+        carry: tuple[jax.Array, Caches], place: jax.Array
+    ) -> tuple[tuple[jax.Array, Caches], jax.Array]:
         drawn_B, caches = carry
         token_B = jnp.where(place < lengths_B, starts_BT[:, place], drawn_B)
         x_BD, grown = params["embed"][token_B], []
         rope = cos_TH[place][None], sin_TH[place][None]
         for layer in range(spec.layers):
-            x_BD, cache = _decode_layer(spec, layer_params(params, layer), x_BD, caches[layer], place, rope)
+            x_BD, cache = _decode_layer(
+                spec, layer_params(params, layer), x_BD, caches[layer], place, rope
+            )
             grown.append(cache)
         logits_BV = rms_norm(x_BD, params["norm"], spec.norm_epsilon) @ params["embed"].T
         heat_B = temperatures_BT[:, place]
@@ -79,7 +96,9 @@ def continue_rows(
     return tokens_TB.T
 
 
-def starts(tokenizer: Tokenizer, earlier: np.ndarray | None, rng: random.Random) -> tuple[np.ndarray, np.ndarray]:
+def starts(
+    tokenizer: Tokenizer, earlier: np.ndarray | None, rng: random.Random
+) -> tuple[np.ndarray, np.ndarray]:
     """A batch of starts and their lengths: openings of tales, the beginning of a text, and pieces of what was written earlier."""
     rows = []
     for row in range(ROWS):
@@ -104,14 +123,20 @@ def temperature_table(lengths_B: np.ndarray, temperatures_B: np.ndarray, length:
     return np.where(free_BT, 1.0, temperatures_B[:, None]).astype(np.float32)
 
 
-def write(spec: ModelSpec, params: Params, tokenizer: Tokenizer, tokens: int, seed: int) -> np.ndarray:
+def write(
+    spec: ModelSpec, params: Params, tokenizer: Tokenizer, tokens: int, seed: int
+) -> np.ndarray:
     """At least so many tokens, in rows of the model's longest length. The same seed writes the same."""
     rng, key = random.Random(seed), jax.random.key(seed)
     batches: list[np.ndarray] = []
     temperatures_B = np.resize(np.array(TEMPERATURES), ROWS)
-    for index in tqdm(range(math.ceil(tokens / (ROWS * spec.max_positions))), desc="writing", unit="batch"):
+    for index in tqdm(
+        range(math.ceil(tokens / (ROWS * spec.max_positions))), desc="writing", unit="batch"
+    ):
         starts_BP, lengths_B = starts(tokenizer, batches[-1] if batches else None, rng)
         table_BT = temperature_table(lengths_B, temperatures_B, spec.max_positions)
-        drawn = continue_rows(spec, params, starts_BP, lengths_B, table_BT, jax.random.fold_in(key, index))
+        drawn = continue_rows(
+            spec, params, starts_BP, lengths_B, table_BT, jax.random.fold_in(key, index)
+        )
         batches.append(np.asarray(drawn).astype(np.uint16))
     return np.concatenate(batches)

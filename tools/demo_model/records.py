@@ -8,12 +8,20 @@ def _choices(text: str) -> list[str]:
     return text.split("|")
 
 
-NAMES = _choices("Anna|Peter|Clara|Henry|Rose|Martin|Lucy|Oliver|Nora|Simon|Ruth|Felix|Emma|Walter|Grace|Hugo")
+NAMES = _choices(
+    "Anna|Peter|Clara|Henry|Rose|Martin|Lucy|Oliver|Nora|Simon|Ruth|Felix|Emma|Walter|Grace|Hugo"
+)
 CITIES = _choices("London|Paris|Rome|Vienna|Madrid|Oslo|Dublin|Prague|Lisbon|Athens")
 ITEMS = _choices("apples|books|candles|lamps|chairs|maps|clocks|boxes|letters|coins")
 SERVICES = _choices("web|mail|store|search|login|queue|cache|report")
 EVENTS = {
-    "INFO": ("request served", "worker started", "connection closed", "job finished", "cache refreshed"),
+    "INFO": (
+        "request served",
+        "worker started",
+        "connection closed",
+        "job finished",
+        "cache refreshed",
+    ),
     "WARNING": ("slow response", "disk is almost full", "retrying the request"),
     "ERROR": ("connection refused", "request timed out", "file not found"),
 }

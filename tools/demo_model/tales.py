@@ -22,7 +22,9 @@ HEROES = {
     ),
 }
 WORDS: Mapping[str, tuple[str, ...]] = {
-    "trait": _choices("little|poor|clever|brave|lonely|kind|old|young|gentle|curious|lazy|proud|cheerful|patient"),
+    "trait": _choices(
+        "little|poor|clever|brave|lonely|kind|old|young|gentle|curious|lazy|proud|cheerful|patient"
+    ),
     "place": (
         "a small village by the sea",
         "a cottage at the edge of a dark forest",
@@ -66,8 +68,20 @@ WORDS: Mapping[str, tuple[str, ...]] = {
         "what is given freely always comes back",
         "a promise must be kept, whatever it costs",
     ),
-    "food": ("a piece of bread", "a red apple", "a bowl of soup", "some cheese and honey", "a handful of berries"),
-    "path": ("over the hills", "through the forest", "along the river", "across the wide plain", "down to the sea"),
+    "food": (
+        "a piece of bread",
+        "a red apple",
+        "a bowl of soup",
+        "some cheese and honey",
+        "a handful of berries",
+    ),
+    "path": (
+        "over the hills",
+        "through the forest",
+        "along the river",
+        "across the wide plain",
+        "down to the sea",
+    ),
     "number": ("two", "three", "four", "five", "six", "seven"),
 }
 OPENINGS = (
@@ -144,7 +158,12 @@ ENDINGS = (
     "And {name} took the {treasure} home, and from that day {they} was never lonely again.",
     "When {name} came back, the whole village was glad, and they all lived happily ever after.",
 )
-MORALS = ("And {name} never forgot that {moral}.", "For {moral}.", '"Remember," said {the_helper}, "{moral}."', "")
+MORALS = (
+    "And {name} never forgot that {moral}.",
+    "For {moral}.",
+    '"Remember," said {the_helper}, "{moral}."',
+    "",
+)
 
 
 def _definite(noun: str) -> str:
@@ -155,7 +174,11 @@ def tale(rng: random.Random) -> str:
     """One story of six to nine sentences in three or four paragraphs."""
     pronoun = rng.choice(sorted(HEROES))
     kinds, names = HEROES[pronoun]
-    name, helper, villain = rng.choice(names.split()), rng.choice(WORDS["helper"]), rng.choice(WORDS["villain"])
+    name, helper, villain = (
+        rng.choice(names.split()),
+        rng.choice(WORDS["helper"]),
+        rng.choice(WORDS["villain"]),
+    )
     fixed = {
         "name": name,
         "Name": name,

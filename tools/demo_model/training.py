@@ -87,7 +87,9 @@ def start_run(params: Params, plan: Plan) -> Run:
     return Run(params, _optimizer(plan).init(params))
 
 
-def make_step(objective: Objective, plan: Plan) -> Callable[..., tuple[Params, optax.OptState, jax.Array]]:
+def make_step(
+    objective: Objective, plan: Plan
+) -> Callable[..., tuple[Params, optax.OptState, jax.Array]]:
     """The compiled training step: (params, optimizer state, windows [B, T+1]) to their next values and the loss."""
     optimizer = _optimizer(plan)
 
@@ -101,12 +103,19 @@ def make_step(objective: Objective, plan: Plan) -> Callable[..., tuple[Params, o
 
 def sample_windows(stream: np.ndarray, crop: int, plan: Plan, step: int) -> np.ndarray:
     """Random crops of crop + 1 tokens, across documents, from a generator keyed by (seed, step)."""
-    starts = np.random.default_rng((plan.seed, step)).integers(0, len(stream) - crop - 1, plan.tokens_per_step // crop)
+    starts = np.random.default_rng((plan.seed, step)).integers(
+        0, len(stream) - crop - 1, plan.tokens_per_step // crop
+    )
     return stream[starts[:, None] + np.arange(crop + 1)].astype(np.int32)
 
 
 def steps_for_minutes(
-    objective: Objective, params: Params, plan: Plan, stream: np.ndarray, longest: int, minutes: float
+    objective: Objective,
+    params: Params,
+    plan: Plan,
+    stream: np.ndarray,
+    longest: int,
+    minutes: float,
 ) -> int:
     """How many steps fit, from a measurement of both crop lengths on copies of the weights."""
     seconds_per_step = []
@@ -120,7 +129,10 @@ def steps_for_minutes(
             loss.block_until_ready()
         seconds_per_step.append((time.perf_counter() - began) / CALIBRATION_STEPS)
     average = SHORT_FRACTION * seconds_per_step[0] + (1 - SHORT_FRACTION) * seconds_per_step[1]
-    print(f"seconds per step: {seconds_per_step[0]:.3f} short, {seconds_per_step[1]:.3f} long", flush=True)
+    print(
+        f"seconds per step: {seconds_per_step[0]:.3f} short, {seconds_per_step[1]:.3f} long",
+        flush=True,
+    )
     return int(60 * minutes / average)
 
 
@@ -145,7 +157,9 @@ def load_run(path: Path, params: Params, steps: int | None = None) -> tuple[Plan
         plan = Plan(**facts["plan"])
         if steps is not None and steps != plan.steps:
             if facts["step"] > (1 - DECAY_FRACTION) * min(steps, plan.steps):
-                raise ValueError(f"--steps {steps}: the run is at step {facts['step']}, its last part has begun")
+                raise ValueError(
+                    f"--steps {steps}: the run is at step {facts['step']}, its last part has begun"
+                )
             plan = dataclasses.replace(plan, steps=steps)
         fresh = start_run(params, plan)
         fresh_leaves, structure = jax.tree.flatten((fresh.params, fresh.optimizer_state))

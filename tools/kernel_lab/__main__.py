@@ -14,14 +14,28 @@ from tools.kernel_lab.parts import PARTS, Options
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_lab", description=__doc__)
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--backend", default="", help="of parity, stability, sanitizer, one-case and bench")
-    parser.add_argument("--specs", default="short", help="of bench: texts of names, comma-separated; default: short")
-    parser.add_argument("--splits", default="", help="of bench: numbers of splits to try, comma-separated")
-    parser.add_argument("--interpret", action="store_true", help="on CPU: kernels are interpreted, everything is small")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for parts that can be cut short; default: 120")
+    parser.add_argument(
+        "--backend", default="", help="of parity, stability, sanitizer, one-case and bench"
+    )
+    parser.add_argument(
+        "--specs", default="short", help="of bench: texts of names, comma-separated; default: short"
+    )
+    parser.add_argument(
+        "--splits", default="", help="of bench: numbers of splits to try, comma-separated"
+    )
+    parser.add_argument(
+        "--interpret",
+        action="store_true",
+        help="on CPU: kernels are interpreted, everything is small",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="for parts that can be cut short; default: 120"
+    )
     parser.add_argument("--directory", type=Path, help="where other parts left their findings")
     parser.add_argument(
-        "--to", type=Path, help="file to which findings are appended, a line of JSON each; default: standard output"
+        "--to",
+        type=Path,
+        help="file to which findings are appended, a line of JSON each; default: standard output",
     )
     parsed = parser.parse_args(argv)
     options = Options(

@@ -48,16 +48,21 @@ class Ceilings:
         return max(work.num_bytes / self.bandwidth, work.flops / self.matmul)
 
     def bound(self, work: Work) -> str:
-        return "memory" if work.num_bytes / self.bandwidth >= work.flops / self.matmul else "compute"
+        return (
+            "memory" if work.num_bytes / self.bandwidth >= work.flops / self.matmul else "compute"
+        )
 
 
 def work(spec: Spec) -> Work:
     """Counts a call of this spec. A row without queries needs nothing."""
     rows = [row for row in range(len(spec.contexts)) if spec.queries[row]]
     positions = sum(spec.contexts[row] - first_visible(spec, row) for row in rows)
-    vector_bytes = spec.head_width * _BYTES[spec.page_dtype] + (SCALE_BYTES if is_quantized(spec.page_dtype) else 0)
+    vector_bytes = spec.head_width * _BYTES[spec.page_dtype] + (
+        SCALE_BYTES if is_quantized(spec.page_dtype) else 0
+    )
     blocks = sum(
-        -(-spec.contexts[row] // spec.block_size) - first_visible(spec, row) // spec.block_size for row in rows
+        -(-spec.contexts[row] // spec.block_size) - first_visible(spec, row) // spec.block_size
+        for row in rows
     )
     return Work(
         kv_bytes=2 * positions * spec.num_kv_heads * vector_bytes,
@@ -73,4 +78,8 @@ def _pairs(spec: Spec, row: int) -> int:
     if spec.tree:
         return queries * (context - queries) + int(tree_mask(queries).sum())
     seen_Q = np.arange(context - queries + 1, context + 1, dtype=np.int64)
-    return int(seen_Q.sum() if spec.sliding_window is None else np.minimum(seen_Q, spec.sliding_window).sum())
+    return int(
+        seen_Q.sum()
+        if spec.sliding_window is None
+        else np.minimum(seen_Q, spec.sliding_window).sum()
+    )

@@ -18,7 +18,8 @@ from tools.kernel_lab.parts import bench_tables
 
 ROOT = Path(__file__).parents[2]
 BENCH_SMALL = "llama-3-8b decode 16x2048"  # what a miniature times
-SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # of the GPU, among processes side by side
+# of the GPU, among processes side by side
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,28 +38,55 @@ class Check:
         """In the order in which they start: what says most about whether the kernels are right comes first, then times."""
         kernels = [name for name in self.backends if name in KERNEL_BACKENDS]
         made = [self.part("parity", name, needs_s=60, limit_s=240) for name in kernels]
-        made += [self.part("pages", needs_s=40, limit_s=150)] if set(pages.KERNELS) & set(self.backends) else []
+        made += (
+            [self.part("pages", needs_s=40, limit_s=150)]
+            if set(pages.KERNELS) & set(self.backends)
+            else []
+        )
         made += [self.part("stability", name, needs_s=60, limit_s=240) for name in kernels]
         rest = [name for name in self.backends if name not in KERNEL_BACKENDS]
         made += [self.part("parity", name, needs_s=40, limit_s=200) for name in rest]
-        made += [self.part("stability", name, needs_s=40, limit_s=200) for name in rest if name != DEFINITION]
+        made += [
+            self.part("stability", name, needs_s=40, limit_s=200)
+            for name in rest
+            if name != DEFINITION
+        ]
         if not self.interpret:
-            made.append(self.tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90))
+            made.append(
+                self.tool("contiguous", "time_contiguous_attention.py", needs_s=40, limit_s=90)
+            )
         if kernels:
             made.append(self.part("products", needs_s=60, limit_s=200, alone=True))
             made.append(self.part("sampler", needs_s=30, limit_s=90, alone=True))
         timed = [name for name in (*KERNEL_BACKENDS, XLA_BACKENDS[0]) if name in self.backends]
         specs = ["--specs", BENCH_SMALL] if self.interpret else []
-        made += [self.part("bench", name, *specs, needs_s=45, limit_s=110, seconds=80, alone=True) for name in timed]
-        sizes = ["tiny", "--rows", "2", "--contexts", "64", "--round", "0.01"] if self.interpret else ["8b,1b"]
-        layers = [] if self.interpret else ["--layers", "4"]  # they compile faster, and every layer is the same
+        made += [
+            self.part("bench", name, *specs, needs_s=45, limit_s=110, seconds=80, alone=True)
+            for name in timed
+        ]
+        sizes = (
+            ["tiny", "--rows", "2", "--contexts", "64", "--round", "0.01"]
+            if self.interpret
+            else ["8b,1b"]
+        )
+        # they compile faster, and every layer is the same
+        layers = [] if self.interpret else ["--layers", "4"]
         steps = ["--models", *sizes, *layers, "--seconds", "100"]
         made.append(self.tool("steps", "bench_step.py", *steps, needs_s=60, limit_s=130))
         engine_backends = [*XLA_BACKENDS] if self.interpret else [*kernels, DEFINITION]
-        made.append(self.tool("engine", "check_engine.py", *engine_backends, needs_s=60, limit_s=170))
+        made.append(
+            self.tool("engine", "check_engine.py", *engine_backends, needs_s=60, limit_s=170)
+        )
         if not self.interpret:
-            made += [self.part("sanitizer", name, needs_s=45, limit_s=200, seconds=180) for name in kernels]
-        return [child for child in made if not self.only or any(text in child.name for text in self.only)]
+            made += [
+                self.part("sanitizer", name, needs_s=45, limit_s=200, seconds=180)
+                for name in kernels
+            ]
+        return [
+            child
+            for child in made
+            if not self.only or any(text in child.name for text in self.only)
+        ]
 
     def environment(self) -> Child:
         return self.part("environment", needs_s=0, limit_s=120)
@@ -76,7 +104,16 @@ class Check:
         """Returns the process that runs a part of `tools.kernel_lab.parts`."""
         name, seconds = f"{part} {backend}".strip(), 590 if self.interpret else seconds
         to = self.directory / f"{name.replace(' ', '-')}.jsonl"
-        command = [sys.executable, "-m", "tools.kernel_lab", part, "--to", str(to), "--seconds", str(seconds)]
+        command = [
+            sys.executable,
+            "-m",
+            "tools.kernel_lab",
+            part,
+            "--to",
+            str(to),
+            "--seconds",
+            str(seconds),
+        ]
         command += ["--directory", str(self.directory), *arguments]
         command += ["--backend", backend] if backend else []
         command += ["--interpret"] if self.interpret else []
@@ -88,7 +125,15 @@ class Check:
         command = [sys.executable, str(ROOT / "tools" / file), "--to", str(to), *arguments]
         return self._child(name, command, to, needs_s, limit_s, True)
 
-    def _child(self, name: str, command: Sequence[str], to: Path, needs_s: float, limit_s: float, alone: bool) -> Child:
+    def _child(
+        self,
+        name: str,
+        command: Sequence[str],
+        to: Path,
+        needs_s: float,
+        limit_s: float,
+        alone: bool,
+    ) -> Child:
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
         if self.interpret:
@@ -138,10 +183,18 @@ def nothing(child: Child) -> Finding:
 
 
 def has_gpu(findings: Sequence[Finding]) -> bool:
-    return any(finding.data.get("platform") == "gpu" for finding in findings if finding.check == "environment")
+    return any(
+        finding.data.get("platform") == "gpu"
+        for finding in findings
+        if finding.check == "environment"
+    )
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
     """1 where a check failed, or none was made."""
-    made = [finding for finding in findings if finding.check != "environment" and finding.status != LEFT_OUT]
+    made = [
+        finding
+        for finding in findings
+        if finding.check != "environment" and finding.status != LEFT_OUT
+    ]
     return 0 if made and not any(finding.status == FAILED for finding in findings) else 1

@@ -14,7 +14,8 @@ from pathlib import Path
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, Finding, append, read
 
 POLL_S = 0.1
-ENDED_BADLY = "log"  # what the data of a finding has when a process crashed or hung: the end of what it printed
+# what the data of a finding has when a process crashed or hung: the end of what it printed
+ENDED_BADLY = "log"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +117,12 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
         if now >= deadline and elapsed < one.child.limit_s:
             return [Finding(name, LEFT_OUT, f"stopped after {elapsed:.0f} s: time is up")]
         return [
-            Finding(name, FAILED, f"stopped after {elapsed:.0f} s: it hangs, or is far too slow", data=_tail(one.child))
+            Finding(
+                name,
+                FAILED,
+                f"stopped after {elapsed:.0f} s: it hangs, or is far too slow",
+                data=_tail(one.child),
+            )
         ]
     _stop(one.process)  # what it started and left behind would keep the GPU busy
     if status == 0:

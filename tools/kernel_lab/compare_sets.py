@@ -32,7 +32,9 @@ class Row:
 
     def fraction(self, ceilings: Ceilings) -> float | None:
         """Of the measured ceiling that binds this call."""
-        return None if self.seconds is None else ceilings.least_seconds(work(self.spec)) / self.seconds
+        return (
+            None if self.seconds is None else ceilings.least_seconds(work(self.spec)) / self.seconds
+        )
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, small: bool = False) -> Row:
@@ -86,19 +88,36 @@ def compare(
         case: Case | None = None
         for backend in backends:
             if spoiled:
-                row = Row(spec, backend, None, f"not tried: this process had an error of CUDA, with {spoiled}")
+                row = Row(
+                    spec,
+                    backend,
+                    None,
+                    f"not tried: this process had an error of CUDA, with {spoiled}",
+                )
             elif not time_left():
                 row = Row(spec, backend, None, "left out: no time")
             else:
                 try:
                     case = case or make_case(spec, layers=layers or num_layers(spec))
                     row = _row(
-                        case, backend, ceilings, backend in interpret, limit_s, time_one, (tiles or {}).get(backend)
+                        case,
+                        backend,
+                        ceilings,
+                        backend in interpret,
+                        limit_s,
+                        time_one,
+                        (tiles or {}).get(backend),
                     )
                 except Exception as error:  # reported in its row, and the others go on
-                    refused = isinstance(error, NotImplementedError) or "RESOURCE_EXHAUSTED" in str(error)
+                    refused = isinstance(error, NotImplementedError) or "RESOURCE_EXHAUSTED" in str(
+                        error
+                    )
                     row = Row(spec, backend, None, first_line(error), failed=not refused)
-                    spoiled = f"{backend} on {label(spec)}" if row.failed and SPOILED in str(error) else ""
+                    spoiled = (
+                        f"{backend} on {label(spec)}"
+                        if row.failed and SPOILED in str(error)
+                        else ""
+                    )
             rows.append(row)
             done(row)
     return rows
@@ -114,7 +133,14 @@ def _row(
     tiles: Tiles | None,
 ) -> Row:
     least = None if interpret else ceilings.least_seconds(work(case.spec))
-    timing = time_one(case, backend=backend, tiles=tiles, interpret=interpret, least_seconds=least, limit_s=limit_s)
+    timing = time_one(
+        case,
+        backend=backend,
+        tiles=tiles,
+        interpret=interpret,
+        least_seconds=least,
+        limit_s=limit_s,
+    )
     notes = []
     if stays_in_cache(case.spec, len(case.layers)):
         notes.append("KV stays in L2")
@@ -123,7 +149,9 @@ def _row(
     return Row(case.spec, backend, timing.seconds, ", ".join(notes), timing)
 
 
-def table(rows: Sequence[Row], ceilings: Ceilings, others: Mapping[str, Mapping[str, float]] | None = None) -> Table:
+def table(
+    rows: Sequence[Row], ceilings: Ceilings, others: Mapping[str, Mapping[str, float]] | None = None
+) -> Table:
     """others: for names like "contiguous", the seconds that something else takes for a spec of that name. Ratios are time here / there."""
     others = others or {}
     made = Table(
@@ -146,8 +174,15 @@ def table(rows: Sequence[Row], ceilings: Ceilings, others: Mapping[str, Mapping[
         if row.seconds is None:
             made.rows.append([label(row.spec), row.backend, *["-"] * (6 + len(others)), row.note])
             continue
-        xla = [one.seconds for one in rows if one.spec == row.spec and one.backend in XLA_BACKENDS and one.seconds]
-        ratios = [min(xla) if xla else None, *(seconds.get(label(row.spec)) for seconds in others.values())]
+        xla = [
+            one.seconds
+            for one in rows
+            if one.spec == row.spec and one.backend in XLA_BACKENDS and one.seconds
+        ]
+        ratios = [
+            min(xla) if xla else None,
+            *(seconds.get(label(row.spec)) for seconds in others.values()),
+        ]
         made.rows.append(
             [
                 label(row.spec),

@@ -32,7 +32,14 @@ def describe() -> dict[str, str]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
-    for name in ("torch", "triton", "flashinfer-python", "vllm", "jax-cuda13-plugin", "jax-cuda12-plugin"):
+    for name in (
+        "torch",
+        "triton",
+        "flashinfer-python",
+        "vllm",
+        "jax-cuda13-plugin",
+        "jax-cuda12-plugin",
+    ):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -49,11 +56,17 @@ def commit() -> str:
 def _nvidia_smi() -> dict[str, str]:
     values = _output(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).splitlines()
     found = (
-        dict(zip(_FIELDS.split(","), (value.strip() for value in values[0].split(",")), strict=False)) if values else {}
+        dict(
+            zip(_FIELDS.split(","), (value.strip() for value in values[0].split(",")), strict=False)
+        )
+        if values
+        else {}
     )
     if cuda := re.search(r"CUDA Version:\s*([\d.]+)", _output(["nvidia-smi"])):
         found["driver's CUDA"] = cuda[1]
-    return {f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()}
+    return {
+        f"nvidia-smi {name}" if name == "name" else name: value for name, value in found.items()
+    }
 
 
 def _output(command: list[str]) -> str:

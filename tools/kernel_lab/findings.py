@@ -26,9 +26,12 @@ class Table:
     def markdown(self) -> str:
         rule = ["---:" if numeric else "---" for numeric in self._numeric()]
         cells = [
-            [cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in (self.columns, rule, *self.rows)
+            [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
+            for row in (self.columns, rule, *self.rows)
         ]
-        return f"{self.title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in cells) + "\n"
+        return (
+            f"{self.title}\n\n" + "\n".join("| " + " | ".join(row) + " |" for row in cells) + "\n"
+        )
 
     def plain(self) -> str:
         """Columns side by side, for a terminal."""
@@ -36,12 +39,21 @@ class Table:
         columns = []
         for column, numeric in enumerate(self._numeric()):
             width = max(len(row[column]) for row in rows)
-            columns.append([row[column].rjust(width) if numeric else row[column].ljust(width) for row in rows])
-        return self.title + "\n" + "\n".join(f"  {'  '.join(cells).rstrip()}" for cells in zip(*columns, strict=True))
+            columns.append(
+                [row[column].rjust(width) if numeric else row[column].ljust(width) for row in rows]
+            )
+        return (
+            self.title
+            + "\n"
+            + "\n".join(f"  {'  '.join(cells).rstrip()}" for cells in zip(*columns, strict=True))
+        )
 
     def _numeric(self) -> list[bool]:
         """Which columns hold nothing but numbers, and dashes for none."""
-        return [all(_NUMBER.fullmatch(row[column]) for row in self.rows) for column in range(len(self.columns))]
+        return [
+            all(_NUMBER.fullmatch(row[column]) for row in self.rows)
+            for column in range(len(self.columns))
+        ]
 
 
 @dataclass
@@ -68,7 +80,9 @@ def judged(check: str, run: Callable[[], Finding]) -> Finding:
     except LeftOut as reason:
         finding = Finding(check, LEFT_OUT, str(reason))
     except Exception as error:
-        finding = Finding(check, FAILED, first_line(error), data={"traceback": traceback.format_exc()[-6000:]})
+        finding = Finding(
+            check, FAILED, first_line(error), data={"traceback": traceback.format_exc()[-6000:]}
+        )
     finding.seconds = time.monotonic() - began
     return finding
 

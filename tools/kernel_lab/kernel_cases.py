@@ -62,7 +62,9 @@ class Case:
         """The call of the spec on these arrays. options: backend, tiles, interpret."""
         return _attend(q_TNH, step, pages, **self._static, **options)
 
-    def run(self, backend: str, *, tiles: Tiles | None = None, interpret: bool = False) -> jax.Array:
+    def run(
+        self, backend: str, *, tiles: Tiles | None = None, interpret: bool = False
+    ) -> jax.Array:
         """out_TNH of the first layer, compiled."""
         options = {"backend": backend, "tiles": tiles, "interpret": interpret}
         return _compiled(self.q_TNH, self.step, self.layers[0], **self._static, **options)
@@ -94,7 +96,15 @@ def _attend(q_TNH: jax.Array, step: Step, pages: Pages, **static: Any) -> jax.Ar
     )
 
 
-_STATIC = ("scale", "sliding_window", "logit_softcap", "max_query_len", "backend", "tiles", "interpret")
+_STATIC = (
+    "scale",
+    "sliding_window",
+    "logit_softcap",
+    "max_query_len",
+    "backend",
+    "tiles",
+    "interpret",
+)
 _compiled = jax.jit(_attend, static_argnames=_STATIC)
 
 
@@ -146,7 +156,10 @@ def make_step(spec: Spec, *, seed: int = 0, padding: int = 0) -> tuple[Step, int
     """The metadata of a spec, and how many blocks a pool for it has. Blocks that no query sees are the null block, 0."""
     rng = np.random.default_rng(seed)
     spans = [
-        (first_visible(spec, row) // spec.block_size if spec.queries[row] else 0, -(-context // spec.block_size))
+        (
+            first_visible(spec, row) // spec.block_size if spec.queries[row] else 0,
+            -(-context // spec.block_size),
+        )
         for row, context in enumerate(spec.contexts)
     ]
     num_blocks = 1 + sum(stop - start for start, stop in spans)
@@ -183,16 +196,22 @@ def make_case(
     if math.prod(shape) <= HOST_ELEMENTS:
         made = tuple(_host_pages(rng, shape, spec.page_dtype, seen_PS) for _ in range(layers))
     elif poison:
-        raise ValueError(f"poison is for small pools, of at most {HOST_ELEMENTS} elements, not {math.prod(shape)}")
+        raise ValueError(
+            f"poison is for small pools, of at most {HOST_ELEMENTS} elements, not {math.prod(shape)}"
+        )
     else:
         made = tuple(
-            _device_pages(key, shape, spec.page_dtype) for key in jax.random.split(jax.random.key(seed), layers)
+            _device_pages(key, shape, spec.page_dtype)
+            for key in jax.random.split(jax.random.key(seed), layers)
         )
     shape_q = (sum(spec.queries) + padding, spec.num_heads, spec.head_width)
     q_TNH = jnp.asarray(rng.standard_normal(shape_q, np.float32), jnp.dtype(spec.dtype))
     if spec.sinks:
         drawn = [jnp.asarray(rng.standard_normal(spec.num_heads, np.float32) * 2) for _ in made]
-        made = tuple(dataclasses.replace(pages, sinks=sinks) for pages, sinks in zip(made, drawn, strict=True))
+        made = tuple(
+            dataclasses.replace(pages, sinks=sinks)
+            for pages, sinks in zip(made, drawn, strict=True)
+        )
     return Case(spec=spec, q_TNH=q_TNH, step=step, layers=made, logit_softcap=logit_softcap)
 
 
@@ -206,7 +225,9 @@ def seen_slots(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
     return seen_PS
 
 
-def _host_pages(rng: np.random.Generator, shape: tuple[int, ...], page_dtype: str, seen_PS: np.ndarray | None) -> Pages:
+def _host_pages(
+    rng: np.random.Generator, shape: tuple[int, ...], page_dtype: str, seen_PS: np.ndarray | None
+) -> Pages:
     """Made by numpy, which has nothing to compile. What seen_PS leaves out gets NaN, in the scales where there are some."""
     arrays: list[Any] = []
     for _ in range(2):
@@ -215,8 +236,12 @@ def _host_pages(rng: np.random.Generator, shape: tuple[int, ...], page_dtype: st
         if seen_PS is not None:
             spoiled = np.array(kept if scale is None else scale)
             spoiled[~seen_PS] = np.nan
-            kept, scale = (jnp.asarray(spoiled), None) if scale is None else (kept, jnp.asarray(spoiled))
-        arrays.append((kept if is_quantized(page_dtype) else kept.astype(jnp.dtype(page_dtype)), scale))
+            kept, scale = (
+                (jnp.asarray(spoiled), None) if scale is None else (kept, jnp.asarray(spoiled))
+            )
+        arrays.append(
+            (kept if is_quantized(page_dtype) else kept.astype(jnp.dtype(page_dtype)), scale)
+        )
     (k_pages, k_scale), (v_pages, v_scale) = arrays
     return Pages(k_pages, v_pages, k_scale, v_scale)
 
@@ -229,6 +254,10 @@ def _device_pages(key: jax.Array, shape: tuple[int, ...], page_dtype: str) -> Pa
     arrays: list[Any] = []
     for part in jax.random.split(key):
         pages = jax.random.normal(part, shape, jnp.bfloat16)
-        arrays.append(quantize(pages, page_dtype) if is_quantized(page_dtype) else (pages.astype(page_dtype), None))
+        arrays.append(
+            quantize(pages, page_dtype)
+            if is_quantized(page_dtype)
+            else (pages.astype(page_dtype), None)
+        )
     (k_pages, k_scale), (v_pages, v_scale) = arrays
     return Pages(k_pages, v_pages, k_scale, v_scale)

@@ -33,7 +33,9 @@ def _products(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, NUM_PRODUCTS, lambda _, y: jnp.dot(y, w), x)
 
 
-def measure(*, copy_bytes: int = COPY_BYTES, matmul_size: int = MATMUL_SIZE, rounds: int = 7) -> Ceilings:
+def measure(
+    *, copy_bytes: int = COPY_BYTES, matmul_size: int = MATMUL_SIZE, rounds: int = 7
+) -> Ceilings:
     """copied: bytes read plus bytes written of `copy_bytes` each, per second; read: bytes of a sum; matmul: 2 n**3 FLOP in bfloat16."""
     x = jnp.arange(copy_bytes // 4, dtype=jnp.int32)
 

@@ -16,7 +16,9 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
     q_TNH = np.asarray(case.q_TNH).astype(np.float64)
     k_pages = _plain(pages.k_pages, pages.k_scale)
     v_pages = _plain(pages.v_pages, pages.v_scale)
-    table_BM, context_len_B, query_start = map(np.asarray, (step.block_table_BM, step.context_len_B, step.query_start))
+    table_BM, context_len_B, query_start = map(
+        np.asarray, (step.block_table_BM, step.context_len_B, step.query_start)
+    )
     tree_mask_TQ = None if step.tree_mask_TQ is None else np.asarray(step.tree_mask_TQ)
     sinks_N = None if pages.sinks is None else np.asarray(pages.sinks).astype(np.float64)
     out_TNH, size_TNH = np.zeros_like(q_TNH), np.zeros_like(q_TNH)
@@ -36,7 +38,9 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
                 scores_QC = q_TNH[start:stop, head] @ k_CH.T * case.scale
                 if case.logit_softcap is not None:
                     scores_QC = case.logit_softcap * np.tanh(scores_QC / case.logit_softcap)
-                weights_QC = _softmax(scores_QC, seen_QC[:, needed_C], -np.inf if sinks_N is None else sinks_N[head])
+                weights_QC = _softmax(
+                    scores_QC, seen_QC[:, needed_C], -np.inf if sinks_N is None else sinks_N[head]
+                )
                 out_TNH[start:stop, head] = weights_QC @ v_CH
                 size_TNH[start:stop, head] = weights_QC @ np.abs(v_CH)
     return out_TNH, size_TNH
@@ -44,9 +48,14 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def visible(context: int, queries: int, sliding_window: int | None) -> np.ndarray:
     """[Q, C]: the causal order of the last `queries` positions of a context."""
-    position_Q, position_C = np.arange(context - queries, context)[:, None], np.arange(context)[None, :]
+    position_Q, position_C = (
+        np.arange(context - queries, context)[:, None],
+        np.arange(context)[None, :],
+    )
     seen_QC = position_C <= position_Q
-    return seen_QC if sliding_window is None else seen_QC & (position_C > position_Q - sliding_window)
+    return (
+        seen_QC if sliding_window is None else seen_QC & (position_C > position_Q - sliding_window)
+    )
 
 
 def _heads(num_heads: int, num_kv_heads: int, kv_head: int) -> range:
@@ -55,7 +64,9 @@ def _heads(num_heads: int, num_kv_heads: int, kv_head: int) -> range:
 
 
 def _softmax(scores_QC: np.ndarray, seen_QC: np.ndarray, sink: float) -> np.ndarray:
-    top_Q1 = np.where(seen_QC, scores_QC, -np.inf).max(axis=1, keepdims=True, initial=max(sink, -1e300))
+    top_Q1 = np.where(seen_QC, scores_QC, -np.inf).max(
+        axis=1, keepdims=True, initial=max(sink, -1e300)
+    )
     weights_QC = np.where(seen_QC, np.exp(np.where(seen_QC, scores_QC - top_Q1, 0.0)), 0.0)
     total_Q1 = weights_QC.sum(axis=1, keepdims=True) + np.exp(sink - top_Q1)
     return weights_QC / np.where(total_Q1 == 0.0, 1.0, total_Q1)
@@ -73,7 +84,9 @@ class _plain:
         if self.scale is None:
             return kept_CH.astype(np.float64)
         eight_bits = kept_CH.dtype == np.int8
-        numbers_CH = kept_CH.astype(np.float64) if eight_bits else float8_e4m3fn(kept_CH.view(np.uint8))
+        numbers_CH = (
+            kept_CH.astype(np.float64) if eight_bits else float8_e4m3fn(kept_CH.view(np.uint8))
+        )
         return numbers_CH * self.scale[block_C, slot_C, head].astype(np.float64)[:, None]
 
 
@@ -81,5 +94,7 @@ def float8_e4m3fn(bits: np.ndarray) -> np.ndarray:
     """The numbers behind bytes: a sign, four bits of exponent (bias 7), three of fraction; 0x7f and 0xff are no numbers."""
     sign = np.where(bits & 0x80, -1.0, 1.0)
     exponent, fraction = (bits >> 3 & 0xF).astype(np.int64), (bits & 7).astype(np.float64)
-    size = np.where(exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * np.exp2(exponent - 7.0))
+    size = np.where(
+        exponent == 0, fraction / 8 * 2.0**-6, (1 + fraction / 8) * np.exp2(exponent - 7.0)
+    )
     return np.where(bits & 0x7F == 0x7F, np.nan, sign * size)

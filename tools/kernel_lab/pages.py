@@ -21,9 +21,14 @@ from tools.kernel_lab.kernel_cases import Pages, make_case
 from tools.kernel_lab.specs import Spec
 from tools.kernel_lab.timing import median_of_rounds
 
-# Kernel sets that write and move pages by kernels of their own: the others do it as the definition does, or as one of these.
+# Kernel sets that write and move pages by kernels of their own: the others do it as the definition
+# does, or as one of these.
 _DEFINED = SETS[DEFINITION].write
-_OWN = {each.write: name for name, each in reversed(SETS.items()) if inspect.unwrap(each.write) is not _DEFINED}
+_OWN = {
+    each.write: name
+    for name, each in reversed(SETS.items())
+    if inspect.unwrap(each.write) is not _DEFINED
+}
 KERNELS = tuple(name for name in _OWN.values() if name in KERNEL_BACKENDS)
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
 NUM_CALLS = 50  # of a timed program
@@ -38,7 +43,9 @@ def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Ar
     """Keys, values and the slots for them: no slot twice, none in the null block."""
     key = jax.random.key(5)
     shape = (num_tokens, spec.num_kv_heads, spec.head_width)
-    k_TKH, v_TKH = (jax.random.normal(part, shape, jnp.dtype(spec.dtype)) for part in jax.random.split(key))
+    k_TKH, v_TKH = (
+        jax.random.normal(part, shape, jnp.dtype(spec.dtype)) for part in jax.random.split(key)
+    )
     free = np.arange(spec.block_size, num_slots)
     slots_T = np.random.default_rng(5).choice(free, num_tokens, replace=False)
     return k_TKH, v_TKH, jnp.asarray(slots_T, jnp.int32)
@@ -75,7 +82,9 @@ def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret:
     return Finding(name, PASSED if same else FAILED, summary)
 
 
-def findings(*, interpret: bool, small: bool, page_dtypes: tuple[str, ...] = PAGE_DTYPES) -> Iterator[Finding]:
+def findings(
+    *, interpret: bool, small: bool, page_dtypes: tuple[str, ...] = PAGE_DTYPES
+) -> Iterator[Finding]:
     for page_dtype in page_dtypes:
         spec = _pool(page_dtype, small)
         for num_tokens in (7,) if small else (1, 64, 2000):
@@ -94,7 +103,10 @@ def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
 
 def _pairs(count: int, least: int, seed: int) -> tuple[jax.Array, jax.Array]:
     """Sources and destinations among `count` ids from `least` on: no destination twice, one chain of two, and padding with zeros."""
-    picked = np.random.default_rng(seed).permutation(count - least)[: min(64, count - least) // 2 * 2] + least
+    picked = (
+        np.random.default_rng(seed).permutation(count - least)[: min(64, count - least) // 2 * 2]
+        + least
+    )
     source, destination = np.split(picked, 2)
     source, destination = (
         np.concatenate([source, destination[:1], [0, 0]]),
@@ -121,7 +133,11 @@ def _moved(name: str, run: Callable[..., Any], spec: Spec, interpret: bool) -> F
     layers = make_case(spec, layers=2).layers
     num_blocks = layers[0].k_pages.shape[0]
     slots = run is _copied_slots
-    pair = _pairs(num_blocks * spec.block_size, spec.block_size, 6) if slots else _pairs(num_blocks, 1, 6)
+    pair = (
+        _pairs(num_blocks * spec.block_size, spec.block_size, 6)
+        if slots
+        else _pairs(num_blocks, 1, 6)
+    )
     return check(name, run, layers, pair, interpret=interpret)
 
 
@@ -133,7 +149,8 @@ def _seconds(run: Callable[..., Any], pages: Any, rest: Any, num_calls: int) -> 
 
     def program(pages: Any, rest: Any) -> Any:
         def turn(index: jax.Array, pages: Any) -> Any:
-            _, now = jax.lax.optimization_barrier((index, rest))  # so that nothing is prepared once for all turns
+            # so that nothing is prepared once for all turns
+            _, now = jax.lax.optimization_barrier((index, rest))
             return run(pages, now)
 
         return jax.lax.fori_loop(0, num_calls, turn, pages)
@@ -161,13 +178,30 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
         slot_bytes = sum(array.nbytes for array in jax.tree.leaves(layers[0])) // num_slots
         new_bytes = 2 * spec.num_kv_heads * spec.head_width * jnp.dtype(spec.dtype).itemsize
         count = 4 if small else 16
-        blocks = jnp.arange(1, count + 1, dtype=jnp.int32), jnp.arange(count + 1, 2 * count + 1, dtype=jnp.int32)
+        blocks = (
+            jnp.arange(1, count + 1, dtype=jnp.int32),
+            jnp.arange(count + 1, 2 * count + 1, dtype=jnp.int32),
+        )
         work: list[tuple[str, Callable[..., Any], Any, Any, int]] = [
-            (f"write_kv {n} x {page_dtype}", written, layers[0], _new(spec, n, num_slots), n * (slot_bytes + new_bytes))
+            (
+                f"write_kv {n} x {page_dtype}",
+                written,
+                layers[0],
+                _new(spec, n, num_slots),
+                n * (slot_bytes + new_bytes),
+            )
             for n in ((7,) if small else (64, 2048))
         ]
         moved_bytes = 2 * count * len(layers) * slot_bytes * spec.block_size
-        work.append((f"copy_blocks {count} x {len(layers)} layers {page_dtype}", _copied, layers, blocks, moved_bytes))
+        work.append(
+            (
+                f"copy_blocks {count} x {len(layers)} layers {page_dtype}",
+                _copied,
+                layers,
+                blocks,
+                moved_bytes,
+            )
+        )
         for name, run, pages, rest, num_bytes in work:
             for backend in (DEFINITION, *KERNELS):
                 options = {"backend": backend, "interpret": interpret and backend in KERNELS}
@@ -177,8 +211,14 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
                     failed |= not isinstance(error, NotImplementedError)
                     table.rows.append([name, backend, "-", "-", first_line(error)])
                     continue
-                table.rows.append([name, backend, f"{seconds * 1e6:.1f}", f"{num_bytes / seconds / 1e9:.0f}", ""])
-                data.append({"operation": name, "backend": backend, "seconds": seconds, "bytes": num_bytes})
+                table.rows.append(
+                    [name, backend, f"{seconds * 1e6:.1f}", f"{num_bytes / seconds / 1e9:.0f}", ""]
+                )
+                data.append(
+                    {"operation": name, "backend": backend, "seconds": seconds, "bytes": num_bytes}
+                )
     copied = "" if ceilings is None else f"; a large copy reaches {ceilings.copied / 1e9:.0f} GB/s"
     status = FAILED if failed else PASSED
-    return Finding("pages: timings", status, f"{len(data)} timed{copied}", tables=[table], data={"rows": data})
+    return Finding(
+        "pages: timings", status, f"{len(data)} timed{copied}", tables=[table], data={"rows": data}
+    )

@@ -40,51 +40,112 @@ class Trial:
         return dataclasses.replace(self, spec=self.spec.cut(rows=6, context=70, queries=20))
 
 
-def _of(name: str, contexts: tuple[int, ...], queries: tuple[int, ...], label: str = "", **changes: object) -> Spec:
+def _of(
+    name: str,
+    contexts: tuple[int, ...],
+    queries: tuple[int, ...],
+    label: str = "",
+    **changes: object,
+) -> Spec:
     """The heads and types of a named spec with rows of a moderate size."""
     spec = dataclasses.replace(specs.find(name), contexts=contexts, queries=queries, **changes)  # type: ignore[arg-type]
     return dataclasses.replace(spec, name=label or name.rpartition(" ")[0])
 
 
 def trials() -> list[Trial]:
+    """Returns the trials, those of decoding first."""
+    return [*_decodes(), *_chunks_and_drafts()]
+
+
+def _decodes() -> list[Trial]:
     ones = (1,) * len(RAGGED)
-    decode, chunk = "llama-3-8b decode 64x2048", "llama-3-8b chunk 512+3584"
-    empty = ((5, 700, 0, 300, 0), (5, 1, 0, 130, 0))
+    decode = "llama-3-8b decode 64x2048"
     return [
         Trial(spec=_of(decode, RAGGED, ones, "decode ragged"), padding=0, interpreted=True),
         Trial(spec=_of(decode, (8192,), (1,), "decode of one long row"), padding=0),
-        Trial(spec=_of(decode, RAGGED, ones, "decode float32", dtype="float32", page_dtype="float32"), padding=0),
-        Trial(spec=_of(decode, RAGGED, ones, "decode float16", dtype="float16", page_dtype="float16"), padding=0),
-        Trial(spec=_of(decode, RAGGED, ones, "decode int8", page_dtype="int8"), padding=0, interpreted=True),
+        Trial(
+            spec=_of(decode, RAGGED, ones, "decode float32", dtype="float32", page_dtype="float32"),
+            padding=0,
+        ),
+        Trial(
+            spec=_of(decode, RAGGED, ones, "decode float16", dtype="float16", page_dtype="float16"),
+            padding=0,
+        ),
+        Trial(
+            spec=_of(decode, RAGGED, ones, "decode int8", page_dtype="int8"),
+            padding=0,
+            interpreted=True,
+        ),
         Trial(spec=_of(decode, RAGGED, ones, "decode uint8", page_dtype="uint8"), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode softcap"), padding=0, logit_softcap=5.0),
-        Trial(spec=_of("qwen2-0.5b decode 64x2048", RAGGED, ones, "decode group 7 width 64"), padding=0),
+        Trial(
+            spec=_of("qwen2-0.5b decode 64x2048", RAGGED, ones, "decode group 7 width 64"),
+            padding=0,
+        ),
         Trial(spec=_of("gpt2 decode 64x512", RAGGED, ones, "decode group 1 width 64"), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode width 96", head_width=96), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode blocks of 128", block_size=128), padding=0),
         Trial(spec=_of(decode, RAGGED, ones, "decode blocks of 8", block_size=8), padding=0),
         Trial(
-            spec=_of("mistral-7b decode 64x8192", RAGGED, ones, "decode window", sliding_window=500),
+            spec=_of(
+                "mistral-7b decode 64x8192", RAGGED, ones, "decode window", sliding_window=500
+            ),
             padding=0,
             interpreted=True,
         ),
         Trial(
-            spec=_of("gpt-oss-20b decode 64x2048", RAGGED, ones, "decode sinks window", sliding_window=128),
+            spec=_of(
+                "gpt-oss-20b decode 64x2048",
+                RAGGED,
+                ones,
+                "decode sinks window",
+                sliding_window=128,
+            ),
             padding=0,
             interpreted=True,
         ),
-        Trial(spec=_of("gpt-oss-20b chunk 2048+2048", (1500, 512), (500, 512), "chunks sinks window")),
+    ]
+
+
+def _chunks_and_drafts() -> list[Trial]:
+    chunk = "llama-3-8b chunk 512+3584"
+    empty = ((5, 700, 0, 300, 0), (5, 1, 0, 130, 0))
+    return [
+        Trial(
+            spec=_of("gpt-oss-20b chunk 2048+2048", (1500, 512), (500, 512), "chunks sinks window")
+        ),
         Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks")),
-        Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks float32", dtype="float32", page_dtype="float32")),
-        Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks uint8 softcap", page_dtype="uint8"), logit_softcap=5.0),
+        Trial(
+            spec=_of(
+                chunk,
+                (1500, 512),
+                (500, 512),
+                "chunks float32",
+                dtype="float32",
+                page_dtype="float32",
+            )
+        ),
+        Trial(
+            spec=_of(chunk, (1500, 512), (500, 512), "chunks uint8 softcap", page_dtype="uint8"),
+            logit_softcap=5.0,
+        ),
         Trial(spec=_of(chunk, (1500, 512), (500, 512), "chunks window", sliding_window=300)),
         Trial(spec=_of("opt-13b chunk 2048+0", (600,), (600,), "chunk group 1")),
         Trial(spec=_of(chunk, *empty, "mixed, empty rows"), interpreted=True),
-        Trial(spec=_of("llama-3-8b verify chain 16x8", RAGGED[1:], (9, 9, 9, 4, 1), "verify chain")),
-        Trial(spec=_of("llama-3-8b verify tree 16x16", RAGGED[1:], (16, 9, 17, 4, 1), "verify tree"), interpreted=True),
+        Trial(
+            spec=_of("llama-3-8b verify chain 16x8", RAGGED[1:], (9, 9, 9, 4, 1), "verify chain")
+        ),
+        Trial(
+            spec=_of("llama-3-8b verify tree 16x16", RAGGED[1:], (16, 9, 17, 4, 1), "verify tree"),
+            interpreted=True,
+        ),
         Trial(
             spec=_of(
-                "llama-3-8b verify tree 16x63", RAGGED[1:], (7, 9, 9, 64, 1), "verify wide tree int8", page_dtype="int8"
+                "llama-3-8b verify tree 16x63",
+                RAGGED[1:],
+                (7, 9, 9, 64, 1),
+                "verify wide tree int8",
+                page_dtype="int8",
             )
         ),
     ]
@@ -92,7 +153,9 @@ def trials() -> list[Trial]:
 
 def check(backend: str, trial: Trial, run: Run) -> Finding:
     """run: the backend on a case. A refusal leaves the trial out; numbers beyond the tolerance fail it."""
-    case = make_case(trial.spec, padding=trial.padding, poison=True, logit_softcap=trial.logit_softcap, seed=1)
+    case = make_case(
+        trial.spec, padding=trial.padding, poison=True, logit_softcap=trial.logit_softcap, seed=1
+    )
     name = f"parity {backend}: {trial.spec.name}"
     try:
         got_TNH = np.asarray(run(case)).astype(np.float64)
@@ -108,7 +171,9 @@ def check(backend: str, trial: Trial, run: Run) -> Finding:
     return Finding(name, FAILED if problems else PASSED, summary, data=data)
 
 
-def compared(got_TNH: np.ndarray, want_TNH: np.ndarray, size_TNH: np.ndarray) -> tuple[float, list[str]]:
+def compared(
+    got_TNH: np.ndarray, want_TNH: np.ndarray, size_TNH: np.ndarray
+) -> tuple[float, list[str]]:
     """The largest error, and what no tolerance allows: numbers that are none, and values where nothing is seen."""
     problems = []
     if not np.isfinite(got_TNH).all():
@@ -126,7 +191,10 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
         if small and not trial.interpreted:
             continue
         trial = trial.cut() if small else trial
-        yield judged(f"parity {backend}: {trial.spec.name}", functools.partial(_checked, backend, trial, interpret))
+        yield judged(
+            f"parity {backend}: {trial.spec.name}",
+            functools.partial(_checked, backend, trial, interpret),
+        )
 
 
 def _checked(backend: str, trial: Trial, interpret: bool) -> Finding:

@@ -32,7 +32,16 @@ from tools.kernel_lab import (
 from tools.kernel_lab.bounds import Ceilings, work
 from tools.kernel_lab.children import ENDED_BADLY
 from tools.kernel_lab.compare_sets import Row, ceilings_table, compare, table
-from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, LeftOut, Table, judged, read
+from tools.kernel_lab.findings import (
+    FAILED,
+    LEFT_OUT,
+    PASSED,
+    Finding,
+    LeftOut,
+    Table,
+    judged,
+    read,
+)
 from tools.kernel_lab.kernel_cases import label, make_case, shape_of_spec
 from tools.kernel_lab.specs import Spec
 
@@ -75,7 +84,9 @@ def _kernel(options: Options) -> bool:
 
 def _environment(options: Options) -> Iterator[Finding]:
     found = environment.describe()
-    rows = Table("Where this ran", ["what", "value"], [[name, value] for name, value in found.items()])
+    rows = Table(
+        "Where this ran", ["what", "value"], [[name, value] for name, value in found.items()]
+    )
     summary = f"{found['device']}, jax {found['jax']}"
     yield Finding("environment", PASSED, summary, tables=[rows], data=dict(found))
 
@@ -85,7 +96,9 @@ def _parity(options: Options) -> Iterator[Finding]:
 
 
 def _stability(options: Options) -> Iterator[Finding]:
-    yield from stability.findings(options.backend, interpret=_kernel(options), small=options.interpret)
+    yield from stability.findings(
+        options.backend, interpret=_kernel(options), small=options.interpret
+    )
 
 
 def _pages(options: Options) -> Iterator[Finding]:
@@ -99,7 +112,9 @@ def _sampler(options: Options) -> Iterator[Finding]:
 def _products(options: Options) -> Iterator[Finding]:
     """By the first kernel set that has such a kernel: the others share it."""
     backend, measured = KERNEL_BACKENDS[0], measured_ceilings(options.interpret)
-    yield from products.findings(backend, measured, interpret=options.interpret, small=options.interpret)
+    yield from products.findings(
+        backend, measured, interpret=options.interpret, small=options.interpret
+    )
 
 
 def _one_case(options: Options) -> Iterator[Finding]:
@@ -108,11 +123,17 @@ def _one_case(options: Options) -> Iterator[Finding]:
     spec = mixed.cut().spec
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
     for one in (spec, decode):
-        out = make_case(one, padding=3, poison=True).run(options.backend, interpret=_kernel(options))
+        out = make_case(one, padding=3, poison=True).run(
+            options.backend, interpret=_kernel(options)
+        )
         finite = bool(np.isfinite(np.asarray(out).astype(np.float64)).all())
-        yield Finding(f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}")
+        yield Finding(
+            f"one case {options.backend}", PASSED if finite else FAILED, f"finite: {finite}"
+        )
     if options.backend in pages.KERNELS:
-        yield from pages.findings(interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8"))
+        yield from pages.findings(
+            interpret=options.interpret, small=True, page_dtypes=("bfloat16", "int8")
+        )
 
 
 def _sanitizer(options: Options) -> Iterator[Finding]:
@@ -128,22 +149,37 @@ def _sanitized(options: Options) -> Finding:
     command += [sys.executable, "-m", "tools.kernel_lab", "one-case", "--backend", options.backend]
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
     # Each buffer by itself, else a read behind its end would lie in the pool and be missed.
-    alone = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform", "XLA_FLAGS": flags}
+    alone = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": flags,
+    }
     try:
         done = subprocess.run(
-            command, env={**os.environ, **alone}, capture_output=True, text=True, timeout=options.seconds, check=False
+            command,
+            env={**os.environ, **alone},
+            capture_output=True,
+            text=True,
+            timeout=options.seconds,
+            check=False,
         )
     except subprocess.TimeoutExpired as late:
         raise LeftOut(f"not finished after {options.seconds:.0f} s") from late
     printed = done.stdout + done.stderr
     if "Device not supported" in printed:
-        raise LeftOut("compute-sanitizer says that it does not support this device (some virtual machines)")
+        raise LeftOut(
+            "compute-sanitizer says that it does not support this device (some virtual machines)"
+        )
     if "NotImplementedError" in printed and done.returncode:
-        raise LeftOut(next(text for text in printed.splitlines() if "NotImplementedError" in text)[:300])
+        raise LeftOut(
+            next(text for text in printed.splitlines() if "NotImplementedError" in text)[:300]
+        )
     summary = re.search(r"ERROR SUMMARY: .*", printed)
     text = summary[0] if summary else f"no summary, exit status {done.returncode}"
     passed = done.returncode == 0 and summary is not None
-    return Finding(name, PASSED if passed else FAILED, text, data={} if passed else {"log": printed[-6000:]})
+    return Finding(
+        name, PASSED if passed else FAILED, text, data={} if passed else {"log": printed[-6000:]}
+    )
 
 
 def chosen(names: str) -> list[Spec]:
@@ -152,9 +188,15 @@ def chosen(names: str) -> list[Spec]:
         return list(specs.SPECS)
     if names == "short":
         return [spec for spec in specs.SPECS if label(spec) in SHORT]
-    found = [spec for spec in specs.SPECS if any(name.strip() in label(spec) for name in names.split(","))]
+    found = [
+        spec
+        for spec in specs.SPECS
+        if any(name.strip() in label(spec) for name in names.split(","))
+    ]
     if not found:
-        raise KeyError(f"no shape's name holds {names!r}; there are: {', '.join(map(label, specs.SPECS))}")
+        raise KeyError(
+            f"no shape's name holds {names!r}; there are: {', '.join(map(label, specs.SPECS))}"
+        )
     return found
 
 
@@ -168,7 +210,11 @@ def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float
     """Returns what the part "contiguous" measured: {library: {spec: seconds}}."""
     found: dict[str, dict[str, float]] = {}
     for finding in findings:
-        found |= finding.data["seconds"] if finding.check == CONTIGUOUS and finding.data.get("seconds") else {}
+        found |= (
+            finding.data["seconds"]
+            if finding.check == CONTIGUOUS and finding.data.get("seconds")
+            else {}
+        )
     return found
 
 
@@ -213,10 +259,19 @@ def _bench(options: Options) -> Iterator[Finding]:
     for spec in chosen(options.specs):
         spec = spec.cut() if small else spec
         for tiles in _sweep(options, spec):
-            settings: dict[str, Any] = {"interpret": interpret, "layers": 2 if small else None, "tiles": tiles}
-            [row] = compare([spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings)
-            splits = ", ".join([*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])])
-            yield _timed(dataclasses.replace(row, note=splits), measured)  # at once: what comes later may hang
+            settings: dict[str, Any] = {
+                "interpret": interpret,
+                "layers": 2 if small else None,
+                "tiles": tiles,
+            }
+            [row] = compare(
+                [spec], [name], measured, time_left=lambda: time.monotonic() < end, **settings
+            )
+            splits = ", ".join(
+                [*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])]
+            )
+            # at once: what comes later may hang
+            yield _timed(dataclasses.replace(row, note=splits), measured)
             if row.seconds is None:
                 break  # the other numbers of splits get the same answer
     if name in pages.KERNELS:
@@ -229,7 +284,10 @@ def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
     if not options.splits or rule is None or spec.max_query_len > 1:
         return [{}]
     start = rule(shape_of_spec(spec))
-    return [{options.backend: dataclasses.replace(start, max_splits=splits)} for splits in options.splits]
+    return [
+        {options.backend: dataclasses.replace(start, max_splits=splits)}
+        for splits in options.splits
+    ]
 
 
 def _reached(measured: Ceilings) -> str:
@@ -240,7 +298,9 @@ def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Ta
     """Returns what the parts "bench" of all kernel sets, and "contiguous", found, as one table and the goals."""
     timed = [finding for finding in findings if finding.check.startswith("bench ")]
     rows = [Row.of(row, small=small) for finding in timed for row in finding.data.get("rows", [])]
-    measured = [machine_ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS]
+    measured = [
+        machine_ceilings.of_data(finding.data) for finding in findings if finding.check == CEILINGS
+    ]
     if not rows or not measured:
         return []
     order = [label(spec) for spec in specs.SPECS]
@@ -259,11 +319,14 @@ def _timed(row: Row, measured: Ceilings) -> Finding:
     text = row.note
     if row.seconds is not None:
         bound = measured.bound(work(row.spec))
-        text = (
-            f"{row.seconds * 1e6:.1f} us, {row.fraction(measured):.3f} of {bound}{', ' if row.note else ''}{row.note}"
-        )
+        text = f"{row.seconds * 1e6:.1f} us, {row.fraction(measured):.3f} of {bound}{', ' if row.note else ''}{row.note}"
     status = FAILED if row.failed else LEFT_OUT if row.seconds is None else PASSED
-    return Finding(f"bench {row.backend} {label(row.spec)}", status, text, data={"rows": [row.as_data(measured)]})
+    return Finding(
+        f"bench {row.backend} {label(row.spec)}",
+        status,
+        text,
+        data={"rows": [row.as_data(measured)]},
+    )
 
 
 PARTS: dict[str, Callable[[Options], Iterator[Finding]]] = {

@@ -68,8 +68,14 @@ def exact_weight(weight: Any, outputs: np.ndarray) -> np.ndarray:
         return np.asarray(weight[:, outputs]).astype(np.float64)
     bits = np.asarray(weight.values[:, outputs])
     if weight.code in ("int4", "fp4"):
-        codes = np.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:2], -1).astype(np.int64)
-        number = np.array(FP4)[codes] if weight.code == "fp4" else codes - (0.0 if weight.zero_OJ is not None else 8.0)
+        codes = (
+            np.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:2], -1).astype(np.int64)
+        )
+        number = (
+            np.array(FP4)[codes]
+            if weight.code == "fp4"
+            else codes - (0.0 if weight.zero_OJ is not None else 8.0)
+        )
     else:
         number = (bits.view(jnp.float8_e4m3fn) if weight.code == "fp8" else bits).astype(np.float64)
 
@@ -88,7 +94,9 @@ def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
     x_PI = jax.random.normal(jax.random.key(1), (spec.num_rows, spec.num_in), jnp.dtype(spec.dtype))
     half = min(CHECKED, spec.num_out) // 2
     outputs = np.r_[:half, spec.num_out - half : spec.num_out]
-    got = np.asarray(multiply(x_PI, weight, jnp.asarray(count_E, jnp.int32)))[:, outputs].astype(np.float64)
+    got = np.asarray(multiply(x_PI, weight, jnp.asarray(count_E, jnp.int32)))[:, outputs].astype(
+        np.float64
+    )
     exact, x = exact_weight(weight, outputs), np.asarray(x_PI).astype(np.float64)
     end_E, worst = np.cumsum(count_E), 0.0
     for group, end in enumerate(end_E):
@@ -101,7 +109,9 @@ def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
     return Finding(f"products: {spec.name}", status, summary, data={"error": float(worst)})
 
 
-def findings(backend: str, ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Iterator[Finding]:
+def findings(
+    backend: str, ceilings: Ceilings | None, *, interpret: bool, small: bool
+) -> Iterator[Finding]:
     multiply = functools.partial(grouped_product, backend=backend, interpret=interpret)
     for spec in specs(small):
         in_float32 = functools.partial(multiply, result="float32")
@@ -109,13 +119,22 @@ def findings(backend: str, ceilings: Ceilings | None, *, interpret: bool, small:
     yield judged("products: timings", lambda: timings(multiply, ceilings, small=small))
 
 
-def timings(multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, small: bool) -> Finding:
+def timings(
+    multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, small: bool
+) -> Finding:
     """Times each product, and XLA's in bfloat16 of the same shape where there is one weight.
 
     The bound is the time that the weights' bytes take at the measured bandwidth, without those of
     groups that have no rows.
     """
-    columns = ["product", "us", "us of bfloat16", "us at the bandwidth", "share of the bandwidth", "note"]
+    columns = [
+        "product",
+        "us",
+        "us of bfloat16",
+        "us at the bandwidth",
+        "share of the bandwidth",
+        "note",
+    ]
     table, data, failed = Table("Products", columns), list[dict[str, Any]](), False
     for spec in specs(small):
         touched = np.count_nonzero(counts(spec)) / spec.num_groups
@@ -130,9 +149,18 @@ def timings(multiply: Callable[..., jax.Array], ceilings: Ceilings | None, *, sm
         cells = [f"{taken * 1e6:.1f}", "-" if plain is None else f"{plain * 1e6:.1f}"]
         cells += ["-", "-"] if bound is None else [f"{bound * 1e6:.1f}", f"{bound / taken:.2f}"]
         table.rows.append([spec.name, *cells, ""])
-        data.append({"product": spec.name, "seconds": taken, "bfloat16_seconds": plain, "bound_seconds": bound})
+        data.append(
+            {
+                "product": spec.name,
+                "seconds": taken,
+                "bfloat16_seconds": plain,
+                "bound_seconds": bound,
+            }
+        )
     status = FAILED if failed else PASSED
-    return Finding("products: timings", status, f"{len(data)} timed", tables=[table], data={"rows": data})
+    return Finding(
+        "products: timings", status, f"{len(data)} timed", tables=[table], data={"rows": data}
+    )
 
 
 def seconds(multiply: Callable[..., jax.Array], spec: ProductSpec, small: bool) -> float:
@@ -145,7 +173,9 @@ def seconds(multiply: Callable[..., jax.Array], spec: ProductSpec, small: bool) 
         if spec.code is None:
             return multiply(x_PI, own, count_E)
         values, scale, zero = own
-        return multiply(x_PI, QuantizedWeight(values, scale, zero, spec.code, spec.group_size), count_E)
+        return multiply(
+            x_PI, QuantizedWeight(values, scale, zero, spec.code, spec.group_size), count_E
+        )
 
     return _seconds(one, spec, [weight[:3] if spec.code else weight for weight in weights], small)
 
@@ -164,11 +194,16 @@ def _seconds(one: Callable[..., jax.Array], spec: ProductSpec, weights: Any, sma
     def program(x_PI: jax.Array, weights: Any) -> jax.Array:
         def turn(_: jax.Array, out_PO: jax.Array) -> jax.Array:
             for index in range(NUM_WEIGHTS):
-                x, out_PO = jax.lax.optimization_barrier((x_PI, out_PO))  # each after the one before
+                # each after the one before
+                x, out_PO = jax.lax.optimization_barrier((x_PI, out_PO))
                 out_PO = one(x, weights, index).astype(out_PO.dtype)
             return out_PO
 
-        return jax.lax.fori_loop(0, turns, turn, jnp.zeros((spec.num_rows, spec.num_out), x_PI.dtype))
+        return jax.lax.fori_loop(
+            0, turns, turn, jnp.zeros((spec.num_rows, spec.num_out), x_PI.dtype)
+        )
 
     compiled = jax.jit(program).lower(x_PI, weights).compile()
-    return median_of_rounds(lambda: compiled(x_PI, weights), turns * NUM_WEIGHTS, rounds=1 if small else 7).seconds
+    return median_of_rounds(
+        lambda: compiled(x_PI, weights), turns * NUM_WEIGHTS, rounds=1 if small else 7
+    ).seconds

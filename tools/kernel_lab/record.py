@@ -15,18 +15,33 @@ def line(finding: Finding) -> str:
 
 
 def counted(findings: Sequence[Finding]) -> str:
-    counts = [(status, sum(finding.status == status for finding in findings)) for status in (PASSED, FAILED, LEFT_OUT)]
+    counts = [
+        (status, sum(finding.status == status for finding in findings))
+        for status in (PASSED, FAILED, LEFT_OUT)
+    ]
     return ", ".join(f"{count} {status}" for status, count in counts)
 
 
 def as_data(findings: Sequence[Finding], environment: Mapping[str, str]) -> dict[str, Any]:
     """Everything but the tables, which say the same for people."""
-    plain = [{key: value for key, value in asdict(finding).items() if key != "tables"} for finding in findings]
-    ok = any(finding.status == PASSED for finding in findings) and not any(f.status == FAILED for f in findings)
-    return {"ok": ok, "counts": counted(findings), "environment": dict(environment), "findings": plain}
+    plain = [
+        {key: value for key, value in asdict(finding).items() if key != "tables"}
+        for finding in findings
+    ]
+    ok = any(finding.status == PASSED for finding in findings) and not any(
+        f.status == FAILED for f in findings
+    )
+    return {
+        "ok": ok,
+        "counts": counted(findings),
+        "environment": dict(environment),
+        "findings": plain,
+    }
 
 
-def section(findings: Sequence[Finding], environment: Mapping[str, str], *, date: str, command: str) -> str:
+def section(
+    findings: Sequence[Finding], environment: Mapping[str, str], *, date: str, command: str
+) -> str:
     """A section with the machine, every verdict, and the tables of all findings but the environment's."""
     device = environment.get("device", "unknown device")
     parts = [
@@ -34,9 +49,15 @@ def section(findings: Sequence[Finding], environment: Mapping[str, str], *, date
         f"`{command}`: {counted(findings)}.",
     ]
     parts.append(
-        Table("Machine:", ["what", "value"], [[name, value] for name, value in environment.items()]).markdown()
+        Table(
+            "Machine:", ["what", "value"], [[name, value] for name, value in environment.items()]
+        ).markdown()
     )
-    rows = [[f.check, f.status, f.summary, f"{f.seconds:.1f}"] for f in findings if f.check != "environment"]
+    rows = [
+        [f.check, f.status, f.summary, f"{f.seconds:.1f}"]
+        for f in findings
+        if f.check != "environment"
+    ]
     parts.append(Table("Verdicts:", ["check", "verdict", "found", "s"], rows).markdown())
     parts += [table.markdown() for f in findings if f.check != "environment" for table in f.tables]
     return "\n\n".join(part.strip() for part in parts) + "\n"
@@ -44,6 +65,10 @@ def section(findings: Sequence[Finding], environment: Mapping[str, str], *, date
 
 def append_section(path: Path, text: str) -> None:
     """Behind what the file holds; nothing in it is changed."""
-    before = path.read_text(encoding="utf-8").rstrip("\n") + "\n\n" if path.exists() else "# Results on GPUs\n\n"
+    before = (
+        path.read_text(encoding="utf-8").rstrip("\n") + "\n\n"
+        if path.exists()
+        else "# Results on GPUs\n\n"
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(before + text, encoding="utf-8")

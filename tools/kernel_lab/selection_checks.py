@@ -17,7 +17,14 @@ from tools.kernel_lab.machine_ceilings import measure
 from tools.kernel_lab.timing import median_of_rounds
 
 CUTS = [  # top_k, top_p, min_p
-    *((1, 1.0, 0.0), (50, 1.0, 0.0), (1000, 1.0, 0.0), (0, 0.5, 0.0), (0, 0.95, 0.0), (0, 0.999, 0.0)),
+    *(
+        (1, 1.0, 0.0),
+        (50, 1.0, 0.0),
+        (1000, 1.0, 0.0),
+        (0, 0.5, 0.0),
+        (0, 0.95, 0.0),
+        (0, 0.999, 0.0),
+    ),
     *((50, 0.9, 0.0), (0, 1.0, 0.1), (0, 0.9, 0.02), (3, 0.5, 0.0)),
 ]
 SCALES = (0.1, 1.0, 4.0)  # of random logits: from flat to peaked
@@ -43,7 +50,11 @@ def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, flo
     """Every cut with every kind of row; the last kind has ties and masked tokens."""
     rng = np.random.default_rng(0)
     kinds = [rng.standard_normal(vocab_size) * scale for scale in SCALES]
-    kinds.append(np.where(rng.random(vocab_size) < 0.5, -np.inf, np.round(rng.standard_normal(vocab_size) * 3)))
+    kinds.append(
+        np.where(
+            rng.random(vocab_size) < 0.5, -np.inf, np.round(rng.standard_normal(vocab_size) * 3)
+        )
+    )
     logits = np.stack([kind for kind in kinds for _ in CUTS]).astype(np.float32)
     return logits, CUTS * len(kinds)
 
@@ -52,7 +63,9 @@ def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     logits_RV, cuts = _rows(vocab_size)
     top_k, top_p, min_p = (np.array(each) for each in zip(*cuts, strict=True))
     asked = top_k.astype(np.int32), top_p.astype(np.float32), min_p.astype(np.float32)
-    least_R = np.asarray(jax.jit(cutoffs)(logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *asked))
+    least_R = np.asarray(
+        jax.jit(cutoffs)(logits_RV, logits_RV.max(axis=1), np.ones(len(cuts), np.float32), *asked)
+    )
     wrong = [
         f"row {row}, {cut}"
         for row, (logits_V, least, cut) in enumerate(zip(logits_RV, least_R, cuts, strict=True))
@@ -62,17 +75,22 @@ def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
     return Finding("sampler: cut-offs", FAILED if wrong else PASSED, summary, data={"wrong": wrong})
 
 
-def _is_right(logits_V: npt.NDArray[np.float64], least: float, top_k: int, top_p: float, min_p: float) -> bool:
+def _is_right(
+    logits_V: npt.NDArray[np.float64], least: float, top_k: int, top_p: float, min_p: float
+) -> bool:
     """Whether all is kept that must be, and nothing that must not: the difference is the error of exponentials and their sums."""
     allowed_V = logits_V >= (np.sort(logits_V)[-top_k] if top_k else -np.inf)
     likelihood_V = np.where(allowed_V, np.exp(logits_V - logits_V.max()), 0.0)
     sorted_V = np.sort(likelihood_V)
     up_to_V = np.append(0.0, np.cumsum(sorted_V)) / sorted_V.sum()
-    above_V = 1.0 - up_to_V[np.searchsorted(sorted_V, likelihood_V, side="right")]  # the share of what is likelier
+    # the share of what is likelier
+    above_V = 1.0 - up_to_V[np.searchsorted(sorted_V, likelihood_V, side="right")]
 
     def kept(error: float) -> npt.NDArray[np.bool_]:
         reaches_V = likelihood_V >= min_p * (1.0 - error)
-        return allowed_V & reaches_V & ((above_V < top_p + error) | (top_p == 1.0)) | (likelihood_V == 1.0)
+        return allowed_V & reaches_V & ((above_V < top_p + error) | (top_p == 1.0)) | (
+            likelihood_V == 1.0
+        )
 
     kept_V = logits_V >= least
     return bool((kept_V >= kept(-MASS_ERROR)).all() and (kept_V <= kept(MASS_ERROR)).all())
@@ -87,28 +105,45 @@ def _likeliest(likeliest: Callable[..., Any], vocab_size: int) -> Finding:
     order_RW = np.argsort(-values_RW, axis=1, kind="stable")
     got_RW = np.take_along_axis(ids_RW, order_RW, axis=1)
     want_RW = np.argsort(-logits_RV, axis=1, kind="stable")[:, :NUM_LIKELIEST]
-    same = bool((got_RW == want_RW).all() and (np.take_along_axis(logits_RV, ids_RW, 1) == values_RW).all())
-    summary = "the tokens of a stable sort" if same else f"{int((got_RW != want_RW).sum())} tokens differ from a sort"
+    same = bool(
+        (got_RW == want_RW).all() and (np.take_along_axis(logits_RV, ids_RW, 1) == values_RW).all()
+    )
+    summary = (
+        "the tokens of a stable sort"
+        if same
+        else f"{int((got_RW != want_RW).sum())} tokens differ from a sort"
+    )
     return Finding("sampler: likeliest", PASSED if same else FAILED, summary)
 
 
-def _timings(cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], small: bool) -> Finding:
+def _timings(
+    cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], small: bool
+) -> Finding:
     """Microseconds of one call among many. The ceiling is one reading of the logits at the speed of a copy."""
     num_rows, vocab_size, num_calls = (2, 300, 1) if small else (TIMED_ROWS, VOCAB_SIZE, NUM_CALLS)
     copied = None if small else measure().copied
-    table = Table(f"Selection in {num_rows} rows of {vocab_size} logits", ["operation", "logits", "us", "readings"])
+    table = Table(
+        f"Selection in {num_rows} rows of {vocab_size} logits",
+        ["operation", "logits", "us", "readings"],
+    )
     data: list[dict[str, Any]] = []
     for scale in SCALES[:1] if small else SCALES:
-        logits_RV = jax.random.normal(jax.random.key(0), (num_rows, vocab_size), jnp.float32) * scale
+        logits_RV = (
+            jax.random.normal(jax.random.key(0), (num_rows, vocab_size), jnp.float32) * scale
+        )
         for name, run in _works(cutoffs, likeliest, num_rows).items():
             seconds = _seconds(run, logits_RV, num_calls)
             readings = "-" if copied is None else f"{seconds * copied / logits_RV.nbytes:.1f}"
             table.rows.append([name, f"x {scale:g}", f"{seconds * 1e6:.1f}", readings])
             data.append({"operation": name, "scale": scale, "seconds": seconds})
-    return Finding("sampler: timings", PASSED, f"{len(data)} timed", tables=[table], data={"rows": data})
+    return Finding(
+        "sampler: timings", PASSED, f"{len(data)} timed", tables=[table], data={"rows": data}
+    )
 
 
-def _works(cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], num_rows: int) -> dict[str, Any]:
+def _works(
+    cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], num_rows: int
+) -> dict[str, Any]:
     """Functions of the logits that return a number of each row."""
 
     def cut(top_k: int, top_p: float) -> Callable[[jax.Array], jax.Array]:
@@ -120,7 +155,9 @@ def _works(cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], num
 
     def log_probabilities(logits_RV: jax.Array) -> jax.Array:
         nothing_R = jnp.zeros(num_rows)
-        values_RW: jax.Array = likeliest(logits_RV, logits_RV.max(axis=1), nothing_R, NUM_LIKELIEST)[0]
+        values_RW: jax.Array = likeliest(
+            logits_RV, logits_RV.max(axis=1), nothing_R, NUM_LIKELIEST
+        )[0]
         return values_RW[:, 0]
 
     return {

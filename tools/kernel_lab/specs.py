@@ -45,16 +45,22 @@ class Spec:
             self,
             num_heads=self.num_heads // self.num_kv_heads * num_kv_heads,
             num_kv_heads=num_kv_heads,
-            contexts=tuple(max(min(length, context), min(new, queries)) for length, new in self._rows(rows)),
+            contexts=tuple(
+                max(min(length, context), min(new, queries)) for length, new in self._rows(rows)
+            ),
             queries=tuple(min(new, queries) for _, new in self._rows(rows)),
-            sliding_window=None if self.sliding_window is None else min(self.sliding_window, context // 3),
+            sliding_window=None
+            if self.sliding_window is None
+            else min(self.sliding_window, context // 3),
         )
 
     def _rows(self, rows: int) -> list[tuple[int, int]]:
         return list(zip(self.contexts, self.queries, strict=True))[:rows]
 
 
-def _spec(model: str, name: str, contexts: list[int], queries: list[int], **settings: object) -> Spec:
+def _spec(
+    model: str, name: str, contexts: list[int], queries: list[int], **settings: object
+) -> Spec:
     num_heads, num_kv_heads, width = MODELS[model]
     spec = Spec(
         name=f"{model} {name}",
@@ -77,7 +83,13 @@ def _chunk(model: str, tokens: int, before: int = 0, **settings: object) -> Spec
 
 def _verify(model: str, batch: int, drafts: int, context: int, **settings: object) -> Spec:
     kind = "tree" if settings.get("tree") else "chain"
-    return _spec(model, f"verify {kind} {batch}x{drafts}", [context + drafts] * batch, [1 + drafts] * batch, **settings)
+    return _spec(
+        model,
+        f"verify {kind} {batch}x{drafts}",
+        [context + drafts] * batch,
+        [1 + drafts] * batch,
+        **settings,
+    )
 
 
 def _ragged(num: int, longest: int) -> list[int]:
@@ -97,7 +109,11 @@ SPECS: tuple[Spec, ...] = (
     _decode("opt-13b", 64, 1024),
     _decode("gpt2", 64, 512),
     _decode("gpt-oss-20b", 64, 2048, sinks=True),
-    *(_decode("llama-3-8b", batch, 2048, page_dtype=dtype) for dtype in ("int8", "uint8") for batch in (64, 16)),
+    *(
+        _decode("llama-3-8b", batch, 2048, page_dtype=dtype)
+        for dtype in ("int8", "uint8")
+        for batch in (64, 16)
+    ),
     *(_chunk("llama-3-8b", tokens) for tokens in (128, 512, 2048)),
     _chunk("llama-3-8b", 512, before=3584),
     _chunk("llama-3-70b", 2048),
@@ -108,7 +124,12 @@ SPECS: tuple[Spec, ...] = (
     *(_verify("llama-3-8b", 16, drafts, 2048) for drafts in (4, 8, 16)),
     *(_verify("llama-3-8b", 16, drafts, 2048, tree=True) for drafts in (16, 63)),
     _verify("llama-3-8b", 64, 4, 2048),
-    _spec("llama-3-8b", "mixed 48 decodes and 2 chunks", [*_ragged(48, 2048), 512, 2000], [1] * 48 + [512, 500]),
+    _spec(
+        "llama-3-8b",
+        "mixed 48 decodes and 2 chunks",
+        [*_ragged(48, 2048), 512, 2000],
+        [1] * 48 + [512, 500],
+    ),
 )
 
 
@@ -117,7 +138,9 @@ def find(name: str) -> Spec:
     for spec in SPECS:
         if spec.name == name:
             return spec
-    raise KeyError(f"no shape is named {name!r}; there are: {', '.join(spec.name for spec in SPECS)}")
+    raise KeyError(
+        f"no shape is named {name!r}; there are: {', '.join(spec.name for spec in SPECS)}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +164,9 @@ class ProductSpec:
     def cut(self) -> ProductSpec:
         """The same product in small, for an interpreter."""
         num_groups = min(self.num_groups, 5)
-        return dataclasses.replace(self, num_rows=40, num_in=min(self.num_in, 512), num_out=72, num_groups=num_groups)
+        return dataclasses.replace(
+            self, num_rows=40, num_in=min(self.num_in, 512), num_out=72, num_groups=num_groups
+        )
 
     @property
     def weight_bytes(self) -> int:
@@ -154,14 +179,22 @@ class ProductSpec:
         return num_weights // (2 if packed else 1) + of_groups
 
 
-_EXPERTS = ProductSpec(name="qwen3-30b-a3b experts", num_rows=8, num_groups=128, num_in=2048, num_out=1536)
-_MORE_EXPERTS = ProductSpec(name="gpt-oss-20b experts", num_rows=4, num_groups=32, num_in=2880, num_out=5760)
+_EXPERTS = ProductSpec(
+    name="qwen3-30b-a3b experts", num_rows=8, num_groups=128, num_in=2048, num_out=1536
+)
+_MORE_EXPERTS = ProductSpec(
+    name="gpt-oss-20b experts", num_rows=4, num_groups=32, num_in=2880, num_out=5760
+)
 _GATE_UP = ProductSpec(name="llama-3-8b gate_up", num_rows=1, num_in=4096, num_out=28672)
 _DOWN = ProductSpec(name="llama-3-8b down", num_rows=1, num_in=14336, num_out=4096)
 
 
 def _product(
-    of_token: ProductSpec, tokens: int, code: str | None = None, group_size: int = 0, zeros: bool = False
+    of_token: ProductSpec,
+    tokens: int,
+    code: str | None = None,
+    group_size: int = 0,
+    zeros: bool = False,
 ) -> ProductSpec:
     kind = "" if code is None else f", {code}" + (" with zeros" if zeros else "")
     return dataclasses.replace(

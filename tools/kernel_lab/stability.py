@@ -40,7 +40,10 @@ def moved(case: Case, seed: int = 7) -> Case:
     """The same contents in other blocks."""
     pages = case.layers[0]
     num_blocks = pages.k_pages.shape[0]
-    order = jnp.asarray(np.concatenate([[0], 1 + np.random.default_rng(seed).permutation(num_blocks - 1)]), jnp.int32)
+    order = jnp.asarray(
+        np.concatenate([[0], 1 + np.random.default_rng(seed).permutation(num_blocks - 1)]),
+        jnp.int32,
+    )
     place = jnp.argsort(order).astype(jnp.int32)  # new block order[i] holds what block i held
     made: Pages = jax.tree.map(lambda array: array[place], pages)
     step = dataclasses.replace(case.step, block_table_BM=order[case.step.block_table_BM])
@@ -54,15 +57,23 @@ def decode_settings(spec: Spec, batches: tuple[int, ...]) -> Settings:
     yield "alone", pick(whole, [0])
     for batch in batches:
         yield f"first of {batch}", pick(whole, list(range(batch)))
-    yield f"last of {batches[0]}, other mates", pick(whole, [*range(last, last - batches[0] + 1, -1), 0])
-    yield "alone, table four times as wide", pick(whole, [0], extra_width=3 * whole.step.block_table_BM.shape[1])
+    yield (
+        f"last of {batches[0]}, other mates",
+        pick(whole, [*range(last, last - batches[0] + 1, -1), 0]),
+    )
+    yield (
+        "alone, table four times as wide",
+        pick(whole, [0], extra_width=3 * whole.step.block_table_BM.shape[1]),
+    )
     yield "alone, other blocks", moved(pick(whole, [0]))
 
 
 def last_tokens(whole: Case, size: int, num_tokens: int) -> Case:
     """A step with the last `size` query tokens of row 0 alone, padded to `num_tokens`, which is then the longest that it may be."""
     queries = whole.spec.queries[0]
-    step = Step(whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32))
+    step = Step(
+        whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32)
+    )
     q_TNH = jnp.pad(whole.q_TNH[queries - size : queries], ((0, num_tokens - size), (0, 0), (0, 0)))
     return dataclasses.replace(whole, q_TNH=q_TNH, step=step, max_query_len=num_tokens)
 
@@ -80,7 +91,10 @@ def verify_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
     """The last token of row 0 comes with the last `size` tokens of its row, in steps of as many tokens as the row has."""
     whole = make_case(spec, seed=4)
     for size in sizes:
-        yield f"{size} tokens in a step of {spec.queries[0]}", last_tokens(whole, size, spec.queries[0])
+        yield (
+            f"{size} tokens in a step of {spec.queries[0]}",
+            last_tokens(whole, size, spec.queries[0]),
+        )
 
 
 def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
@@ -89,7 +103,9 @@ def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
     return np.asarray(out_TNH[int(start[1] if first else start[-1]) - 1])
 
 
-def check(backend: str, kind: str, settings: Settings, run: Run, *, promised: bool | None = None) -> Finding:
+def check(
+    backend: str, kind: str, settings: Settings, run: Run, *, promised: bool | None = None
+) -> Finding:
     """promised: whether other bits are a failure; None: where the backend promises the same."""
     found: list[tuple[str, np.ndarray]] = []
     for name, case in settings:
@@ -99,7 +115,8 @@ def check(backend: str, kind: str, settings: Settings, run: Run, *, promised: bo
             raise LeftOut(str(refusal)) from refusal
     base = found[0][1]
     table = Table(
-        f"{backend}, {kind}: the probe's output against {found[0][0]}", ["setting", "same bits", "largest difference"]
+        f"{backend}, {kind}: the probe's output against {found[0][0]}",
+        ["setting", "same bits", "largest difference"],
     )
     differing = []
     for name, out in found:
@@ -111,7 +128,13 @@ def check(backend: str, kind: str, settings: Settings, run: Run, *, promised: bo
     summary = f"{len(found) - len(differing)} of {len(found)} settings have the same bits"
     summary += f" (differ: {', '.join(differing)})" if differing else ""
     status = FAILED if promised and differing else PASSED
-    data = {"backend": backend, "kind": kind, "differing": differing, "settings": len(found), "promised": promised}
+    data = {
+        "backend": backend,
+        "kind": kind,
+        "differing": differing,
+        "settings": len(found),
+        "promised": promised,
+    }
     return Finding(
         f"stability {backend}: {kind}",
         status,
@@ -138,16 +161,24 @@ def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
         ["query tokens", "same bits", "largest difference"],
     )
     for name, out in found.items():
-        table.rows.append([name, "yes" if np.array_equal(out, base) else "no", f"{np.abs(out - base).max():.1e}"])
+        table.rows.append(
+            [name, "yes" if np.array_equal(out, base) else "no", f"{np.abs(out - base).max():.1e}"]
+        )
     data = {"backend": backend, "rows": table.rows}
     return Finding(
-        f"stability {backend}: across kinds", PASSED, "recorded; nothing is promised", tables=[table], data=data
+        f"stability {backend}: across kinds",
+        PASSED,
+        "recorded; nothing is promised",
+        tables=[table],
+        data=data,
     )
 
 
 def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]:
     base = specs.find("llama-3-8b decode 64 ragged")
-    decode = dataclasses.replace(base, contexts=(777, *(1 + 31 * i for i in range(1, 64))), queries=(1,) * 64)
+    decode = dataclasses.replace(
+        base, contexts=(777, *(1 + 31 * i for i in range(1, 64))), queries=(1,) * 64
+    )
     chunk = dataclasses.replace(base, contexts=(1500, 333, 90), queries=(512, 1, 40))
     short = dataclasses.replace(base, contexts=(500,), queries=(16,))
     long = dataclasses.replace(base, contexts=(8200,), queries=(16,))
@@ -162,13 +193,24 @@ def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]
         return case.run(backend, interpret=interpret)
 
     yield judged(
-        f"stability {backend}: decode", lambda: check(backend, "decode", decode_settings(decode, batches), run)
+        f"stability {backend}: decode",
+        lambda: check(backend, "decode", decode_settings(decode, batches), run),
     )
-    yield judged(f"stability {backend}: chunk", lambda: check(backend, "chunk", chunk_settings(chunk, sizes), run))
+    yield judged(
+        f"stability {backend}: chunk",
+        lambda: check(backend, "chunk", chunk_settings(chunk, sizes), run),
+    )
     if not small:
-        yield judged(f"stability {backend}: verify", lambda: check(backend, "verify", verify_settings(short, few), run))
+        yield judged(
+            f"stability {backend}: verify",
+            lambda: check(backend, "verify", verify_settings(short, few), run),
+        )
         yield judged(
             f"stability {backend}: verify over much",
-            lambda: check(backend, "verify over much", verify_settings(long, few), run, promised=False),
+            lambda: check(
+                backend, "verify over much", verify_settings(long, few), run, promised=False
+            ),
         )
-        yield judged(f"stability {backend}: across kinds", lambda: across_kinds(backend, chunk, run))
+        yield judged(
+            f"stability {backend}: across kinds", lambda: across_kinds(backend, chunk, run)
+        )

@@ -30,7 +30,8 @@ from tools.kernel_lab.bounds import work
 from tools.kernel_lab.kernel_cases import Case, Pages, Step
 from tools.kernel_lab.specs import Spec
 
-CACHE_BYTES = 128 * 2**20  # twice and a half the L2 of an H100 or H200, 50 MiB; of a B200 the whole, 126 MiB
+# twice and a half the L2 of an H100 or H200, 50 MiB; of a B200 the whole, 126 MiB
+CACHE_BYTES = 128 * 2**20
 POOL_BYTES = 12 * 2**30  # of all layers' pages together
 
 
@@ -61,7 +62,9 @@ def steps(
 ) -> Callable[[jax.Array, Step, tuple[Pages, ...]], jax.Array]:
     """A function of (q_TNH, step, layers) that makes `num_steps` turns; jit it."""
     # Jitted by itself, so that it is traced and lowered once and not per layer; XLA inlines it.
-    attend = jax.jit(functools.partial(case.attend, backend=backend, tiles=tiles, interpret=interpret))
+    attend = jax.jit(
+        functools.partial(case.attend, backend=backend, tiles=tiles, interpret=interpret)
+    )
     barrier_per_call = backend in XLA_BACKENDS
 
     def program(q_TNH: jax.Array, step: Step, layers: tuple[Pages, ...]) -> jax.Array:
@@ -134,7 +137,10 @@ def compiled(
 
 def time_program(program: Program, case: Case, *, rounds: int = 7, limit_s: float = 2.0) -> Timing:
     timing = median_of_rounds(
-        lambda: program.run(case.q_TNH, case.step, case.layers), program.calls, rounds=rounds, limit_s=limit_s
+        lambda: program.run(case.q_TNH, case.step, case.layers),
+        program.calls,
+        rounds=rounds,
+        limit_s=limit_s,
     )
     return dataclasses.replace(timing, compile_seconds=program.compile_seconds)
 

@@ -36,12 +36,16 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
     "max_splits": (1, 4, 8, 16, 32, 64),
     "split_context": (64, 128, 256, 512, 1024, 2048),
 }
-RULES: dict[str, Callable[[Shape], Tiles]] = {name: each.tiles for name, each in SETS.items() if each.tiles}
+RULES: dict[str, Callable[[Shape], Tiles]] = {
+    name: each.tiles for name, each in SETS.items() if each.tiles
+}
 # For each kind of step, what a walk also begins from: these changes of the set's rule.
 STARTS: dict[str, tuple[dict[str, int], ...]] = {
-    # Two programs of four warps fit on a multiprocessor, and one computes its softmax while the other multiplies.
+    # Two programs of four warps fit on a multiprocessor, and one computes its softmax while the
+    # other multiplies.
     "chunk": ({"query_rows": 64, "num_warps": 4},),
-    # With few rows of a few thousand positions, shorter splits are needed to give every multiprocessor a program.
+    # With few rows of a few thousand positions, shorter splits are needed to give every
+    # multiprocessor a program.
     "decode": ({"split_context": 128}, {"split_context": 64, "max_splits": 32}),
     "verify": ({"split_context": 128}, {"split_context": 64, "max_splits": 32}),
 }
@@ -108,7 +112,9 @@ def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
             continue  # nothing is split
         changes = [{name: value}]
         if name == "context" and tiles.split_context % value:
-            changes = [{name: value, "split_context": max(value, tiles.split_context // value * value)}]
+            changes = [
+                {name: value, "split_context": max(value, tiles.split_context // value * value)}
+            ]
         if name == "context":  # larger turns leave shared memory for fewer of them
             changes.append({**changes[0], "num_stages": 2})
         if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
@@ -168,7 +174,9 @@ def _sum(tuned: Tuned, specs: Sequence[Spec], measure: Measure, tiles: Tiles) ->
             parts[spec] = measure(spec, tiles)
         except Exception as failure:
             lines = str(failure).strip().splitlines()
-            tuned.failures[tiles] = f"{label(spec)}: {type(failure).__name__}: {lines[0][:300] if lines else ''}"
+            tuned.failures[tiles] = (
+                f"{label(spec)}: {type(failure).__name__}: {lines[0][:300] if lines else ''}"
+            )
             return math.inf
     return sum(parts.values())
 
@@ -187,13 +195,17 @@ class OnDevice:
         threads: int = 8,
     ) -> None:
         self.backend, self.ceilings, self.interpret = backend, ceilings, interpret
-        self.cases: dict[Spec, Case] = {spec: make_case(spec, layers=layers or num_layers(spec)) for spec in specs}
+        self.cases: dict[Spec, Case] = {
+            spec: make_case(spec, layers=layers or num_layers(spec)) for spec in specs
+        }
         self._pool = ThreadPoolExecutor(threads)
         self._coming: dict[tuple[Spec, Tiles], Future[Program]] = {}
 
     def prefetch(self, candidates: Sequence[Tiles]) -> None:
         self._coming = {
-            (spec, tiles): self._pool.submit(self._compiled, spec, tiles) for tiles in candidates for spec in self.cases
+            (spec, tiles): self._pool.submit(self._compiled, spec, tiles)
+            for tiles in candidates
+            for spec in self.cases
         }
 
     def measure(self, spec: Spec, tiles: Tiles) -> float:
@@ -201,7 +213,9 @@ class OnDevice:
         wait(self._coming.values())  # threads that trace would delay the dispatch of what is timed
         coming = self._coming.pop((spec, tiles), None)
         program = coming.result() if coming else self._compiled(spec, tiles)
-        return time_program(program, self.cases[spec], rounds=5, limit_s=0.5).seconds / self._least(spec)
+        return time_program(program, self.cases[spec], rounds=5, limit_s=0.5).seconds / self._least(
+            spec
+        )
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)

@@ -49,7 +49,12 @@ def told(directory: Path) -> Iterator[tuple[str, str, float, bool | None]]:
                 for argument, (logprob, is_greedy) in zip(
                     sample["arguments"].values(), sample["filtered_resps"], strict=True
                 ):
-                    yield argument["arg_0"], argument["arg_1"], float(logprob), str(is_greedy) == "True"
+                    yield (
+                        argument["arg_0"],
+                        argument["arg_1"],
+                        float(logprob),
+                        str(is_greedy) == "True",
+                    )
 
 
 @torch.no_grad()

@@ -38,20 +38,41 @@ class AttentionTime(NamedTuple):
         return self.paged / self.contiguous - 1
 
 
-MeasureAttention = Callable[[Sequence[int], Sequence[int]], list[AttentionTime]]  # contexts, numbers of rows
+# contexts, numbers of rows
+MeasureAttention = Callable[[Sequence[int], Sequence[int]], list[AttentionTime]]
 
 
 def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
     swept = [
         _sweep(
-            effort, dataset, Case(PAGED, Workload(dataset), effort.window(dataset) / 2, seed=0), RATES[dataset], said
+            effort,
+            dataset,
+            Case(PAGED, Workload(dataset), effort.window(dataset) / 2, seed=0),
+            RATES[dataset],
+            said,
         )
-        for dataset, said in (("sharegpt", "best 16 to 128"), ("alpaca", "good at 16 and 32, much worse above"))
+        for dataset, said in (
+            ("sharegpt", "best 16 to 128"),
+            ("alpaca", "good at 16 and 32, much worse above"),
+        )
     ]
-    by_size = Panel("(b) simulated", "block size", LATENCY, [series for _, series in swept], log_x=True, log_y=True)
+    by_size = Panel(
+        "(b) simulated",
+        "block size",
+        LATENCY,
+        [series for _, series in swept],
+        log_x=True,
+        log_y=True,
+    )
     times = measure_attention((64, 128, 256), (8, 32))
-    overheads = ", ".join(f"{time.num_rows} x {time.context}: {time.overhead:+.0%}" for time in times)
-    first = Row("a) attention over blocks of 16 beside contiguous (a CPU, shape only)", "20 to 26 % slower", overheads)
+    overheads = ", ".join(
+        f"{time.num_rows} x {time.context}: {time.overhead:+.0%}" for time in times
+    )
+    first = Row(
+        "a) attention over blocks of 16 beside contiguous (a CPU, shape only)",
+        "20 to 26 % slower",
+        overheads,
+    )
     rows = [first, *(row for row, _ in swept)]
     origin = "(a) measured on a CPU, (b) simulated"
     return Figure("18", "Block size", origin, rows, [_attention_panel(times), by_size])
@@ -61,7 +82,9 @@ def _sweep(effort: Effort, what: str, case: Case, rate: float, said: str) -> tup
     """The latency at each block size."""
     sizes = _sizes(effort)
     keys = list(itertools.product(sizes, effort.seeds))
-    outcomes = effort.pool.map(run_case, [(replace(case, block_size=size, seed=seed), rate) for size, seed in keys])
+    outcomes = effort.pool.map(
+        run_case, [(replace(case, block_size=size, seed=seed), rate) for size, seed in keys]
+    )
     latencies: dict[int, list[float]] = {}
     for (size, _), outcome in zip(keys, outcomes, strict=True):
         latencies.setdefault(size, []).append(outcome.normalized_latency)
@@ -87,10 +110,18 @@ def _attention_panel(times: Sequence[AttentionTime]) -> Panel:
 def figure_19(effort: Effort) -> Figure:
     case = Case(PAGED, Workload("sharegpt"), effort.window("sharegpt") / 2, seed=0)
     swept = [
-        _sweep(effort, mode, replace(case, preemption=Preemption(mode)), PREEMPTED_RATE, "comparable for 16 to 64")
+        _sweep(
+            effort,
+            mode,
+            replace(case, preemption=Preemption(mode)),
+            PREEMPTED_RATE,
+            "comparable for 16 to 64",
+        )
         for mode in MODES
     ]
-    end_to_end = Panel("(b) simulated", "block size", LATENCY, [series for _, series in swept], log_x=True)
+    end_to_end = Panel(
+        "(b) simulated", "block size", LATENCY, [series for _, series in swept], log_x=True
+    )
     measured, measured_row = _measured(effort)
     model, model_rows = _modelled(_sizes(effort))
     rows = [*model_rows, measured_row, *(row for row, _ in swept)]
@@ -109,9 +140,13 @@ def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
         Series("swap in and out", sizes, both),
         Series("recompute", sizes, [recompute] * len(sizes)),
     ]
-    panel = Panel("(a) cost model, A100", "block size", f"ms for {num_tokens} tokens", series, log_x=True)
+    panel = Panel(
+        "(a) cost model, A100", "block size", f"ms for {num_tokens} tokens", series, log_x=True
+    )
     text = f"in and out {both[0]:.0f} at {sizes[0]} to {both[-1]:.0f} at {sizes[-1]}; recompute {recompute:.0f}"
-    ratios = ", ".join(f"{size}: {recompute / time:.2f}" for size, time in zip(sizes, both, strict=True))
+    ratios = ", ".join(
+        f"{size}: {recompute / time:.2f}" for size, time in zip(sizes, both, strict=True)
+    )
     said = "in and out about 135 at 1, 10 to 20 at 256; recompute flat"
     return panel, [
         Row("a) ms by block size (cost model, fitted to the figure)", said, text),
@@ -122,7 +157,9 @@ def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
 def _measured(effort: Effort) -> tuple[Panel, Row]:
     """An engine's own copies on this machine."""
     sizes = QUICK_MEASURED_SIZES if effort.quick else MEASURED_SIZES
-    costs = [measure_swapping("demo", size, num_tokens=NUM_SWAPPED_TOKENS, repeats=9) for size in sizes]
+    costs = [
+        measure_swapping("demo", size, num_tokens=NUM_SWAPPED_TOKENS, repeats=9) for size in sizes
+    ]
     swap = [1e3 * (cost.swap_out_seconds + cost.swap_in_seconds) for cost in costs]
     recompute = [1e3 * cost.recompute_seconds for cost in costs]
     series = [Series("swap in and out", sizes, swap), Series("recompute", sizes, recompute)]
@@ -130,4 +167,8 @@ def _measured(effort: Effort) -> tuple[Panel, Row]:
     panel = Panel("(a) a CPU, demo model", "block size", y_label, series, log_x=True, log_y=True)
     swaps = f"in and out {swap[0]:.2f} at {sizes[0]} to {swap[-1]:.2f} at {sizes[-1]}"
     text = f"{swaps}; recompute {min(recompute):.1f} to {max(recompute):.1f}"
-    return panel, Row("a) ms by block size (a CPU, demo model, shape only)", "swapping dearer in small blocks", text)
+    return panel, Row(
+        "a) ms by block size (a CPU, demo model, shape only)",
+        "swapping dearer in small blocks",
+        text,
+    )

@@ -16,7 +16,8 @@ class BuddyAllocator:
             raise ValueError(f"{num_slots=} must be at least 1")
         self.num_slots = num_slots
         self._sizes: dict[int, int] = {}  # of the chunks in use, by their first slots
-        self._free: list[set[int]] = [set() for _ in range(num_slots.bit_length())]  # first slots, by the logarithm
+        # first slots, by the logarithm
+        self._free: list[set[int]] = [set() for _ in range(num_slots.bit_length())]
         start = 0
         for order in reversed(range(num_slots.bit_length())):
             if num_slots >> order & 1:

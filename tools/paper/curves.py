@@ -11,7 +11,8 @@ from tools.paper.effort import Effort
 from tools.paper.results import Interval, Panel, Row, Series
 from tools.paper.simulated_cases import OPT_13B, PAGED, Case, Machine, Outcome, Workload, run_curve
 
-SUSTAINED = 0.5  # seconds per token: the rate at which a curve passes this is the highest that is sustained
+# seconds per token: the rate at which a curve passes this is the highest that is sustained
+SUSTAINED = 0.5
 LIMIT = 1.0  # seconds per token: the end of the paper's axes
 
 
@@ -55,17 +56,26 @@ class Curves:
                 ours += f" (jaxpage: {self.ratio(system).text()} times)"
                 if PAGED in paper and system in paper:
                     read += f" ({paper[PAGED] / paper[system]:.1f} times)"
-            rows.append(Row(f"{self.comparison.name}) {self.comparison.title}: {system}", read, ours))
+            rows.append(
+                Row(f"{self.comparison.name}) {self.comparison.title}: {system}", read, ours)
+            )
         return rows
 
     def panel(self) -> Panel:
         series = []
         for system, by_seed in self.of.items():
             columns = list(zip(*by_seed, strict=False))  # up to where the first seed ends
-            latencies = [Interval.of(outcome.normalized_latency for outcome in column) for column in columns]
+            latencies = [
+                Interval.of(outcome.normalized_latency for outcome in column) for column in columns
+            ]
             rates = [column[0].rate for column in columns]
             series.append(
-                Series(system, rates, [latency.mean for latency in latencies], [latency.half for latency in latencies])
+                Series(
+                    system,
+                    rates,
+                    [latency.mean for latency in latencies],
+                    [latency.half for latency in latencies],
+                )
             )
         title = f"({self.comparison.name}) {self.comparison.title}"
         return Panel(title, "requests/s", "normalised latency (s/token)", series, y_limit=LIMIT)
@@ -103,12 +113,18 @@ def compare(
                     seconds,
                     seed,
                     comparison.machine,
-                    ancestries=ancestries if ancestries and comparison.workload.is_beam_search else {},
+                    ancestries=ancestries
+                    if ancestries and comparison.workload.is_beam_search
+                    else {},
                 )
                 jobs.append((index, system, case, [share * expected for share in effort.shares]))
     jobs.sort(key=lambda job: job[1] != PAGED)
     results = effort.pool.map(run_curve, [(case, rates, LIMIT) for _, _, case, rates in jobs])
-    found: list[dict[str, list[list[Outcome]]]] = [{s: [] for s in comparison.expected} for comparison in comparisons]
+    found: list[dict[str, list[list[Outcome]]]] = [
+        {s: [] for s in comparison.expected} for comparison in comparisons
+    ]
     for (index, system, _, _), outcomes in zip(jobs, results, strict=True):
         found[index][system].append(outcomes)
-    return [Curves(comparison, curves) for comparison, curves in zip(comparisons, found, strict=True)]
+    return [
+        Curves(comparison, curves) for comparison, curves in zip(comparisons, found, strict=True)
+    ]

@@ -25,7 +25,11 @@ def document(figures: Sequence[Figure], *, command: str, effort: str, images: st
 
 
 def _section(figure: Figure, images: str) -> str:
-    name = figure.name[0].upper() + figure.name[1:] if figure.name.startswith("table") else f"Figure {figure.name}"
+    name = (
+        figure.name[0].upper() + figure.name[1:]
+        if figure.name.startswith("table")
+        else f"Figure {figure.name}"
+    )
     note = f"*{figure.origin[0].upper()}{figure.origin[1:]}.* {NOTES[figure.name].strip()}"
     lines = [f"## {name}: {figure.title}", "", textwrap.fill(note, WIDTH), ""]
     if figure.panels:
@@ -39,5 +43,7 @@ def _tolerances(checks: Sequence[Check]) -> str:
     lines = ["## Tolerances", "", TOLERANCES, "", "| | must lie in | here | |", "|---|---|---|---|"]
     for check in checks:
         verdict = "holds" if check.holds else "**fails**"
-        lines.append(f"| {check.name} | {check.low:.2f} to {check.high:.2f} | {check.value:.2f} | {verdict} |")
+        lines.append(
+            f"| {check.name} | {check.low:.2f} to {check.high:.2f} | {check.value:.2f} | {verdict} |"
+        )
     return "\n".join([*lines, ""])

@@ -28,7 +28,11 @@ class Effort:
     @property
     def text(self) -> str:
         """For readers."""
-        seeds = "One seed." if self.quick else "Three seeds; intervals are of 95 % (Student's, over the seeds)."
+        seeds = (
+            "One seed."
+            if self.quick
+            else "Three seeds; intervals are of 95 % (Student's, over the seeds)."
+        )
         long, short = self.window("sharegpt"), self.window("alpaca")
         return (
             f"{seeds} Curves have {long:g} seconds of arrivals at most, those of the short requests of Alpaca and WMT16"

@@ -38,7 +38,9 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
     if unknown := set(wanted) - set(NAMES):
         parser.error(f"--figures: {', '.join(sorted(unknown))} not among {', '.join(NAMES)}")
     if arguments.docs and (arguments.figures or arguments.quick):
-        parser.error("--docs writes all figures, with three seeds: it goes with neither --figures nor --quick")
+        parser.error(
+            "--docs writes all figures, with three seeds: it goes with neither --figures nor --quick"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the pictures need matplotlib: pip install 'jaxpage[plot]'")
     if arguments.processes < 1:
@@ -53,22 +55,49 @@ def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttent
     _write(arguments, effort, figures)
     failed = [check for figure in figures for check in figure.checks if not check.holds]
     for check in failed:
-        print(f"{check.name}: {check.value:.2f} is not in {check.low:.2f} to {check.high:.2f}", file=sys.stderr)
+        print(
+            f"{check.name}: {check.value:.2f} is not in {check.low:.2f} to {check.high:.2f}",
+            file=sys.stderr,
+        )
     return 1 if failed else 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="reproduce_paper.py", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="reproduce_paper.py", description=__doc__, allow_abbrev=False
+    )
     add = parser.add_argument
-    add("--quick", action="store_true", help="one seed, shorter windows, fewer panels: under two minutes")
-    add("--out", type=Path, default=Path("paper"), metavar="DIR", help="for paper.md and the pictures; default: paper")
-    add("--figures", metavar="LIST", help=f"some of them, comma-separated: {','.join(NAMES)}; default: all")
+    add(
+        "--quick",
+        action="store_true",
+        help="one seed, shorter windows, fewer panels: under two minutes",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("paper"),
+        metavar="DIR",
+        help="for paper.md and the pictures; default: paper",
+    )
+    add(
+        "--figures",
+        metavar="LIST",
+        help=f"some of them, comma-separated: {','.join(NAMES)}; default: all",
+    )
     add("--docs", action="store_true", help="write docs/paper.md and docs/images/paper/ instead")
-    add("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="default: one for each core")
+    add(
+        "--processes",
+        type=int,
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="default: one for each core",
+    )
     return parser
 
 
-def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention) -> list[Figure]:
+def _figures(
+    effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention
+) -> list[Figure]:
     """In the order in which they are asked for, with a line of progress for each.
 
     What is only computed shares the processes, so that none of them waits for the longest run of a figure. What measures the machine comes
@@ -97,7 +126,9 @@ def _figures(effort: Effort, wanted: Sequence[str], measure_attention: MeasureAt
         print(f"figure {name}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
 
     with ThreadPoolExecutor(len(makers) if effort.pool.num_processes > 1 else 1) as threads:
-        for name, figure in [(name, threads.submit(makers[name])) for name in wanted if name not in MEASURED]:
+        for name, figure in [
+            (name, threads.submit(makers[name])) for name in wanted if name not in MEASURED
+        ]:
             drawn(name, figure.result())
     for name in wanted:
         if name in MEASURED:

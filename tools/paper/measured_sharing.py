@@ -39,19 +39,26 @@ def measure(llm: LLM, workload: Sequence[WorkItem], method: str, width: int) -> 
     llm.generate([list(item.prompt_token_ids) for item in workload], params, use_tqdm=False)
     report = llm.memory_report()
     splits = [sample.split for sample in report.samples]
-    saved = sum(split.saved_blocks for split in splits) / sum(split.unshared_blocks for split in splits)
+    saved = sum(split.saved_blocks for split in splits) / sum(
+        split.unshared_blocks for split in splits
+    )
     return Saving(method, width, saved, report.peak_blocks)
 
 
 def written_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:
     """The workload with prompts of the same lengths that the model has written, each behind its own first token."""
     params = [
-        SamplingParams(max_tokens=max(1, len(item.prompt_token_ids) - 1), ignore_eos=True, seed=seed)
+        SamplingParams(
+            max_tokens=max(1, len(item.prompt_token_ids) - 1), ignore_eos=True, seed=seed
+        )
         for seed, item in enumerate(workload)
     ]
     first = [[item.prompt_token_ids[0]] for item in workload]
     outputs = llm.generate(first, params, use_tqdm=False)
     return [
-        WorkItem((start[0], *output.outputs[0].token_ids)[: len(item.prompt_token_ids)], item.num_output_tokens)
+        WorkItem(
+            (start[0], *output.outputs[0].token_ids)[: len(item.prompt_token_ids)],
+            item.num_output_tokens,
+        )
         for item, start, output in zip(workload, first, outputs, strict=True)
     ]

@@ -9,9 +9,18 @@ from jaxpage.models.registry import load_family
 from jaxpage.models.weights import num_bytes
 from tools.paper.effort import Effort
 from tools.paper.results import Check, Figure, Interval, Panel, Row, Series
-from tools.paper.simulated_cases import FASTER_TRANSFORMER, PAGED, SYSTEMS, Case, Outcome, Workload, run_case
+from tools.paper.simulated_cases import (
+    FASTER_TRANSFORMER,
+    PAGED,
+    SYSTEMS,
+    Case,
+    Outcome,
+    Workload,
+    run_case,
+)
 
-# OPT's layers, heads and width; and of the paper's table 1 the gigabytes of weights, those for keys and values, and thousands of slots
+# OPT's layers, heads and width; and of the paper's table 1 the gigabytes of weights, those for keys
+# and values, and thousands of slots
 SHAPES = {"OPT-13B": (40, 40, 5120), "OPT-66B": (64, 72, 9216), "OPT-175B": (96, 96, 12288)}
 TABLE_1 = {"OPT-13B": (26, 12, 15.7), "OPT-66B": (132, 21, 9.7), "OPT-175B": (346, 264, 60.1)}
 GIB = 2**30
@@ -100,7 +109,14 @@ def _figure_2(by_system: Mapping[tuple[str, str], Sequence[Outcome]]) -> Figure:
         for system, kinds in shares.items()
         for kind, paper, interval in zip(KINDS, PAPER_SPLIT[system], kinds, strict=False)
     ]
-    checks.append(Check("figure 2, external fragmentation of Orca (Max) (%)", shares["Orca (Max)"][3].mean, 8.8, 9.0))
+    checks.append(
+        Check(
+            "figure 2, external fragmentation of Orca (Max) (%)",
+            shares["Orca (Max)"][3].mean,
+            8.8,
+            9.0,
+        )
+    )
     checks.append(Check("waste of the pool (%)", 100 - shares[PAGED][0].mean, 0, 4))
     series = [
         Series(kind, range(len(COMPARED)), [shares[system][index].mean for system in COMPARED])
@@ -114,14 +130,23 @@ def _figure_13(by_system: Mapping[tuple[str, str], Sequence[Outcome]]) -> Figure
     rows, checks, panels = [], [], []
     for part, (dataset, rate) in zip("ab", RATES.items(), strict=True):
         paper = PAPER_BATCHED[dataset]
-        running = {s: Interval.of(outcome.mean.running for outcome in by_system[dataset, s]) for s in COMPARED}
+        running = {
+            s: Interval.of(outcome.mean.running for outcome in by_system[dataset, s])
+            for s in COMPARED
+        }
         rows += [
-            Row(f"{part}) {dataset}, {rate:g} requests/s: {s}", f"{paper[s]:.2f}", running[s].text()) for s in COMPARED
+            Row(
+                f"{part}) {dataset}, {rate:g} requests/s: {s}", f"{paper[s]:.2f}", running[s].text()
+            )
+            for s in COMPARED
         ]
         tolerance = {s: 0.15 for s in COMPARED} | {"Orca (Max)": 0.02 / 7}
         checks += [
             Check(
-                f"figure 13{part}, {s}", running[s].mean, (1 - tolerance[s]) * paper[s], (1 + tolerance[s]) * paper[s]
+                f"figure 13{part}, {s}",
+                running[s].mean,
+                (1 - tolerance[s]) * paper[s],
+                (1 + tolerance[s]) * paper[s],
             )
             for s in COMPARED
             if (dataset, s) != ("alpaca", PAGED)  # see the note
@@ -131,10 +156,28 @@ def _figure_13(by_system: Mapping[tuple[str, str], Sequence[Outcome]]) -> Figure
             Series("paper", range(len(COMPARED)), [paper[s] for s in COMPARED], is_paper=True),
             Series("simulated", range(len(COMPARED)), *ours),
         ]
-        panels.append(Panel(f"({part}) {dataset}, {rate:g} requests/s", "", "requests in a batch", series, COMPARED))
-    served = {s: Interval.of(o.tokens_per_second for o in by_system["sharegpt", s]) for s in COMPARED}
+        panels.append(
+            Panel(
+                f"({part}) {dataset}, {rate:g} requests/s",
+                "",
+                "requests in a batch",
+                series,
+                COMPARED,
+            )
+        )
+    served = {
+        s: Interval.of(o.tokens_per_second for o in by_system["sharegpt", s]) for s in COMPARED
+    }
     ratio = served[PAGED].mean / served["Orca (Oracle)"].mean
     said = ", ".join(f"{system}: {tokens.text(0)}" for system, tokens in served.items())
-    rows.append(Row("a) output tokens/s of the same runs: more requests arrive than any system can serve", "", said))
-    checks.append(Check("tokens/s at 2 requests/s of ShareGPT, over Orca (Oracle)", ratio, 1.7, 2.7))
+    rows.append(
+        Row(
+            "a) output tokens/s of the same runs: more requests arrive than any system can serve",
+            "",
+            said,
+        )
+    )
+    checks.append(
+        Check("tokens/s at 2 requests/s of ShareGPT, over Orca (Oracle)", ratio, 1.7, 2.7)
+    )
     return Figure("13", "Requests in a batch", "simulated", rows, panels, checks)

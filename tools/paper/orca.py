@@ -32,7 +32,12 @@ class Orca(ReservingScheduler):
     """Requests join and leave between any two steps, as in the engine; only their memory is reserved."""
 
     def __init__(
-        self, num_slots: int, variant: str, *, max_num_seqs: int = 256, max_num_batched_tokens: int = 2560
+        self,
+        num_slots: int,
+        variant: str,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2560,
     ) -> None:
         """variant: a key of `RESERVATIONS`."""
         super().__init__(

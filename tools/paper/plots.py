@@ -12,7 +12,8 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from tools.paper.results import Figure, Panel, Series
 
-# Of the palette of Okabe and Ito, whose colours differ for every eye; the last is the engine's in figures that compare systems.
+# Of the palette of Okabe and Ito, whose colours differ for every eye; the last is the engine's in
+# figures that compare systems.
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00")
 PAPER_COLOUR = "#DDDDDD"
 MARKERS = "ov^sD"
@@ -56,7 +57,14 @@ def _draw_legends(canvas: Canvas, columns: int) -> None:
     shown = [axes for axes in canvas.axes if axes.get_visible()]
     handles, labels = shown[0].get_legend_handles_labels()
     if all(axes.get_legend_handles_labels()[1] == labels for axes in shown):
-        canvas.legend(handles, labels, loc="outside lower center", ncols=2 * columns, fontsize=8, frameon=False)
+        canvas.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=2 * columns,
+            fontsize=8,
+            frameon=False,
+        )
         return
     for axes in shown:
         axes.legend(fontsize=7, frameon=False)
@@ -97,7 +105,14 @@ def _draw_bars(panel: Panel, axes: Axes) -> None:
         places = [x + shift for x in series.x]
         bottom = bottoms if panel.stacked else None
         axes.bar(
-            places, series.y, width, bottom=bottom, yerr=_errors(series), label=series.label, color=colour, capsize=2
+            places,
+            series.y,
+            width,
+            bottom=bottom,
+            yerr=_errors(series),
+            label=series.label,
+            color=colour,
+            capsize=2,
         )
         bottoms = [low + height for low, height in zip(bottoms, series.y, strict=True)]
     axes.set_xticks(range(len(panel.bars)), panel.bars, rotation=20, ha="right", fontsize=7)

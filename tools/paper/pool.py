@@ -29,4 +29,6 @@ class Pool(AbstractContextManager["Pool"]):
         """The results in the order of the jobs, each the arguments of one call."""
         if self._executor is None:
             return [function(*job) for job in jobs]
-        return [future.result() for future in [self._executor.submit(function, *job) for job in jobs]]
+        return [
+            future.result() for future in [self._executor.submit(function, *job) for job in jobs]
+        ]

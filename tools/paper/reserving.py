@@ -54,7 +54,12 @@ class ReservingScheduler:
     block_size = 1  # nothing is swapped
 
     def __init__(
-        self, num_slots: int, reservation: Reservation, *, max_num_seqs: int = 256, max_num_batched_tokens: int = 2560
+        self,
+        num_slots: int,
+        reservation: Reservation,
+        *,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2560,
     ) -> None:
         self.allocator = BuddyAllocator(num_slots)
         self.max_num_seqs = max_num_seqs
@@ -81,7 +86,11 @@ class ReservingScheduler:
         request = group.request
         num_slots, width = self._reservation(request), request.num_sequences
         most = self.allocator.largest
-        if num_slots > most or width * num_slots > self.allocator.num_slots or width > self.max_num_seqs:
+        if (
+            num_slots > most
+            or width * num_slots > self.allocator.num_slots
+            or width > self.max_num_seqs
+        ):
             raise CapacityError(
                 f"request {request.request_id!r} reserves {width} x {num_slots} slots at once; the pool has"
                 f" {self.allocator.num_slots}, at most {most} in a row, and a step {self.max_num_seqs} sequences"
@@ -107,7 +116,11 @@ class ReservingScheduler:
             request = self._queue[0].request
             num_seqs += request.num_sequences
             num_tokens += len(request.prompt_token_ids)
-            if num_seqs > self.max_num_seqs or num_tokens > self.max_num_batched_tokens or not self._reserve():
+            if (
+                num_seqs > self.max_num_seqs
+                or num_tokens > self.max_num_batched_tokens
+                or not self._reserve()
+            ):
                 return
 
     def _reserve(self) -> bool:
@@ -135,7 +148,10 @@ class ReservingScheduler:
             sample = sample_of(len(rows), num_pending, sequence, group.request)
             if group.child_ids:
                 children = enumerate(group.pending_forks, start=1)
-                samples += [sample._replace(sequence_id=child, sample_index=index) for index, child in children]
+                samples += [
+                    sample._replace(sequence_id=child, sample_index=index)
+                    for index, child in children
+                ]
             samples.append(sample)
             start = sequence.num_computed_tokens
             rows.append(Row(sequence.sequence_id, start, tuple(sequence.token_ids[start:]), ()))
@@ -172,9 +188,12 @@ class ReservingScheduler:
         for held in self._running.values():
             most = held.group.request.max_total_tokens
             num_tokens += sum(
-                min(context.get(s.sequence_id, s.num_computed_tokens), most) for s in held.group.sequences
+                min(context.get(s.sequence_id, s.num_computed_tokens), most)
+                for s in held.group.sequences
             )
             num_needed += held.num_needed
             num_asked += held.num_slots * len(held.chunks)
         rest = self.allocator.num_slots - num_asked
-        return MemorySplit(num_tokens, num_needed - num_tokens, num_asked - num_needed, rest, 0, 0, 0)
+        return MemorySplit(
+            num_tokens, num_needed - num_tokens, num_asked - num_needed, rest, 0, 0, 0
+        )

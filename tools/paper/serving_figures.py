@@ -79,7 +79,8 @@ FIGURE_12 = (
 )
 
 PARALLEL, BEAM = "parallel sampling", "beam search"
-# part, method, width, rates that are expected of the Orcas and the engine, rates read off the plots for Orca (Oracle) and vLLM
+# part, method, width, rates that are expected of the Orcas and the engine, rates read off the plots
+# for Orca (Oracle) and vLLM
 _PARTS_14 = (
     ("a", PARALLEL, 2, (1.7, 8, 12, 18.5), (10, 15)),
     ("b", PARALLEL, 4, (0.55, 4.1, 6.1, 10), (6, 10)),
@@ -140,7 +141,10 @@ def figure_14(effort: Effort, ancestries: Mapping[int, Sequence[Ancestry]]) -> F
 def figure_16(effort: Effort) -> Figure:
     curves = compare(effort, FIGURE_16[-1:] if effort.quick else FIGURE_16)
     figure = _figure("16", "A prefix that requests share", curves)
-    rows = [row if PAGED in row.what else row._replace(paper=PAPER_16[row.what[0]]) for row in figure.rows]
+    rows = [
+        row if PAGED in row.what else row._replace(paper=PAPER_16[row.what[0]])
+        for row in figure.rows
+    ]
     return replace(figure, rows=rows)
 
 
@@ -148,6 +152,8 @@ def figure_17(effort: Effort) -> Figure:
     return _figure("17", "Chat", compare(effort, FIGURE_17))
 
 
-def _figure(name: str, title: str, curves: Sequence[Curves], checks: Sequence[Check] = ()) -> Figure:
+def _figure(
+    name: str, title: str, curves: Sequence[Curves], checks: Sequence[Check] = ()
+) -> Figure:
     rows: list[Row] = [row for one in curves for row in one.rows()]
     return Figure(name, title, "simulated", rows, [one.panel() for one in curves], checks)

@@ -25,7 +25,8 @@ PAPER = {  # percent; of ShareGPT the text gives only the ends
     (BEAM, "alpaca"): "37.56 / 53.13 / 55.16",
     (BEAM, "sharegpt"): "44.3 to 66.3",
 }
-RATES = {"alpaca": 4.0, "sharegpt": 0.3}  # requests per second of the simulated runs: nothing is preempted
+# requests per second of the simulated runs: nothing is preempted
+RATES = {"alpaca": 4.0, "sharegpt": 0.3}
 NUM_PROMPTS, QUICK_NUM_PROMPTS = 16, 8  # of each seed
 LONGEST = 256  # tokens of a prompt, and of an output: the demo model takes 512
 
@@ -67,7 +68,9 @@ def decode(effort: Effort) -> Decoded:
 
 
 def _workload(dataset: str, seed: int, num_prompts: int) -> list[WorkItem]:
-    return make_workload(dataset, num_prompts, seed=seed, vocab_size=2048, max_input=LONGEST, max_output=LONGEST - 1)
+    return make_workload(
+        dataset, num_prompts, seed=seed, vocab_size=2048, max_input=LONGEST, max_output=LONGEST - 1
+    )
 
 
 def read_ancestries(log: Path) -> dict[int, list[Ancestry]]:
@@ -81,7 +84,11 @@ def read_ancestries(log: Path) -> dict[int, list[Ancestry]]:
                 searches |= dict.fromkeys(record["sequences"], search)
                 found.setdefault(search.width, []).append(search.steps)
             elif record["event"] == "plan":
-                drawing = {id(searches[row[0]]): searches[row[0]] for row in record["rows"] if row[0] in searches}
+                drawing = {
+                    id(searches[row[0]]): searches[row[0]]
+                    for row in record["rows"]
+                    if row[0] in searches
+                }
             elif record["event"] == "result":
                 for search in drawing.values():
                     search.step(record.get("edits", ()))
@@ -119,9 +126,16 @@ def figure_15(effort: Effort, decoded: Decoded) -> Figure:
     for method, dataset, width, seed in keys:
         work = Workload(dataset, width, is_beam_search=method == BEAM)
         ancestries = decoded.ancestries if method == BEAM else {}
-        jobs.append((Case(PAGED, work, effort.window(dataset) / 2, seed, ancestries=ancestries), RATES[dataset]))
+        jobs.append(
+            (
+                Case(PAGED, work, effort.window(dataset) / 2, seed, ancestries=ancestries),
+                RATES[dataset],
+            )
+        )
     by_key: dict[Key, list[float]] = {}
-    for (method, dataset, width, _), outcome in zip(keys, effort.pool.map(run_case, jobs), strict=True):
+    for (method, dataset, width, _), outcome in zip(
+        keys, effort.pool.map(run_case, jobs), strict=True
+    ):
         by_key.setdefault((method, dataset, width), []).append(outcome.mean.saved_by_sharing)
     measured, simulated = (
         {key: Interval.of(100 * value for value in values) for key, values in each.items()}
@@ -141,13 +155,26 @@ def figure_15(effort: Effort, decoded: Decoded) -> Figure:
             )
             rows.append(row)
         panels.append(_panel(f"({part}) {method}", method, measured, simulated))
-    return Figure("15", "Memory saved by sharing", "measured by real decoding, and simulated", rows, panels)
+    return Figure(
+        "15", "Memory saved by sharing", "measured by real decoding, and simulated", rows, panels
+    )
 
 
 def _panel(title: str, method: str, decoded: Savings, simulated: Savings) -> Panel:
     columns = [(method, dataset, width) for dataset in RATES for width in WIDTHS]
     series = [
-        Series(label, range(len(columns)), [savings[c].mean for c in columns], [savings[c].half for c in columns])
+        Series(
+            label,
+            range(len(columns)),
+            [savings[c].mean for c in columns],
+            [savings[c].half for c in columns],
+        )
         for label, savings in (("decoded, demo model", decoded), ("simulated", simulated))
     ]
-    return Panel(title, "", "saved blocks (%)", series, [f"{dataset} {width}" for _, dataset, width in columns])
+    return Panel(
+        title,
+        "",
+        "saved blocks (%)",
+        series,
+        [f"{dataset} {width}" for _, dataset, width in columns],
+    )

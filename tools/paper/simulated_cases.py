@@ -92,7 +92,9 @@ def new_policy(case: Case) -> Policy:
     if case.system == FASTER_TRANSFORMER:
         return StaticBatcher(num_slots, max_num_seqs=MAX_NUM_SEQS)
     assert case.system == PAGED
-    setup = Setup(num_slots // case.block_size, case.block_size, MAX_NUM_SEQS, preemption=case.preemption)
+    setup = Setup(
+        num_slots // case.block_size, case.block_size, MAX_NUM_SEQS, preemption=case.preemption
+    )
     scheduler = setup.new_scheduler()
     if case.workload.num_prefix_tokens:
         pin_prefix(scheduler, case.workload.num_prefix_tokens)

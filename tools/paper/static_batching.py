@@ -16,7 +16,9 @@ class StaticBatcher(ReservingScheduler):
     """
 
     def __init__(self, num_slots: int, *, max_num_seqs: int = 256) -> None:
-        super().__init__(num_slots, longest, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_slots)
+        super().__init__(
+            num_slots, longest, max_num_seqs=max_num_seqs, max_num_batched_tokens=num_slots
+        )
 
     def _admit(self) -> None:
         if not self._running:

@@ -21,7 +21,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         source, converted = Path(directory) / "source", Path(directory) / "converted"
         _with_tokenizer(Path(task.model), source)
-        ctranslate2.converters.TransformersConverter(str(source)).convert(str(converted), quantization=task.dtype)
+        ctranslate2.converters.TransformersConverter(str(source)).convert(
+            str(converted), quantization=task.dtype
+        )
         generator = ctranslate2.Generator(
             str(converted), compute_type=task.dtype, inter_threads=1, intra_threads=task.threads
         )
@@ -53,7 +55,9 @@ def _with_tokenizer(model: Path, directory: Path) -> None:
         if not path.name.startswith(("tokenizer", "special_tokens")):
             (directory / path.name).symlink_to(path.absolute())
     size = json.loads((model / "config.json").read_text())["vocab_size"]
-    words = tokenizers.models.WordLevel({f"t{token_id}": token_id for token_id in range(size)}, unk_token="t0")
+    words = tokenizers.models.WordLevel(
+        {f"t{token_id}": token_id for token_id in range(size)}, unk_token="t0"
+    )
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), unk_token="t0", bos_token="t1", eos_token="t2"
     )

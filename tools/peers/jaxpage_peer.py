@@ -15,10 +15,19 @@ def main() -> None:
     task = read_task()
     quantized = {"dtype": "bfloat16", "quantization": task.dtype}
     weights: dict[str, Any] = quantized if task.dtype in ("int8", "int4") else {"dtype": task.dtype}
-    llm = LLM(task.model, **weights, max_num_seqs=max(64, *task.rows), enable_prefix_caching=False, **task.settings)
+    llm = LLM(
+        task.model,
+        **weights,
+        max_num_seqs=max(64, *task.rows),
+        enable_prefix_caching=False,
+        **task.settings,
+    )
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:
-        params = [SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length) for length in lengths]
+        params = [
+            SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=length)
+            for length in lengths
+        ]
         outputs = llm.generate([list(prompt) for prompt in prompts], params, use_tqdm=False)
         return [output.outputs[0].token_ids for output in outputs]
 

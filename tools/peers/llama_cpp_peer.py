@@ -47,7 +47,8 @@ def main() -> None:
         write_gguf(Path(task.model), config, path, task.dtype)
         llama_cpp.llama_backend_init()
         loading = llama_cpp.llama_model_default_params()
-        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra buffer types.
+        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
+        # buffer types.
         loading.use_extra_bufts = task.dtype != "int8"
         model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
     params = llama_cpp.llama_context_default_params()
@@ -82,9 +83,14 @@ def main() -> None:
         for first in range(0, len(stream), BATCH):
             drawn += run(stream[first : first + BATCH])
         outputs = [[token_id] for token_id in drawn]
-        while going := [index for index, output in enumerate(outputs) if len(output) < lengths[index]]:
+        while going := [
+            index for index, output in enumerate(outputs) if len(output) < lengths[index]
+        ]:
             places = [len(prompts[index]) + len(outputs[index]) - 1 for index in going]
-            step = [(outputs[index][-1], place, index, True) for index, place in zip(going, places, strict=True)]
+            step = [
+                (outputs[index][-1], place, index, True)
+                for index, place in zip(going, places, strict=True)
+            ]
             for index, token_id in zip(going, run(step), strict=True):
                 outputs[index].append(token_id)
         return outputs
@@ -112,9 +118,13 @@ def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> No
             for name in tensors.keys():  # noqa: SIM118, it is no dict
                 values = tensors.get_tensor(name).float().numpy()
                 if "q_proj" in name or "k_proj" in name:
-                    values = _interleaved(values, heads if "q_proj" in name else config["num_key_value_heads"])
+                    values = _interleaved(
+                        values, heads if "q_proj" in name else config["num_key_value_heads"]
+                    )
                 kind = TYPES[dtype] if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-                writer.add_tensor(_renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind)
+                writer.add_tensor(
+                    _renamed(name), gguf.quants.quantize(values, kind), raw_dtype=kind
+                )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -53,19 +53,33 @@ def answer(task: Task, version: str, generate: Generate) -> None:
     runs = [_timed(generate, prompts, lengths) for _ in range(2)]
     step_seconds = {}
     for rows in task.rows:
-        uniform = [[(7 * row + 3 * place) % 251 + 3 for place in range(task.context)] for row in range(rows)]
-        pairs = [[_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)] for _ in range(3)]
+        uniform = [
+            [(7 * row + 3 * place) % 251 + 3 for place in range(task.context)]
+            for row in range(rows)
+        ]
+        pairs = [
+            [_timed(generate, uniform, [length] * rows)[0] for length in (2, 2 + task.steps)]
+            for _ in range(3)
+        ]
         step_seconds[rows] = statistics.median(many - few for few, many in pairs) / task.steps
-    print(json.dumps(asdict(Answer(version, min(seconds for seconds, _ in runs), runs[0][1], step_seconds))))
+    print(
+        json.dumps(
+            asdict(Answer(version, min(seconds for seconds, _ in runs), runs[0][1], step_seconds))
+        )
+    )
 
 
 def read_task() -> Task:
     return Task(**json.load(sys.stdin))
 
 
-def _timed(generate: Generate, prompts: Prompts, lengths: Sequence[int]) -> tuple[float, list[list[int]]]:
+def _timed(
+    generate: Generate, prompts: Prompts, lengths: Sequence[int]
+) -> tuple[float, list[list[int]]]:
     start = time.perf_counter()
     outputs = generate(prompts, lengths)
     seconds = time.perf_counter() - start
-    assert [len(output) for output in outputs] == list(lengths), "an output of another length is other work"
+    assert [len(output) for output in outputs] == list(lengths), (
+        "an output of another length is other work"
+    )
     return seconds, outputs

@@ -15,7 +15,9 @@ BATCH = 16
 def main() -> None:
     task = read_task()
     torch.set_num_threads(task.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(task.model, dtype=getattr(torch, task.dtype)).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        task.model, dtype=getattr(torch, task.dtype)
+    ).eval()
     model.generation_config = transformers.GenerationConfig(do_sample=False, pad_token_id=0)
 
     @torch.inference_mode()
@@ -23,7 +25,9 @@ def main() -> None:
         width, longest = max(map(len, prompts)), max(lengths)
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        found = model.generate(ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest)[:, width:]
+        found = model.generate(
+            ids, attention_mask=mask, max_new_tokens=longest, min_new_tokens=longest
+        )[:, width:]
         return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
 
     def generate(prompts: Prompts, lengths: Sequence[int]) -> list[list[int]]:

@@ -19,7 +19,8 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 
 BLOCK_SIZE = 16
-SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37  # 200 lengths, in an order in which neighbours differ
+# 200 lengths, in an order in which neighbours differ
+SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37
 SAMPLES = 200  # steps, arrivals or departures that a median is taken of
 
 T = TypeVar("T")
@@ -71,14 +72,18 @@ class Decoding:
         self.requests = ScriptedRequests()
         self.steps: list[tuple[float, float]] = []  # seconds of plan and of commit
         for index in range(num_running):
-            self.scheduler.add(self.new_group(SHORTEST_PROMPT + index * STRIDE % NUM_PROMPTS, self.longest))
+            self.scheduler.add(
+                self.new_group(SHORTEST_PROMPT + index * STRIDE % NUM_PROMPTS, self.longest)
+            )
         while self.step().num_tokens > num_running or self.scheduler.num_waiting:
             pass
         self.steps.clear()
 
     def new_group(self, num_prompt_tokens: int, num_tokens: int) -> SequenceGroup:
         """A request that ends with `num_tokens` tokens in all."""
-        return self.requests.new_group(Arrival(0.0, num_prompt_tokens, num_tokens - num_prompt_tokens))
+        return self.requests.new_group(
+            Arrival(0.0, num_prompt_tokens, num_tokens - num_prompt_tokens)
+        )
 
     def step(self) -> StepPlan:
         planning, plan = timed(self.scheduler.plan)
@@ -96,7 +101,11 @@ class Decoding:
     def new_waiting(self, *, is_first: bool = False) -> SequenceGroup:
         """A request that cannot run now: the first needs the whole pool, those behind it hardly anything."""
         num_slots = self.scheduler.block_manager.num_usable * BLOCK_SIZE
-        return self.new_group(num_slots - 1, num_slots) if is_first else self.new_group(SHORTEST_PROMPT, self.longest)
+        return (
+            self.new_group(num_slots - 1, num_slots)
+            if is_first
+            else self.new_group(SHORTEST_PROMPT, self.longest)
+        )
 
 
 class Queue:
@@ -151,7 +160,9 @@ def planning_times(num_running: int) -> list[PlanningTime]:
 
 def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[WaitingTime]:
     """With so many requests waiting, step by step in turns. Prefix caching is on, as the engine has it."""
-    queues = [Queue(Decoding(num_running, SAMPLES, prefix_caching=True), num) for num in nums_waiting]
+    queues = [
+        Queue(Decoding(num_running, SAMPLES, prefix_caching=True), num) for num in nums_waiting
+    ]
     for _ in range(SAMPLES):
         for queue in queues:
             queue.decoding.step()
@@ -171,7 +182,9 @@ def least(rounds: Iterable[Sequence[Times]]) -> list[Times]:
     merged = []
     for same in zip(*rounds, strict=True):
         names = [field.name for field in fields(same[0]) if field.name.endswith("_us")]
-        merged.append(replace(same[0], **{name: min(getattr(item, name) for item in same) for name in names}))
+        merged.append(
+            replace(same[0], **{name: min(getattr(item, name) for item in same) for name in names})
+        )
     return merged
 
 

@@ -37,7 +37,9 @@ def demand(requests: Sequence[Arrival], block_size: int) -> int:
     return sum(-(-length // block_size) for length in lengths)
 
 
-def press(requests: Sequence[Arrival], share: float, mode: Mode, cost: CostModel = A100_OPT_13B) -> Pressure:
+def press(
+    requests: Sequence[Arrival], share: float, mode: Mode, cost: CostModel = A100_OPT_13B
+) -> Pressure:
     """Runs the requests to their ends. There are as many host blocks as blocks."""
     num_blocks = int(share * demand(requests, Setup.block_size))
     setup = Setup(num_blocks=num_blocks, preemption=Preemption(mode))

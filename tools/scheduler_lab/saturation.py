@@ -44,5 +44,7 @@ def saturate(
     for seed in seeds:
         trace = poisson_trace(dataset, rate=rate, seconds=seconds, seed=seed)
         average = TimeAverage(WARM_UP * seconds, seconds)
-        runs.append(Simulator(trace, new_scheduler(), cost, average=average, look_every=LOOK_EVERY).run())
+        runs.append(
+            Simulator(trace, new_scheduler(), cost, average=average, look_every=LOOK_EVERY).run()
+        )
     return Saturation(dataset, rate, seconds, runs)

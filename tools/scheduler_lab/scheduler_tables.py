@@ -22,7 +22,12 @@ _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
     ("running", "mean_running", lambda run: run.mean.running, 1),
     ("waiting", "mean_waiting", lambda run: run.mean.waiting, 1),
     ("s/token", "normalized_latency", lambda run: run.normalized_latency, 2),
-    ("preemptions/request", "preemptions_per_request", lambda run: run.num_preemptions / len(run.served), 2),
+    (
+        "preemptions/request",
+        "preemptions_per_request",
+        lambda run: run.num_preemptions / len(run.served),
+        2,
+    ),
     ("swapping %", "swapping_share", lambda run: run.swap_seconds / run.seconds, 2),
 )
 
@@ -51,11 +56,29 @@ def saturation_dict(result: Saturation) -> dict[str, Any]:
 
 
 def pressure_table(results: Sequence[Pressure]) -> list[str]:
-    rows = [["pool", "mode", "blocks", "seconds", "finished", "preemptions", "blocks out", "blocks in", "swapping s"]]
+    rows = [
+        [
+            "pool",
+            "mode",
+            "blocks",
+            "seconds",
+            "finished",
+            "preemptions",
+            "blocks out",
+            "blocks in",
+            "swapping s",
+        ]
+    ]
     for result in results:
         run = result.run
         counts = len(run.served), run.num_preemptions, run.num_swapped_out, run.num_swapped_in
-        cells = [f"{result.share:.0%}", result.mode, str(result.num_blocks), f"{run.seconds:.1f}", *map(str, counts)]
+        cells = [
+            f"{result.share:.0%}",
+            result.mode,
+            str(result.num_blocks),
+            f"{run.seconds:.1f}",
+            *map(str, counts),
+        ]
         rows.append([*cells, f"{run.swap_seconds:.2f}"])
     return aligned(rows)
 
@@ -76,11 +99,23 @@ def pressure_dict(result: Pressure) -> dict[str, Any]:
 
 
 def planning_table(times: Sequence[PlanningTime]) -> list[str]:
-    rows = [["running", "prefix caching", "plan µs", "commit µs", "µs/sequence", "batch builder µs", "µs/sequence"]]
+    rows = [
+        [
+            "running",
+            "prefix caching",
+            "plan µs",
+            "commit µs",
+            "µs/sequence",
+            "batch builder µs",
+            "µs/sequence",
+        ]
+    ]
     for item in times:
         durations = f"{item.plan_us:.0f}", f"{item.commit_us:.0f}", f"{item.us_per_sequence:.2f}"
         building = f"{item.build_us:.0f}", f"{item.build_us / item.num_running:.2f}"
-        rows.append([str(item.num_running), "on" if item.prefix_caching else "off", *durations, *building])
+        rows.append(
+            [str(item.num_running), "on" if item.prefix_caching else "off", *durations, *building]
+        )
     return aligned(rows)
 
 
@@ -88,5 +123,11 @@ def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
     rows = [["waiting", "running", "plan µs", "commit µs", "add µs", "abort µs"]]
     for item in times:
         durations = (item.plan_us, item.commit_us, item.add_us, item.abort_us)
-        rows.append([f"{item.num_waiting:,}", str(item.num_running), *(f"{duration:.1f}" for duration in durations)])
+        rows.append(
+            [
+                f"{item.num_waiting:,}",
+                str(item.num_running),
+                *(f"{duration:.1f}" for duration in durations),
+            ]
+        )
     return aligned(rows)

@@ -26,16 +26,29 @@ def read(config: QuantizationFields) -> Scheme:
     config.one_of("version", ("gemm", "GEMM"), "gemm")
     size = config.group_size("group_size", "q_group_size")
 
-    values = StoredArray("qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes)
-    scale = StoredArray(
-        "scales", lambda num_out, num_in: (num_groups(num_in, size), num_out), FLOATS, transposed, check_scale
+    values = StoredArray(
+        "qweight", lambda num_out, num_in: (num_in, num_out // 8), ("int32",), _codes
     )
-    zero = StoredArray("qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out // 8), ("int32",), _zeros)
+    scale = StoredArray(
+        "scales",
+        lambda num_out, num_in: (num_groups(num_in, size), num_out),
+        FLOATS,
+        transposed,
+        check_scale,
+    )
+    zero = StoredArray(
+        "qzeros",
+        lambda num_out, num_in: (num_groups(num_in, size), num_out // 8),
+        ("int32",),
+        _zeros,
+    )
     has_zeros = config.flag("zero_point", True)
     form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
     kept = config.names("modules_to_not_convert")
     ignored = () if has_zeros else ("*.qzeros",)
-    return Scheme(NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored)
+    return Scheme(
+        NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored
+    )
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:

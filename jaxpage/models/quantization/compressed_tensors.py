@@ -23,7 +23,14 @@ from jaxpage.models.quantization.decoding import (
     unpacked,
 )
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.scheme import KV_SCALES, Check, Scheme, check_order, matches, read_kv_cache
+from jaxpage.models.quantization.scheme import (
+    KV_SCALES,
+    Check,
+    Scheme,
+    check_order,
+    matches,
+    read_kv_cache,
+)
 
 NAME = "compressed-tensors"
 _QUANTIZED = (
@@ -42,7 +49,9 @@ def read(config: QuantizationFields) -> Scheme:
     ignore, groups = config.names("ignore"), config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", WrongField)
-    forms = [(group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)]
+    forms = [
+        (group.names("targets"), _form(group, config)) for group in map(groups.part, groups.config)
+    ]
     by_target = {target: form for targets, form in forms for target in targets}
 
     def form_of(name: str) -> WeightFormat | None:
@@ -50,11 +59,20 @@ def read(config: QuantizationFields) -> Scheme:
         if matches(name, ignore):
             return None
         found = [target for target in by_target if target == "Linear" or matches(name, (target,))]
-        found.sort(key=lambda target: (target == "Linear", target != name, not target.startswith("re:"), target))
+        found.sort(
+            key=lambda target: (
+                target == "Linear",
+                target != name,
+                not target.startswith("re:"),
+                target,
+            )
+        )
         return by_target[found[0]] if found else None
 
     described = ", ".join(
-        sorted({f"{form.code} weights{' and inputs' if form.int8_inputs else ''}" for _, form in forms})
+        sorted(
+            {f"{form.code} weights{' and inputs' if form.int8_inputs else ''}" for _, form in forms}
+        )
     )
     return Scheme(
         NAME,
@@ -82,19 +100,27 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
     symmetric = weights.flag("symmetric", True)
     if kind == "float":
         if bits != 8:
-            weights.refuse("num_bits", f"is not supported for the type {kind!r} in the format {name!r}")
+            weights.refuse(
+                "num_bits", f"is not supported for the type {kind!r} in the format {name!r}"
+            )
         block = weights.sizes("block_structure", 2) if strategy == "block" else None
         rows, size = block or (1, size)
         values, scale = plain("float8_e4m3fn"), _scale(strategy, size, block)
         return WeightFormat("fp8", values, scale, group_size=size, block_rows=rows)
     packed = name == "pack-quantized"
     if bits == 4 and not packed:
-        weights.refuse("num_bits", f"is not supported in the format {name!r}, only in 'pack-quantized'")
+        weights.refuse(
+            "num_bits", f"is not supported in the format {name!r}, only in 'pack-quantized'"
+        )
     values = _packed(bits) if packed else plain("int8")
     zero = None if symmetric else _zero(bits, strategy, size, packed=packed)
-    has_inputs = _int8_inputs(group, by_output=bits == 8 and symmetric and strategy in ("channel", "tensor"))
+    has_inputs = _int8_inputs(
+        group, by_output=bits == 8 and symmetric and strategy in ("channel", "tensor")
+    )
     code = "int8" if bits == 8 else "int4"
-    return WeightFormat(code, values, _scale(strategy, size, None), zero, size, int8_inputs=has_inputs)
+    return WeightFormat(
+        code, values, _scale(strategy, size, None), zero, size, int8_inputs=has_inputs
+    )
 
 
 def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
@@ -103,7 +129,9 @@ def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
     if not inputs:
         return False
     dynamic = (
-        inputs.get("dynamic") in (True, "local") and inputs.get("strategy") == "token" and inputs.get("symmetric", True)
+        inputs.get("dynamic") in (True, "local")
+        and inputs.get("strategy") == "token"
+        and inputs.get("symmetric", True)
     )
     if not by_output or not dynamic or inputs.get("num_bits") != 8:
         group.refuse(
@@ -120,7 +148,12 @@ def _packed(bits: int) -> StoredArray:
         codes = np.ascontiguousarray(words).view(np.uint8)[:, : num_in * bits // 8]
         return codes if bits == 4 else signed(codes)
 
-    return StoredArray("weight_packed", lambda num_out, num_in: (num_out, -(-num_in * bits // 32)), ("int32",), decode)
+    return StoredArray(
+        "weight_packed",
+        lambda num_out, num_in: (num_out, -(-num_in * bits // 32)),
+        ("int32",),
+        decode,
+    )
 
 
 def _exponents(size: int) -> StoredArray:
@@ -132,7 +165,9 @@ def _exponents(size: int) -> StoredArray:
     def check(exponents: np.ndarray) -> str | None:
         return "has scales that are not finite" if (exponents == 255).any() else None
 
-    return StoredArray("weight_scale", lambda num_out, num_in: (num_out, num_in // size), ("uint8",), decode, check)
+    return StoredArray(
+        "weight_scale", lambda num_out, num_in: (num_out, num_in // size), ("uint8",), decode, check
+    )
 
 
 def _scale(strategy: str, size: int | None, block: Any) -> StoredArray:

@@ -39,7 +39,11 @@ def check_scale(numbers: np.ndarray) -> str | None:
 def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     """Scales as float32 [out, groups]: one of each output, or of all."""
     values = np.asarray(numbers, np.float32)
-    return np.broadcast_to(values.reshape(1, 1), (num_out, 1)) if values.size == 1 else values.reshape(num_out, -1)
+    return (
+        np.broadcast_to(values.reshape(1, 1), (num_out, 1))
+        if values.size == 1
+        else values.reshape(num_out, -1)
+    )
 
 
 def transposed(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
@@ -69,7 +73,11 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
         return scale / factor if divides else scale * factor
 
     def check(numbers: np.ndarray) -> str | None:
-        return "has scales that are not finite" if not np.isfinite(np.asarray(numbers, np.float32)).all() else None
+        return (
+            "has scales that are not finite"
+            if not np.isfinite(np.asarray(numbers, np.float32)).all()
+            else None
+        )
 
     of_all = StoredArray(whole, lambda num_out, num_in: shape, ("float32",), check=check_scale)
     return StoredArray(

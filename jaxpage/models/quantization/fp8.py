@@ -28,4 +28,9 @@ def read(config: QuantizationFields) -> Scheme:
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
     kept = config.names("modules_to_not_convert", "ignored_layers")
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
-    return Scheme(NAME, described, everywhere_but(kept, form), ("*.input_scale", "*.activation_scale", *KV_SCALES))
+    return Scheme(
+        NAME,
+        described,
+        everywhere_but(kept, form),
+        ("*.input_scale", "*.activation_scale", *KV_SCALES),
+    )

@@ -15,13 +15,20 @@ from flax import nnx
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.linear import Linear
-from jaxpage.layers.quantized import LinearOfParts, QuantizedEmbedding, QuantizedLinear, StoredArray, WeightFormat
+from jaxpage.layers.quantized import (
+    LinearOfParts,
+    QuantizedEmbedding,
+    QuantizedLinear,
+    StoredArray,
+    WeightFormat,
+)
 from jaxpage.models.quantization.decoding import nibbles
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.replacing import Path
 
 NAME = "gguf"
-Decode = Callable[[np.ndarray], np.ndarray]  # from blocks [out, blocks of a row, bytes] to [out, codes or groups, ...]
+# from blocks [out, blocks of a row, bytes] to [out, codes or groups, ...]
+Decode = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,9 @@ def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None])
 
 def _half(place: int) -> Decode:
     """The number in half precision at this place of each block."""
-    return lambda blocks: np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2]).view(np.float16)[..., 0]
+    return lambda blocks: np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2]).view(
+        np.float16
+    )[..., 0]
 
 
 def _split(packed: np.ndarray, run: int) -> np.ndarray:
@@ -86,7 +95,10 @@ def _q5_0(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    low, high = _split(blocks[..., :128], 64), blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32)
+    low, high = (
+        _split(blocks[..., :128], 64),
+        blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 32),
+    )
     high = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-1).reshape(low.shape)
     return (low | high << 4).view(np.int8) - np.int8(32)
 
@@ -122,12 +134,19 @@ def _format(
             "weight",
             lambda num_out, num_in: (num_out, num_in // size * num_bytes),
             ("uint8",),
-            lambda rows, num_out, num_in: decode(rows.reshape(num_out, -1, num_bytes)).reshape(num_out, -1),
+            lambda rows, num_out, num_in: decode(rows.reshape(num_out, -1, num_bytes)).reshape(
+                num_out, -1
+            ),
         )
 
     of_minimum = stored(minimum) if minimum else None
     return WeightFormat(
-        code, stored(values), stored(scale), group_size=group_size, minimum=of_minimum, scale_dtype=scale_dtype
+        code,
+        stored(values),
+        stored(scale),
+        group_size=group_size,
+        minimum=of_minimum,
+        scale_dtype=scale_dtype,
     )
 
 
@@ -135,7 +154,8 @@ FORMATS = {
     "Q8_0": _format("int8", (32, 34), 32, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
     "Q4_0": _format("int4", (32, 18), 32, _q4(2, 16), _half(0)),
     "Q4_1": _format("int4", (32, 20), 32, _q4(4, 16), _half(0), _half(1)),
-    # In more bits than the file has, but fewer than a float: codes of five and six bits in eight, and scales of two factors in float32.
+    # In more bits than the file has, but fewer than a float: codes of five and six bits in eight,
+    # and scales of two factors in float32.
     "Q5_0": _format("int8", (32, 22), 32, _q5_0, _half(0)),
     "Q4_K": _format(
         "int4",

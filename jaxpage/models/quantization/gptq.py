@@ -48,22 +48,33 @@ def read(config: QuantizationFields) -> Scheme:
 
     def zero_codes(words: np.ndarray) -> np.ndarray:
         found = np.ascontiguousarray(words).view(np.uint32)
-        # The first form took a one from each code by subtracting whole words, so that a zero of 0 borrowed from its neighbour.
+        # The first form took a one from each code by subtracting whole words, so that a zero of 0
+        # borrowed from its neighbour.
         return unpacked(found + np.uint32(_ONES[bits]) if version == "gptq" else found, bits)
 
     def zeros(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         return zero_codes(words).T.astype(np.float32) - (0 if bits == 4 else 128)
 
-    values = StoredArray("qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes)
+    values = StoredArray(
+        "qweight", lambda num_out, num_in: (num_in * bits // 32, num_out), ("int32",), codes
+    )
     scale = StoredArray(
-        "scales", lambda num_out, num_in: (num_groups(num_in, size), num_out), FLOATS, transposed, check_scale
+        "scales",
+        lambda num_out, num_in: (num_groups(num_in, size), num_out),
+        FLOATS,
+        transposed,
+        check_scale,
     )
     zero = StoredArray(
-        "qzeros", lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32), ("int32",), zeros
+        "qzeros",
+        lambda num_out, num_in: (num_groups(num_in, size), num_out * bits // 32),
+        ("int32",),
+        zeros,
     )
 
     def check_middle(module: str, words: np.ndarray) -> str | None:
-        # In the first form some have the middle itself, which was meant: with sym = true nobody reads the zeros.
+        # In the first form some have the middle itself, which was meant: with sym = true nobody
+        # reads the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
         found = np.unique(unpacked(np.ascontiguousarray(words), bits))
         if found.size == 1 and found[0] in (middle, 2 ** (bits - 1)):
@@ -77,16 +88,25 @@ def read(config: QuantizationFields) -> Scheme:
     kept = (*config.names("modules_to_not_convert"), *_left_out(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     form_of = everywhere_but(kept, form)
-    checks = [Check(".g_idx", check_order(form_of)), Check(".bias", check_zeros(form_of), ("F32", "BF16", "F16"))]
+    checks = [
+        Check(".g_idx", check_order(form_of)),
+        Check(".bias", check_zeros(form_of), ("F32", "BF16", "F16")),
+    ]
     if symmetric:
         checks.append(Check(".qzeros", check_middle))
-    return Scheme(NAME, described, form_of, tuple(f"*{check.end}" for check in checks), checks=tuple(checks))
+    return Scheme(
+        NAME, described, form_of, tuple(f"*{check.end}" for check in checks), checks=tuple(checks)
+    )
 
 
 def _left_out(config: QuantizationFields) -> tuple[str, ...]:
     """Returns patterns of the modules that `dynamic` leaves as they are; what it quantises in another way is refused."""
     dynamic = config.part("dynamic").config
-    others = {pattern: change for pattern, change in dynamic.items() if not pattern.startswith("-:") and change}
+    others = {
+        pattern: change
+        for pattern, change in dynamic.items()
+        if not pattern.startswith("-:") and change
+    }
     if others:
         config.refuse("dynamic", "is supported for modules that are not quantised (-:) alone")
     patterns = [f"re:{pattern[2:]}" for pattern in dynamic if pattern.startswith("-:")]

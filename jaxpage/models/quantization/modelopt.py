@@ -10,7 +10,13 @@ from __future__ import annotations
 import fnmatch
 
 from jaxpage.layers.quantized import WeightFormat
-from jaxpage.models.quantization.decoding import NVFP4_GROUP, nvfp4_scale, packed_bytes, plain, scale_of_weight
+from jaxpage.models.quantization.decoding import (
+    NVFP4_GROUP,
+    nvfp4_scale,
+    packed_bytes,
+    plain,
+    scale_of_weight,
+)
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
@@ -41,6 +47,10 @@ def read(config: QuantizationFields) -> Scheme:
     kept = config.names("ignore", "exclude_modules")
 
     def form_of(name: str) -> WeightFormat | None:
-        return None if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept) else form
+        return (
+            None
+            if matches(name, kept) or any(fnmatch.fnmatchcase(name, each) for each in kept)
+            else form
+        )
 
     return Scheme(NAME, described, form_of, ("*.input_scale", *KV_SCALES), read_kv_cache(config))

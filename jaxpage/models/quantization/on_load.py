@@ -23,7 +23,9 @@ def int8_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
 
 
 def int8_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    return np.rint(np.asarray(weight, np.float32) / int8_scale(weight, num_out, num_in)).astype(np.int8)
+    return np.rint(np.asarray(weight, np.float32) / int8_scale(weight, num_out, num_in)).astype(
+        np.int8
+    )
 
 
 def int4_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
@@ -39,7 +41,9 @@ def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
     return nibbles(np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in))
 
 
-_weight = functools.partial(StoredArray, "weight", lambda num_out, num_in: (num_out, num_in), FLOATS, rounded=True)
+_weight = functools.partial(
+    StoredArray, "weight", lambda num_out, num_in: (num_out, num_in), FLOATS, rounded=True
+)
 INT8 = WeightFormat("int8", _weight(int8_codes), _weight(int8_scale), int8_inputs=True)
 INT4 = WeightFormat("int4", _weight(int4_codes), _weight(int4_scale), group_size=GROUP_SIZE)
 

@@ -52,7 +52,10 @@ class QuantizationFields(ConfigFields):
             if value == choice and isinstance(value, type(choice)):
                 return choice
         named = ", ".join(map(repr, choices))
-        self.refuse(name, f"is not one of {named}" if len(choices) > 1 else f"is not supported, only {named}")
+        self.refuse(
+            name,
+            f"is not one of {named}" if len(choices) > 1 else f"is not supported, only {named}",
+        )
         return choices[0]
 
     def flag(self, name: str, default: bool) -> bool:
@@ -72,8 +75,12 @@ class QuantizationFields(ConfigFields):
         """A list of names, under the first of these that has one; see `matches`."""
         name = next((name for name in fields if self.config.get(name)), fields[0])
         found = self.config.get(name) or []
-        if not isinstance(found, list) or not all(isinstance(each, str) and is_pattern(each) for each in found):
-            self.refuse(name, "must be a list of names, or of regular expressions behind 're:'", WrongField)
+        if not isinstance(found, list) or not all(
+            isinstance(each, str) and is_pattern(each) for each in found
+        ):
+            self.refuse(
+                name, "must be a list of names, or of regular expressions behind 're:'", WrongField
+            )
             return ()
         return tuple(found)
 
@@ -82,7 +89,11 @@ class QuantizationFields(ConfigFields):
         found = self.config.get(name)
         if found is None:
             return None
-        if not isinstance(found, list) or len(found) != count or not all(type(n) is int and n > 0 for n in found):
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or not all(type(n) is int and n > 0 for n in found)
+        ):
             self.refuse(name, f"must be a list of {count} sizes", WrongField)
             return None
         return found

@@ -23,7 +23,8 @@ SIZES = {
     gptq.NAME: "bits or group_size",
 }
 
-FIELDS = ("quantization_config", "compression_config")  # of config.json; the second is an older name
+# of config.json; the second is an older name
+FIELDS = ("quantization_config", "compression_config")
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,7 +60,9 @@ def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | No
             f"of them, or {UNQUANTISED}"
         )
     if asked not in (None, method):
-        raise CheckpointError(f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}")
+        raise CheckpointError(
+            f"quantization is {asked!r}, but the checkpoint is quantised already, by {method!r}"
+        )
     with QuantizationFields(found) as fields:
         return METHODS[method](fields)
 

@@ -19,7 +19,8 @@ from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.replacing import Path, Rule
 
-UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"  # what can be used in place of any other
+# what can be used in place of any other
+UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"
 KV_SCALES = ("*.k_scale", "*.v_scale")
 
 
@@ -59,10 +60,13 @@ class Scheme:
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
         if isinstance(module, Linear):
-            names = [part.name for part in module.spec.parts if part.name is not None] or [module.spec.fused or ""]
+            names = [part.name for part in module.spec.parts if part.name is not None] or [
+                module.spec.fused or ""
+            ]
             forms = [self.form_of(name) for name in names]
             if forms != forms[:1] * len(forms) and module.spec.multiplied:
-                return LinearOfParts(module.spec, forms)  # such as q and k in four bits, and v as it was
+                # such as q and k in four bits, and v as it was
+                return LinearOfParts(module.spec, forms)
             form = self._form(names, module.spec.num_in)
             if form is None or (form.is_rounded and not module.spec.multiplied):
                 return None
@@ -81,7 +85,9 @@ class Scheme:
         form = forms[names[0]]
         if differing := [name for name in names if forms[name] != form]:
             named = names if len(names) < 4 else (names[0], differing[0])
-            raise CheckpointError(f"config.json: {', '.join(named)} are one product, and must be quantised alike")
+            raise CheckpointError(
+                f"config.json: {', '.join(named)} are one product, and must be quantised alike"
+            )
         if form and form.is_rounded and num_in % (form.group_size or 1):
             raise CheckpointError(
                 f"quantization: {names[0]} has {num_in} inputs, which are no multiple of {form.group_size}, of which each group has a "
@@ -95,7 +101,9 @@ def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], W
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
 
 
-def check_zeros(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str, np.ndarray], str | None]:
+def check_zeros(
+    form_of: Callable[[str], WeightFormat | None],
+) -> Callable[[str, np.ndarray], str | None]:
     """Returns what a `Check` says of a bias that the layer does not have: old AutoGPTQ wrote zeros for each quantised one."""
 
     def check(module: str, numbers: np.ndarray) -> str | None:
@@ -106,12 +114,16 @@ def check_zeros(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str,
     return check
 
 
-def check_order(form_of: Callable[[str], WeightFormat | None]) -> Callable[[str, np.ndarray], str | None]:
+def check_order(
+    form_of: Callable[[str], WeightFormat | None],
+) -> Callable[[str, np.ndarray], str | None]:
     """Returns what a `Check` says of the group that each input belongs to: groups must be of inputs that follow each other."""
 
     def check(module: str, groups: np.ndarray) -> str | None:
         form = form_of(module)
-        if form is None or np.array_equal(groups, np.arange(groups.size) // (form.group_size or max(groups.size, 1))):
+        if form is None or np.array_equal(
+            groups, np.arange(groups.size) // (form.group_size or max(groups.size, 1))
+        ):
             return None
         return (
             f"has inputs in the order of activations, not {form.group_size or 'all'} in a row for each group, which is not supported; "
@@ -126,10 +138,16 @@ def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
 
     Scales of the checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and head.
     """
-    algorithm, scheme = config.config.get("kv_cache_quant_algo"), config.config.get("kv_cache_scheme")
+    algorithm, scheme = (
+        config.config.get("kv_cache_quant_algo"),
+        config.config.get("kv_cache_scheme"),
+    )
     if not algorithm and not scheme:
         return "auto"
-    is_fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float")
+    is_fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (
+        8,
+        "float",
+    )
     only = "is not supported, only FP8; without it the setting kv_cache_dtype decides alone"
     if algorithm and algorithm != "FP8":
         config.refuse("kv_cache_quant_algo", only)
@@ -141,6 +159,8 @@ def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
 def matches(name: str, patterns: Sequence[str]) -> bool:
     """Whether a list of a config names the module: in full, as one of the modules that it is in, or by a pattern `re:...`."""
     return any(
-        re.match(pattern[3:], name) is not None if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        re.match(pattern[3:], name) is not None
+        if pattern.startswith("re:")
+        else f".{pattern}." in f".{name}."
         for pattern in patterns
     )

@@ -13,7 +13,9 @@ from jaxpage.models.weights import Weight
 _APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")
 
 
-def refused_experts(scheme: Scheme, weights: Sequence[Weight], unexpected: Sequence[str]) -> str | None:
+def refused_experts(
+    scheme: Scheme, weights: Sequence[Weight], unexpected: Sequence[str]
+) -> str | None:
     """One sentence in place of a list of all experts' tensors; None: there is nothing to say about them.
 
     unexpected: names of the checkpoint's tensors that are no parameter's.
@@ -22,12 +24,18 @@ def refused_experts(scheme: Scheme, weights: Sequence[Weight], unexpected: Seque
         return None
     names = (piece.name for weight in weights for piece in weight.sources[0].pieces)
     apart = next(filter(_APART.search, names), None)
-    others = [name for name in unexpected if ".experts." in name and not (apart and _APART.search(name))]
+    others = [
+        name for name in unexpected if ".experts." in name and not (apart and _APART.search(name))
+    ]
     if not others:
         return None
     advice = "use the checkpoint in MXFP4"
     if apart and all(map(_UNQUANTIZED.search, others)):
-        kept = "ignore" if scheme.name in (compressed_tensors.NAME, modelopt.NAME) else "modules_to_not_convert"
+        kept = (
+            "ignore"
+            if scheme.name in (compressed_tensors.NAME, modelopt.NAME)
+            else "modules_to_not_convert"
+        )
         advice = f"if they are not quantised, add 're:.*[.]experts' to quantization_config.{kept} of config.json"
     elif apart:
         advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"

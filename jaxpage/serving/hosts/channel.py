@@ -77,7 +77,9 @@ def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Chann
     _say(connection, {"nonce": nonce})
     theirs = _heard(connection, {"nonce": str, "rank": int, "code": str})
     about = f"{nonce} {theirs['nonce']} {theirs['rank']}".encode()
-    if not hmac.compare_digest(theirs["code"].encode(), _digest(secret, b"follower", about).encode()):
+    if not hmac.compare_digest(
+        theirs["code"].encode(), _digest(secret, b"follower", about).encode()
+    ):
         _say(connection, {"refused": "the secret is another one"})
         raise Refused("the secret is another one")
     _say(connection, {"code": _digest(secret, b"leader", about)})
@@ -122,6 +124,8 @@ def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]
         raise Refused("this is no host of jaxpage") from None
     if isinstance(record, dict) and isinstance(why := record.get("refused"), str):
         raise Refused(why)
-    if not isinstance(record, dict) or any(type(record.get(name)) is not kind for name, kind in fields.items()):
+    if not isinstance(record, dict) or any(
+        type(record.get(name)) is not kind for name, kind in fields.items()
+    ):
         raise Refused("this is no host of jaxpage")
     return record

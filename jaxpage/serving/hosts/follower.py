@@ -30,7 +30,9 @@ NAMES = ("rank 0", "this rank")
 class _Told(HostRecorder):
     def failed(self, plan: StepPlan, error: Exception) -> None:
         """Rank 0 waits in this step for what will not come."""
-        raise Differs(f"step {plan.step_id} failed on this rank alone: {type(error).__name__}: {error}")
+        raise Differs(
+            f"step {plan.step_id} failed on this rank alone: {type(error).__name__}: {error}"
+        )
 
 
 class Follower:
@@ -101,7 +103,9 @@ class Follower:
             add_arrival(self._engine, record, lora)
         except (LookupError, TypeError, ValueError, TimeoutError, JaxpageError) as error:
             why = f"{type(error).__name__}: {error}"
-            raise Differs(f"this rank refuses request {shown(record.get('request_id'))}: {why}") from error
+            raise Differs(
+                f"this rank refuses request {shown(record.get('request_id'))}: {why}"
+            ) from error
 
     def _came(self, record: Record) -> None:
         """The sink of the engine's recorder. Of a plan it is called before the device begins."""

@@ -27,8 +27,11 @@ def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
             "JAX_LOCAL_DEVICE_IDS", str(job.local_id)
         )  # JAX reads it; without it each process has all devices
     host, _, port = job.coordinator.rpartition(":")
-    coordinator = f"{host}:{int(port) - 1}"  # the port behind it is used too, and JAX's may be the last
-    found = server.replace(coordinator=coordinator, num_hosts=job.num_processes, host_rank=job.process_id)
+    # the port behind it is used too, and JAX's may be the last
+    coordinator = f"{host}:{int(port) - 1}"
+    found = server.replace(
+        coordinator=coordinator, num_hosts=job.num_processes, host_rank=job.process_id
+    )
     if found.num_hosts > 1 and (errors := of_several_hosts(engine, found)):
         raise errors[0]
     return found

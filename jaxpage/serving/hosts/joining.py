@@ -53,28 +53,47 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
     else:
         channels = _join_followers(host, port + 1, secret, server.num_hosts, about)
     try:
-        join_processes(server.coordinator or "", server.num_hosts, server.host_rank, JOIN_SECONDS, LEAVE_SECONDS)
+        join_processes(
+            server.coordinator or "",
+            server.num_hosts,
+            server.host_rank,
+            JOIN_SECONDS,
+            LEAVE_SECONDS,
+        )
     except RuntimeError as error:
         raise HostsError(f"coordinator {server.coordinator}: {error}") from None
     return channels
 
 
-def smallest_sizes(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> dict[str, int]:
+def smallest_sizes(
+    spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int
+) -> dict[str, int]:
     """Settings with which this engine is no larger than any host has memory for; {} where all have planned the same. Logs whose memory is
     the least. Before a model is loaded. Raises HostsError, also for another dtype, which may follow the processor."""
     record = spec.record()
-    said = _said_by_all({"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}}, channels, host_rank)
+    said = _said_by_all(
+        {"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}},
+        channels,
+        host_rank,
+    )
     _check_same(
-        [{"dtype": each["dtype"]} for each in said], "; it follows the processor of a host: give --dtype on all"
+        [{"dtype": each["dtype"]} for each in said],
+        "; it follows the processor of a host: give --dtype on all",
     )
     sizes = {name: [each[name] for each in said] for name in _SIZES}
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
         least, most = min(sizes[name]), max(sizes[name])
-        text = "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
+        text = (
+            "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
+        )
         logger.warning(text, name, least, sizes[name].index(least), sizes[name].index(most), most)
     # What is swapped follows the pool.
-    return {name: min(values) for name, values in sizes.items() if name in differing or "num_blocks" in differing}
+    return {
+        name: min(values)
+        for name, values in sizes.items()
+        if name in differing or "num_blocks" in differing
+    }
 
 
 def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> None:
@@ -114,13 +133,17 @@ def coordinator_of(server: ServerConfig) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _join_followers(host: str, port: int, secret: bytes, num_hosts: int, about: Record) -> dict[int, Channel]:
+def _join_followers(
+    host: str, port: int, secret: bytes, num_hosts: int, about: Record
+) -> dict[int, Channel]:
     channels: dict[int, Channel] = {}
     deadline = time.monotonic() + JOIN_SECONDS
     try:
         listener = socket.create_server((host, port), family=_family(host, port))
     except OSError as error:
-        raise HostsError(f"cannot listen on {host} port {port} for other hosts: {error.strerror}") from None
+        raise HostsError(
+            f"cannot listen on {host} port {port} for other hosts: {error.strerror}"
+        ) from None
     with listener:
         while len(channels) < num_hosts - 1:
             listener.settimeout(max(0.1, deadline - time.monotonic()))
@@ -128,7 +151,9 @@ def _join_followers(host: str, port: int, secret: bytes, num_hosts: int, about: 
                 connection, address = listener.accept()
             except TimeoutError:
                 missing = sorted(set(range(1, num_hosts)) - set(channels))
-                raise HostsError(f"rank {missing} of {num_hosts} hosts did not join in {JOIN_SECONDS:g} s") from None
+                raise HostsError(
+                    f"rank {missing} of {num_hosts} hosts did not join in {JOIN_SECONDS:g} s"
+                ) from None
             try:
                 rank, channel = _admitted(connection, secret, channels, num_hosts, about)
                 channels[rank] = channel
@@ -139,7 +164,11 @@ def _join_followers(host: str, port: int, secret: bytes, num_hosts: int, about: 
 
 
 def _admitted(
-    connection: socket.socket, secret: bytes, known: Mapping[int, Channel], num_hosts: int, about: Record
+    connection: socket.socket,
+    secret: bytes,
+    known: Mapping[int, Channel],
+    num_hosts: int,
+    about: Record,
 ) -> tuple[int, Channel]:
     rank, channel = greet_follower(connection, secret)
     theirs = channel.receive()
@@ -185,15 +214,23 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 
 def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     """What must be the same on all hosts and is known before a model is loaded: the header of an event log, with hashes of files."""
-    config = {name: value for name, value in engine.model_dump().items() if name not in _NOT_COMPARED}
+    config = {
+        name: value for name, value in engine.model_dump().items() if name not in _NOT_COMPARED
+    }
     drafts = engine.speculative_config
-    if drafter := None if drafts is None or drafts.model is None else model_hash(drafter_directory(drafts)):
+    if (
+        drafter := None
+        if drafts is None or drafts.model is None
+        else model_hash(drafter_directory(drafts))
+    ):
         config["speculative_config"] = {**config["speculative_config"], "model": None}
     adapters = (module.partition("=") for module in server.lora_modules or ())
     files = {
         "model": model_hash(resolve_model(engine.model, engine.revision)),
         "drafter": drafter,
-        "tokenizer": None if engine.tokenizer is None else model_hash(resolve_tokenizer(engine.tokenizer)),
+        "tokenizer": None
+        if engine.tokenizer is None
+        else model_hash(resolve_tokenizer(engine.tokenizer)),
         **{f"LoRA adapter {name!r}": model_hash(Path(path)) for name, _, path in adapters},
     }
     record = {
@@ -208,11 +245,19 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
 
 def model_hash(model: Path) -> str:
     """Of the names and bytes of all files of a model, hidden ones left out. Reads them once."""
-    paths = [model] if model.is_file() else [path for path in sorted(model.rglob("*")) if path.is_file()]
+    paths = (
+        [model]
+        if model.is_file()
+        else [path for path in sorted(model.rglob("*")) if path.is_file()]
+    )
     names = ["" if path == model else path.relative_to(model).as_posix() for path in paths]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         digests = pool.map(_file_hash, paths)
-        told = [(name, digest) for name, digest in zip(names, digests, strict=True) if not name.startswith(".")]
+        told = [
+            (name, digest)
+            for name, digest in zip(names, digests, strict=True)
+            if not name.startswith(".")
+        ]
     return hashlib.blake2b(json.dumps(told).encode(), digest_size=16).hexdigest()
 
 
@@ -240,5 +285,7 @@ def _difference_of_files(theirs: Record, ours: Record, rank: int) -> str | None:
         if other != value and (other is None or value is None):
             return f"the {name} is given on rank {0 if other is None else rank} alone"
         if other != value:
-            return f"the files of the {name} differ (hash {other} on rank {rank}, {value} on rank 0)"
+            return (
+                f"the files of the {name} differ (hash {other} on rank {rank}, {value} on rank 0)"
+            )
     return None

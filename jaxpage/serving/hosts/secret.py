@@ -24,7 +24,9 @@ def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = No
         try:
             secret = Path(config.hosts_secret_file).read_bytes().strip()
         except OSError as error:
-            raise ConfigError(f"hosts_secret_file: cannot read {config.hosts_secret_file}: {error.strerror}") from None
+            raise ConfigError(
+                f"hosts_secret_file: cannot read {config.hosts_secret_file}: {error.strerror}"
+            ) from None
     else:
         source = SECRET_VARIABLE
         secret = environment.get(SECRET_VARIABLE, "").strip().encode()

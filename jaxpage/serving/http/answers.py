@@ -9,14 +9,23 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from jaxpage.errors import DeadlineExceeded, EngineFailed, NativeError, QueueFull, ShuttingDown, WeightsReplaced
+from jaxpage.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    NativeError,
+    QueueFull,
+    ShuttingDown,
+    WeightsReplaced,
+)
 from jaxpage.serving.wire.dialects import dialect_of, encoded
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError
 
 logger = logging.getLogger(__name__)
 
 
-def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def json_answer(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(encoded(value), status, headers, "application/json")
 
 

@@ -23,7 +23,9 @@ class ApiKeys:
     headers have no say. All keys are compared, each in constant time.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = OPEN_PATHS) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
         self._digests = [_digest(key.encode()) for key in keys]
         self._open_paths = frozenset(open_paths)
@@ -31,7 +33,9 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._digests and scope["path"] not in self._open_paths and not self._has_key(scope):
             message = "No valid API key was given; send it in a header: 'Authorization: Bearer KEY'"
-            refusal = ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            refusal = ApiError(
+                401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+            )
             await send_error(refusal, scope, receive, send)
             return
         await self._app(scope, receive, send)

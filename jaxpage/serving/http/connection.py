@@ -111,7 +111,9 @@ class Connection(H11Protocol):
 
     def _takes_place_of_another(self) -> bool:
         """Cuts an idle connection of the client that has most of them, so that nobody keeps all places by only holding them."""
-        others = [one for one in self.connections if isinstance(one, Connection) and one is not self]
+        others = [
+            one for one in self.connections if isinstance(one, Connection) and one is not self
+        ]
         idle = [one for one in others if one.is_idle and not one.transport.is_closing()]
         if not idle:
             return False
@@ -127,14 +129,17 @@ class Connection(H11Protocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Whether there is an answer to give still; else the connection is closed."""
         self._has_ended = True
-        waits = self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        waits = (
+            self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
+        )
         if waits:
             self._probe_seconds = PROBE_SECONDS
             self._probing.start(self._probe_seconds, self._probe)
         return waits
 
     def data_received(self, data: bytes) -> None:
-        if self._drops or self.conn.their_state is h11.MUST_CLOSE:  # it said itself that nothing follows
+        # it said itself that nothing follows
+        if self._drops or self.conn.their_state is h11.MUST_CLOSE:
             self._num_dropped += len(data)
             if self._num_dropped > MAX_BYTES_DROPPED:
                 self.transport.abort()
@@ -152,7 +157,8 @@ class Connection(H11Protocol):
         """uvicorn reads no further while a request is being answered, so it does not notice a client that disconnects."""
         super().handle_events()
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
-            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:  # it gets its answer, which is the last one
+            # it gets its answer, which is the last one
+            if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:
                 self._drops = True
                 self.cycle.keep_alive = False
                 self.cycle.scope["state"]["is_last"] = True
@@ -176,8 +182,16 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP is answered once, unless an answer is under way. Who is still sending reads it when everything is sent."""
         body = encoded(ApiError(400, self.conn.problem or msg).body())
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events: list[Any] = [h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        events: list[Any] = [
+            h11.Response(status_code=400, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ]
         with contextlib.suppress(h11.LocalProtocolError):
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
@@ -207,7 +221,8 @@ class Connection(H11Protocol):
         if event is not None and not self.transport.get_write_buffer_size():
             self.transport.write(self.conn.send(event) or b"")
         self._probe_seconds = min(4 * self._probe_seconds, MAX_PROBE_SECONDS)
-        self._probing.start(self._probe_seconds, self._probe)  # of a connection that is closed it does nothing
+        # of a connection that is closed it does nothing
+        self._probing.start(self._probe_seconds, self._probe)
 
     def _watch_reader(self, num_unread: int) -> None:
         self._sending.start(self._send_seconds, lambda: self._cut_if_not_read(num_unread))
@@ -225,5 +240,7 @@ class Connection(H11Protocol):
 async def no_room(scope: Scope, receive: Receive, send: Send) -> None:
     """The answer to a connection that is one too many."""
     headers = {**RETRY_AFTER, "connection": "close"}
-    error = ApiError(503, "There are too many connections", code="too_many_connections", headers=headers)
+    error = ApiError(
+        503, "There are too many connections", code="too_many_connections", headers=headers
+    )
     await send_error(error, scope, receive, send)

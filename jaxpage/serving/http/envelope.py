@@ -42,7 +42,9 @@ class Envelope:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        body_is_read = "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        body_is_read = (
+            "transfer-encoding" not in headers and headers.get("content-length", "0") == "0"
+        )
         has_begun = False
         scope.setdefault("state", {})["request_id"] = request_id
 
@@ -69,7 +71,8 @@ class Envelope:
                 await _read_on(watched_receive)
                 message = {"type": "http.response.body"}
             await send(message)
-            has_begun = True  # not before: of a start that could not be sent the client knows nothing
+            # not before: of a start that could not be sent the client knows nothing
+            has_begun = True
 
         try:
             await self._app(scope, watched_receive, dressed_send)

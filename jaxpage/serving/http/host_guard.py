@@ -25,7 +25,8 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         try:
-            if not all(is_of_this_machine(host) for host in headers.getlist("host")):  # HTTP/1.0 has none
+            # HTTP/1.0 has none
+            if not all(is_of_this_machine(host) for host in headers.getlist("host")):
                 raise ApiError(
                     403,
                     _refusal("a Host header that names this machine (localhost, 127.0.0.1, [::1])"),
@@ -45,14 +46,24 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
     """
     own = f"http://{headers.get('host')}"
     if any(origin != own for origin in headers.getlist("origin")):
-        raise ApiError(403, _refusal("no Origin header, or the server's own"), code="foreign_origin")
-    if may_be_link and ("sec-fetch-site" not in headers or headers.get("sec-fetch-mode") == "navigate"):
+        raise ApiError(
+            403, _refusal("no Origin header, or the server's own"), code="foreign_origin"
+        )
+    if may_be_link and (
+        "sec-fetch-site" not in headers or headers.get("sec-fetch-mode") == "navigate"
+    ):
         return
     # Browsers send no Origin with some requests, but say for whom they send them.
     if not {"none", "same-origin"}.issuperset(headers.getlist("sec-fetch-site")):
-        raise ApiError(403, _refusal("no Sec-Fetch-Site header, or 'same-origin'"), code="foreign_origin")
-    if not all(referer == own or referer.startswith(f"{own}/") for referer in headers.getlist("referer")):
-        raise ApiError(403, _refusal("no Referer header, or a page of the server's own"), code="foreign_origin")
+        raise ApiError(
+            403, _refusal("no Sec-Fetch-Site header, or 'same-origin'"), code="foreign_origin"
+        )
+    if not all(
+        referer == own or referer.startswith(f"{own}/") for referer in headers.getlist("referer")
+    ):
+        raise ApiError(
+            403, _refusal("no Referer header, or a page of the server's own"), code="foreign_origin"
+        )
 
 
 def is_of_this_machine(host: str) -> bool:

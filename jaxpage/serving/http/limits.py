@@ -51,12 +51,18 @@ class Limits:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                raise ApiError(408, f"The request body did not arrive within {self._timeout:g} s") from None
+                raise ApiError(
+                    408, f"The request body did not arrive within {self._timeout:g} s"
+                ) from None
             size = len(message.get("body", b""))
             if num_bytes + size > self._max_body_bytes:
                 raise self._too_large()
             if self._num_held + size > self._budget:
-                raise ApiError(503, "Too many request bodies are being read; try again later", headers=RETRY_AFTER)
+                raise ApiError(
+                    503,
+                    "Too many request bodies are being read; try again later",
+                    headers=RETRY_AFTER,
+                )
             num_bytes += size
             self._num_held += size
             self._most_held = max(self._most_held, self._num_held)
@@ -73,25 +79,38 @@ class Limits:
 
     def _check(self, headers: Headers) -> None:
         if len(headers) > MAX_HEADERS:
-            raise ApiError(431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read")
+            raise ApiError(
+                431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read"
+            )
         num_bytes = sum(len(name) + len(value) for name, value in headers.raw)
         if num_bytes > MAX_HEADER_BYTES:  # what comes in one piece has not been measured yet
-            raise ApiError(431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read")
+            raise ApiError(
+                431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
+            )
         if int(headers.get("content-length", "0")) > self._max_body_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"The request body is larger than the {self._max_body_bytes} bytes that are read")
+        return ApiError(
+            413, f"The request body is larger than the {self._max_body_bytes} bytes that are read"
+        )
 
 
 def check_is_plain(headers: Headers) -> None:
     """Raises ApiError if the body is encoded in some way."""
-    if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
-        raise ApiError(415, f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is")
+    if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in (
+        "identity",
+        "",
+    ):
+        raise ApiError(
+            415, f"Content-Encoding {encoding[:40]!r} is not supported; send the body as it is"
+        )
 
 
 def check_is_json(headers: Headers) -> None:
     """Raises ApiError unless the body says that it is JSON in UTF-8."""
     media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
-    if media_type.strip() != "application/json" or ("charset" in parameters and "utf-8" not in parameters):
+    if media_type.strip() != "application/json" or (
+        "charset" in parameters and "utf-8" not in parameters
+    ):
         raise ApiError(415, "Unsupported Media Type: only 'application/json' in UTF-8 is read")

@@ -21,7 +21,8 @@ class Parser(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
-        self.problem: str | None = None  # of a request that was refused, where h11 has nothing against it
+        # of a request that was refused, where h11 has nothing against it
+        self.problem: str | None = None
 
     def next_event(self) -> Any:
         if self.their_state is h11.IDLE and not self._skip_empty_lines():
@@ -52,7 +53,10 @@ class Parser(h11.Connection):
         return h11.Request(
             method=request.method,
             target=rest if rest.startswith(b"/") else b"/" + rest,
-            headers=[(b"host", host), *((name, value) for name, value in request.headers if name != b"host")],
+            headers=[
+                (b"host", host),
+                *((name, value) for name, value in request.headers if name != b"host"),
+            ],
             http_version=request.http_version,
         )
 

@@ -31,8 +31,9 @@ async def json_body(scope: Scope, receive: Receive) -> bytes:
     request = Request(scope, receive)
     check_is_plain(request.headers)
     if scope["path"].startswith(OLLAMA_PATHS):
-        # Ollama takes JSON under any name, and its clients and the lines for curl in its documentation rely on it. But a
-        # page of another site may send whatever has no name of its own, so the browser has to say that it is none.
+        # Ollama takes JSON under any name, and its clients and the lines for curl in its
+        # documentation rely on it. But a page of another site may send whatever has no name of its
+        # own, so the browser has to say that it is none.
         check_origin(request.headers)
     else:
         check_is_json(request.headers)

@@ -35,11 +35,17 @@ MOST_VIEWERS = 16  # streams at the same time
 MAX_SECONDS_PER_STEP = 2.0  # of slow motion
 
 _DIRECTORY = Path(__file__).parent / "static"
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+_TYPES = {
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".css": "text/css",
+    ".svg": "image/svg+xml",
+}
 _FILES = {f"/ui/{path.name}": path for path in _DIRECTORY.iterdir() if path.suffix in _TYPES}
 PAGE_PATHS = frozenset({"/", "/ui", "/ui/", *_FILES})
 
-# Nothing but the page's own files, no inline code or style, no frame around it, and no way to make HTML of a string.
+# Nothing but the page's own files, no inline code or style, no frame around it, and no way to make
+# HTML of a string.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -70,7 +76,10 @@ class Source(Protocol):
 
 def routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
     """All routes of the page. can_be_slow: viewers may ask for slow motion, which all requests have then."""
-    return [*page_routes(), *state_routes(driver, show_prompts=show_prompts, can_be_slow=can_be_slow)]
+    return [
+        *page_routes(),
+        *state_routes(driver, show_prompts=show_prompts, can_be_slow=can_be_slow),
+    ]
 
 
 def page_routes() -> list[BaseRoute]:
@@ -83,7 +92,12 @@ def page_routes() -> list[BaseRoute]:
         return RedirectResponse("/ui/", 308)
 
     files = [_file(name, path) for name, path in _FILES.items()]
-    return [Route("/", from_root), Route("/ui", to_page), _file("/ui/", _DIRECTORY / "index.html"), *files]
+    return [
+        Route("/", from_root),
+        Route("/ui", to_page),
+        _file("/ui/", _DIRECTORY / "index.html"),
+        *files,
+    ]
 
 
 def _file(name: str, path: Path) -> Route:
@@ -95,7 +109,9 @@ def _file(name: str, path: Path) -> Route:
     return Route(name, answer)
 
 
-def state_routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
+def state_routes(
+    driver: Source, *, show_prompts: bool, can_be_slow: bool = False
+) -> list[BaseRoute]:
     """Snapshots of the engine: one, or a stream of them as they change."""
     feed = _Feed(driver, Inspector(show_prompts=show_prompts), can_be_slow=can_be_slow)
 
@@ -112,7 +128,9 @@ def state_routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = Fals
                 headers=RETRY_AFTER,
             )
         if "seconds_per_step" in request.query_params:
-            raise ApiError(400, "seconds_per_step must be in the body of a POST", param="seconds_per_step")
+            raise ApiError(
+                400, "seconds_per_step must be in the body of a POST", param="seconds_per_step"
+            )
         seconds = 0.0
         if request.method == "POST":
             check_origin(request.headers)
@@ -120,15 +138,20 @@ def state_routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = Fals
             body = parse_object(await request.body())
             check_fields(body, {"seconds_per_step"})
             seconds = _seconds_per_step(body.get("seconds_per_step", 0), can_be_slow=can_be_slow)
-        request.scope["state"]["comment"] = COMMENT  # for who looks whether the viewer is still there
-        return StreamingResponse(feed.events(seconds), media_type="text/event-stream", headers=_PRIVATE)
+        # for who looks whether the viewer is still there
+        request.scope["state"]["comment"] = COMMENT
+        return StreamingResponse(
+            feed.events(seconds), media_type="text/event-stream", headers=_PRIVATE
+        )
 
     return [Route("/debug/state", state), Route("/debug/events", events, methods=["GET", "POST"])]
 
 
 def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
     """Of a viewer who asks for slow motion; 0.0: of one who does not."""
-    seconds = float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
+    seconds = (
+        float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
+    )
     if not 0 <= seconds <= MAX_SECONDS_PER_STEP:
         message = f"seconds_per_step is {shown(given)}; it must be a number from 0 to {MAX_SECONDS_PER_STEP:g}"
         raise ApiError(400, message, param="seconds_per_step")
@@ -162,7 +185,10 @@ class _Feed:
         async with self._lock:
             if time.monotonic() >= self._due:
                 snapshot = await self._driver.snapshot(self._inspector.inspect)
-                snapshot["pace"] = {"seconds_per_step": self._pace.seconds, "can_be_slow": self._can_be_slow}
+                snapshot["pace"] = {
+                    "seconds_per_step": self._pace.seconds,
+                    "can_be_slow": self._can_be_slow,
+                }
                 content = {**snapshot, "clock": None}
                 if content != self._content:
                     self._content, self._version = content, self._version + 1

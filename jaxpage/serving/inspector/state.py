@@ -48,19 +48,35 @@ class Inspector:
             "pool": _pool(manager),
             "requests": requests,
             "step": steps[-1] if steps else None,
-            "history": [[one["step"], _num_tokens(one), one["bucket"][0], one["seconds"]] for one in steps],
-            "copies": [[one["step"], *pair] for one in steps for pair in one["copies"]][-MOST_COPIES:],
+            "history": [
+                [one["step"], _num_tokens(one), one["bucket"][0], one["seconds"]] for one in steps
+            ],
+            "copies": [[one["step"], *pair] for one in steps for pair in one["copies"]][
+                -MOST_COPIES:
+            ],
             "num_steps": engine.metrics.engine_steps_total,
-            "compiles": {"total": executables.compile_total, "seconds": round(executables.compile_seconds, 3)},
+            "compiles": {
+                "total": executables.compile_total,
+                "seconds": round(executables.compile_seconds, 3),
+            },
         }
 
     def _finished(self, track: Track, manager: BlockManager) -> Snapshot:
         reasons = [sequence.finish_reason for sequence in track.group.sequences]
-        return {**self._request(track.group, "finished", manager, track.timeline), "reasons": reasons}
+        return {
+            **self._request(track.group, "finished", manager, track.timeline),
+            "reasons": reasons,
+        }
 
-    def _request(self, group: SequenceGroup, state: str, manager: BlockManager, timeline: Timeline) -> Snapshot:
+    def _request(
+        self, group: SequenceGroup, state: str, manager: BlockManager, timeline: Timeline
+    ) -> Snapshot:
         request = group.request
-        shown = {"prompt": request.prompt or list(request.prompt_token_ids)} if self._show_prompts else {}
+        shown = (
+            {"prompt": request.prompt or list(request.prompt_token_ids)}
+            if self._show_prompts
+            else {}
+        )
         return {
             "number": group.arrival,  # from 1, in order of arrival
             "id": request.request_id,
@@ -78,7 +94,12 @@ class Inspector:
 
     def _since_epoch(self, segment: list[Any]) -> list[Any]:
         kind, start, end, num_tokens = segment
-        return [kind, round(start - self._epoch, 4), None if end is None else round(end - self._epoch, 4), num_tokens]
+        return [
+            kind,
+            round(start - self._epoch, 4),
+            None if end is None else round(end - self._epoch, 4),
+            num_tokens,
+        ]
 
 
 def _num_tokens(step: Snapshot) -> int:

@@ -42,7 +42,11 @@ class Timeline:
         self.close(began)
         last = self.segments[-1] if self.segments else None
         goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
-        if last is not None and last[0] == kind and (goes_on or len(self.segments) >= MOST_SEGMENTS):
+        if (
+            last is not None
+            and last[0] == kind
+            and (goes_on or len(self.segments) >= MOST_SEGMENTS)
+        ):
             last[2], last[3] = ended, last[3] + num_tokens
         else:
             self.segments.append([kind, began, ended, num_tokens])
@@ -59,7 +63,9 @@ class Timeline:
         line = cls()
         line.wait("queued", metrics.arrival_time)
         if metrics.first_scheduled_time is not None:
-            line.compute("chunk", metrics.first_scheduled_time, metrics.first_token_time or now, 0, 0)
+            line.compute(
+                "chunk", metrics.first_scheduled_time, metrics.first_token_time or now, 0, 0
+            )
         if metrics.first_token_time is not None:
             line.compute("decode", metrics.first_token_time, now, 0, 0)
         return line
@@ -92,7 +98,8 @@ class Watcher(Both):
         self._engine = engine
         super().__init__(engine.events, Events())
         self._began = now
-        self._group_of: dict[int, SequenceGroup] = {}  # of the step that is under way, by sequence id
+        # of the step that is under way, by sequence id
+        self._group_of: dict[int, SequenceGroup] = {}
         for group in (*engine.scheduler.running, *engine.scheduler.waiting):
             metrics = engine.metrics.requests[group.request.request_id]
             self.tracks[group.request.request_id] = Track(group, Timeline.begun(metrics, now))
@@ -127,7 +134,11 @@ class Watcher(Both):
     def planned(self, plan: StepPlan) -> None:
         super().planned(plan)
         self._began = time.monotonic()
-        self._group_of = {s.sequence_id: group for group in self._engine.scheduler.running for s in group.unfinished}
+        self._group_of = {
+            s.sequence_id: group
+            for group in self._engine.scheduler.running
+            for s in group.unfinished
+        }
 
     def stepped(self, report: StepReport) -> None:
         super().stepped(report)
@@ -138,7 +149,9 @@ class Watcher(Both):
         try:
             self._note(report.plan, now)
         except Exception:
-            logger.exception("the page's history of the engine ends here; it begins anew at the next look")
+            logger.exception(
+                "the page's history of the engine ends here; it begins anew at the next look"
+            )
             self._leave()
 
     def _leave(self) -> None:
@@ -154,7 +167,10 @@ class Watcher(Both):
         scheduler = self._engine.scheduler
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):
-                swapped = any(scheduler.block_manager.is_swapped(s.sequence_id) for s in track.group.unfinished)
+                swapped = any(
+                    scheduler.block_manager.is_swapped(s.sequence_id)
+                    for s in track.group.unfinished
+                )
                 track.timeline.wait("swapped" if swapped else "preempted", self._began)
         rows = []
         for row in plan.rows:
@@ -162,11 +178,15 @@ class Watcher(Both):
             kind = "chunk" if is_chunk(row, len(group.request.prompt_token_ids)) else "decode"
             if track := self.tracks.get(group.request.request_id):
                 track.timeline.compute(kind, self._began, now, len(row.token_ids), plan.step_id)
-            rows.append([group.arrival, row.sequence_id, row.start, len(row.token_ids), len(row.parents)])
+            rows.append(
+                [group.arrival, row.sequence_id, row.start, len(row.token_ids), len(row.parents)]
+            )
         numbers = [track.group.arrival for one in plan.preempted if (track := self.tracks.get(one))]
         self.steps.append(self._described(plan, rows, numbers, now - self._began))
 
-    def _described(self, plan: StepPlan, rows: list[list[int]], preempted: list[int], seconds: float) -> dict[str, Any]:
+    def _described(
+        self, plan: StepPlan, rows: list[list[int]], preempted: list[int], seconds: float
+    ) -> dict[str, Any]:
         bucket = self._engine.builder.menu.choose(
             [len(row.token_ids) for row in plan.rows],
             len(plan.samples),

@@ -80,10 +80,14 @@ class Answer:
             self._weights_version = output.weights_version
             for position, one in enumerate(output.outputs):
                 check_finished(one, self._request, self._parameter_names)
-                choices.append(self._choice(job_index * self._num_choices + one.index, output, position))
+                choices.append(
+                    self._choice(job_index * self._num_choices + one.index, output, position)
+                )
         return {**self._envelope(self._object, choices), "usage": self._usage.body()}
 
-    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+    def _stream_choices(
+        self, index: int, job_index: int, delta: RequestOutput, position: int
+    ) -> list[dict[str, Any]]:
         """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
         raise NotImplementedError
 
@@ -110,7 +114,8 @@ class Usage:
     """Tokens of all prompts so far."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}  # by prompt: tokens, and how many of them the prefix cache had
+        # by prompt: tokens, and how many of them the prefix cache had
+        self._prompts: dict[int, tuple[int, int]] = {}
         self._num_generated = 0
 
     def add(self, job_index: int, output: RequestOutput) -> None:
@@ -124,11 +129,15 @@ class Usage:
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_generated,
             "total_tokens": num_prompt + self._num_generated,
-            "prompt_tokens_details": {"cached_tokens": sum(cached for _, cached in self._prompts.values())},
+            "prompt_tokens_details": {
+                "cached_tokens": sum(cached for _, cached in self._prompts.values())
+            },
         }
 
 
-def check_finished(output: CompletionOutput, request: Any, names: Mapping[str, str] | None = None) -> None:
+def check_finished(
+    output: CompletionOutput, request: Any, names: Mapping[str, str] | None = None
+) -> None:
     """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on.
 
     names: of the engine's parameters, in the client's terms.
@@ -152,7 +161,11 @@ def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | No
     return [
         entry
         and {
-            str(token_id): {"logprob": bounded(one.logprob), "rank": one.rank, "decoded_token": one.decoded_token}
+            str(token_id): {
+                "logprob": bounded(one.logprob),
+                "rank": one.rank,
+                "decoded_token": one.decoded_token,
+            }
             for token_id, one in likeliest(entry, wanted).items()
         }
         for entry in entries

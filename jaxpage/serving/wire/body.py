@@ -65,7 +65,9 @@ def _check_structure(text: str) -> None:
             if depth > MAX_BODY_DEPTH:
                 raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep")
             if num_containers > MAX_CONTAINERS:
-                raise ApiError(400, f"Request body has more than {MAX_CONTAINERS} arrays and objects")
+                raise ApiError(
+                    400, f"Request body has more than {MAX_CONTAINERS} arrays and objects"
+                )
         elif found[0] in "]}":
             depth -= 1
         else:
@@ -97,14 +99,18 @@ def _check_unicode(name: str, value: Any) -> None:
         json.dumps([name, value], ensure_ascii=False).encode()
     except UnicodeEncodeError:
         name = name.encode(errors="replace").decode()
-        raise ApiError(400, f"{shown(name)} contains invalid Unicode: a lone surrogate", param=name) from None
+        raise ApiError(
+            400, f"{shown(name)} contains invalid Unicode: a lone surrogate", param=name
+        ) from None
 
 
 def text_field(body: dict[str, Any], name: str) -> str:
     """Of a request for whoever runs the server. Raises ApiError."""
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 4096:
-        raise ApiError(400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name)
+        raise ApiError(
+            400, f"{name} must be a string of 1 to 4096 characters, got {shown(value)}", param=name
+        )
     return value
 
 

@@ -16,7 +16,12 @@ from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
-from jaxpage.serving.wire.sampling_request import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.serving.wire.sampling_request import (
+    beam_params,
+    check_common,
+    format_parameter,
+    sampling_params,
+)
 from jaxpage.serving.wire.templates import render
 from jaxpage.serving.wire.tool_choice import ToolUse, tool_use
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -35,7 +40,9 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
     tools = tool_use(request, context)
     params = _params(request, context, tools, max_tokens)
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
-    prompt_request = PromptRequest(prompt, params, bool(request.add_special_tokens), context.adapter(request.model))
+    prompt_request = PromptRequest(
+        prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
+    )
     return ChatAnswer(request, context, prompt_request, ignored, tools)
 
 
@@ -110,7 +117,9 @@ class ChatAnswer(Answer):
             response["prompt_token_ids"] = outputs[0].prompt_token_ids
         return response
 
-    def _readers(self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse) -> Callable[[], _Reader]:
+    def _readers(
+        self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse
+    ) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
         # A grammar leaves no room for reasoning.
         is_free = getattr(prompt_request.params, "structured_outputs", None) is None
@@ -119,13 +128,17 @@ class ChatAnswer(Answer):
         is_open = str(prompt_request.prompt).rstrip().endswith(Thinking.OPEN)
         return lambda: _Reader(Thinking(tools.new_parser(), is_open=is_open), several=several)
 
-    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+    def _stream_choices(
+        self, index: int, job_index: int, delta: RequestOutput, position: int
+    ) -> list[dict[str, Any]]:
         one = delta.outputs[position]
         choices: list[dict[str, Any]] = []
         if (reader := self._readers_by_choice.get(index)) is None:
             reader = self._readers_by_choice[index] = self._new_reader()
             begun = {"role": "assistant", "content": ""}
-            choices.append({"index": index, "delta": begun, "logprobs": None, "finish_reason": None})
+            choices.append(
+                {"index": index, "delta": begun, "logprobs": None, "finish_reason": None}
+            )
         said = reader.read(one.text, is_last=one.finish_reason is not None)
         logprobs = self._logprobs(delta, position)
         has_tokens = one.token_ids and (logprobs is not None or self._request.return_token_ids)
@@ -133,8 +146,11 @@ class ChatAnswer(Answer):
             more = self._end(replace(one, stop_reason=None), None)
             choices.append({"index": index, "delta": said, "logprobs": logprobs, **more})
         if one.finish_reason is not None:
-            # In a chunk of its own, as OpenAI sends it: its client takes a call for finished when a chunk says nothing more of it.
-            end = self._end(replace(one, token_ids=[]), self._finish_reason(one.finish_reason, reader))
+            # In a chunk of its own, as OpenAI sends it: its client takes a call for finished when a
+            # chunk says nothing more of it.
+            end = self._end(
+                replace(one, token_ids=[]), self._finish_reason(one.finish_reason, reader)
+            )
             choices.append({"index": index, "delta": {}, "logprobs": None, **end})
         return choices
 
@@ -142,21 +158,35 @@ class ChatAnswer(Answer):
         one = output.outputs[position]
         reader = self._new_reader()
         said = reader.read(one.text, is_last=True)
-        message = {"role": "assistant", "refusal": None, "content": None if "tool_calls" in said else "", **said}
+        message = {
+            "role": "assistant",
+            "refusal": None,
+            "content": None if "tool_calls" in said else "",
+            **said,
+        }
         for call in message.get("tool_calls", []):
             del call["index"]
         end = self._end(one, self._finish_reason(one.finish_reason, reader))
-        return {"index": index, "message": message, "logprobs": self._logprobs(output, position), **end}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(output, position),
+            **end,
+        }
 
     def _logprobs(self, output: RequestOutput, position: int) -> dict[str, Any] | None:
         one = output.outputs[position]
         if not self._request.logprobs or one.logprobs is None:
             return None
-        return chat_logprobs(one.token_ids, one.logprobs, self._request.top_logprobs or 0, self._texts)
+        return chat_logprobs(
+            one.token_ids, one.logprobs, self._request.top_logprobs or 0, self._texts
+        )
 
     def _finish_reason(self, reason: str | None, reader: _Reader) -> str | None:
         """As OpenAI has it: a call of the tool that the request named is no surprise, and just a stop."""
-        return "tool_calls" if reason == "stop" and reader.num_calls and not self._is_named else reason
+        return (
+            "tool_calls" if reason == "stop" and reader.num_calls and not self._is_named else reason
+        )
 
 
 class _Reader:
@@ -173,12 +203,16 @@ class _Reader:
         self._add(delta, self._parser.push(text))
         if is_last:
             self._add(delta, self._parser.finish())
-        return {name: "".join(value) if name != "tool_calls" else value for name, value in delta.items()}
+        return {
+            name: "".join(value) if name != "tool_calls" else value for name, value in delta.items()
+        }
 
     def _add(self, delta: dict[str, Any], pieces: Iterable[Piece]) -> None:
         for piece in pieces:
             if piece.kind in ("content", "reasoning"):
-                delta.setdefault("content" if piece.kind == "content" else "reasoning_content", []).append(piece.text)
+                delta.setdefault(
+                    "content" if piece.kind == "content" else "reasoning_content", []
+                ).append(piece.text)
             elif self._several or not self.num_calls or piece.kind == "arguments":
                 self._call(delta.setdefault("tool_calls", []), piece)
 
@@ -188,5 +222,7 @@ class _Reader:
             return
         function = {"name": piece.name, "arguments": piece.text}
         call_id = f"call_{uuid.uuid4().hex[:24]}"
-        calls.append({"index": self.num_calls, "id": call_id, "type": "function", "function": function})
+        calls.append(
+            {"index": self.num_calls, "id": call_id, "type": "function", "function": function}
+        )
         self.num_calls += 1

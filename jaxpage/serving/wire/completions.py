@@ -13,7 +13,12 @@ from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import beyond_context, read
-from jaxpage.serving.wire.sampling_request import beam_params, check_common, format_parameter, sampling_params
+from jaxpage.serving.wire.sampling_request import (
+    beam_params,
+    check_common,
+    format_parameter,
+    sampling_params,
+)
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -30,7 +35,9 @@ def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAn
     add_special_tokens = request.add_special_tokens is not False
     lora = context.adapter(request.model)
     ignored += beyond_context(context, max_tokens=request.max_tokens)
-    prompt_requests = [PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts]
+    prompt_requests = [
+        PromptRequest(prompt, params, add_special_tokens, lora) for prompt in prompts
+    ]
     return CompletionAnswer(request, context, prompt_requests, ignored)
 
 
@@ -39,7 +46,11 @@ def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tu
     num_sequences = len(given) * max(request.n or 1, request.best_of or 1)
     limits = context.limits
     if not 0 < len(given) <= limits.max_prompts:
-        raise ApiError(400, f"prompt must be 1 to {limits.max_prompts} prompts, not {len(given)}", param="prompt")
+        raise ApiError(
+            400,
+            f"prompt must be 1 to {limits.max_prompts} prompts, not {len(given)}",
+            param="prompt",
+        )
     if num_sequences > limits.max_sequences:
         message = f"n={request.n or 1} for {len(given)} prompts is more than {limits.max_sequences} sequences at once"
         raise ApiError(400, message, param="n")
@@ -49,20 +60,30 @@ def _prompts(request: CompletionRequest, context: ModelContext) -> list[str | tu
 def _check_tokens(request: CompletionRequest, context: ModelContext) -> None:
     if request.max_tokens == 0:
         if not request.echo:
-            raise ApiError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
+            raise ApiError(
+                400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens"
+            )
         if request.use_beam_search or request.best_of is not None:
             raise ApiError(400, "best_of is not supported with max_tokens=0", param="max_tokens")
     if request.echo and context.tokenizer is None:
         raise ApiError(400, "echo needs text, but the model has no tokenizer", param="echo")
     if (request.best_of or 0) > (request.n or 1) and request.stream:
-        raise ApiError(400, "best_of is not supported with stream: the best is known only at the end", param="best_of")
+        raise ApiError(
+            400,
+            "best_of is not supported with stream: the best is known only at the end",
+            param="best_of",
+        )
 
 
 def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams | BeamSearchParams:
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else max(request.max_tokens, 1)
     if request.use_beam_search:
         return beam_params(request, width=request.best_of or request.n or 1, max_tokens=max_tokens)
-    own: dict[str, Any] = {"max_tokens": max_tokens, "best_of": request.best_of, "logprobs": request.logprobs}
+    own: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "best_of": request.best_of,
+        "logprobs": request.logprobs,
+    }
     if request.echo and request.logprobs is not None:
         own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return sampling_params(request, context, **own)
@@ -75,13 +96,18 @@ class CompletionAnswer(Answer):
     _request: CompletionRequest
 
     def __init__(
-        self, request: CompletionRequest, context: ModelContext, prompts: list[PromptRequest], ignored: tuple[str, ...]
+        self,
+        request: CompletionRequest,
+        context: ModelContext,
+        prompts: list[PromptRequest],
+        ignored: tuple[str, ...],
     ):
         super().__init__(request, context, prompts, ignored)
         self._parameter_names = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
-            "n": "n" if request.best_of is None else "best_of",  # as many sequences as the engine runs
+            # as many sequences as the engine runs
+            "n": "n" if request.best_of is None else "best_of",
             "structured_outputs": format_parameter(request),
         }
         self._texts = TokenTexts(context.tokenizer)
@@ -107,19 +133,27 @@ class CompletionAnswer(Answer):
                     text="",
                     token_ids=[],
                     logprobs=None if one.logprobs is None else [],
-                    finish_reason="length" if one.finish_reason in ("stop", "length") else one.finish_reason,
-                    stop_reason=None if one.finish_reason in ("stop", "length") else one.stop_reason,
+                    finish_reason="length"
+                    if one.finish_reason in ("stop", "length")
+                    else one.finish_reason,
+                    stop_reason=None
+                    if one.finish_reason in ("stop", "length")
+                    else one.stop_reason,
                 )
                 for one in output.outputs
             ],
         )
 
-    def _stream_choices(self, index: int, job_index: int, delta: RequestOutput, position: int) -> list[dict[str, Any]]:
+    def _stream_choices(
+        self, index: int, job_index: int, delta: RequestOutput, position: int
+    ) -> list[dict[str, Any]]:
         output = delta.outputs[position]
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[job_index] = delta.prompt_logprobs
         is_news = output.text or output.finish_reason is not None
-        has_tokens = output.token_ids and (self._request.logprobs is not None or self._request.return_token_ids)
+        has_tokens = output.token_ids and (
+            self._request.logprobs is not None or self._request.return_token_ids
+        )
         if not is_news and not has_tokens:
             return []
         is_first = index not in self._begun
@@ -133,12 +167,16 @@ class CompletionAnswer(Answer):
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
         choice = self._said(index, output, position, echo=bool(self._request.echo))
         if self._request.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_body(output.prompt_logprobs, self._request.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs_body(
+                output.prompt_logprobs, self._request.prompt_logprobs
+            )
         if self._request.return_token_ids:
             choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _said(self, index: int, output: RequestOutput, position: int, *, echo: bool) -> dict[str, Any]:
+    def _said(
+        self, index: int, output: RequestOutput, position: int, *, echo: bool
+    ) -> dict[str, Any]:
         one = output.outputs[position]
         shown = output.echoed(position, prompt=self._prompt_text(output)) if echo else one
         logprobs = None
@@ -148,7 +186,12 @@ class CompletionAnswer(Answer):
             logprobs = completion_logprobs(
                 shown.token_ids, shown.logprobs, self._request.logprobs, offsets, self._texts
             )
-        return {"index": index, "text": shown.text, "logprobs": logprobs, **self._end(one, one.finish_reason)}
+        return {
+            "index": index,
+            "text": shown.text,
+            "logprobs": logprobs,
+            **self._end(one, one.finish_reason),
+        }
 
     def _new_offsets(self, output: RequestOutput) -> TextOffsets:
         return TextOffsets(
@@ -160,4 +203,6 @@ class CompletionAnswer(Answer):
     def _prompt_text(self, output: RequestOutput) -> str:
         if output.prompt is not None or self._context.tokenizer is None:
             return output.prompt or ""
-        return str(self._context.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False))
+        return str(
+            self._context.tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+        )

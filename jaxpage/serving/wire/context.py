@@ -32,7 +32,8 @@ class ModelContext:
     max_model_len: int  # tokens, prompt and output together
     vocab_size: int  # the width of the logits: token ids are below it
     tokenizer: Any | None  # transformers'; None: prompts are token ids, and there is no text
-    sampling_defaults: dict[str, Any] = field(default_factory=dict)  # of SamplingParams, where a request says nothing
+    # of SamplingParams, where a request says nothing
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""
     model_type: str = ""  # as config.json has it
     tool_parser: str | None = None  # "hermes" | "llama3_json"
@@ -45,19 +46,32 @@ class ModelContext:
         if name is None or name in self.model_names:
             return None
         if (adapter := self.adapters.get(name)) is None:
-            raise ApiError(404, f"The model {shown(name)} does not exist", param="model", code="model_not_found")
+            raise ApiError(
+                404,
+                f"The model {shown(name)} does not exist",
+                param="model",
+                code="model_not_found",
+            )
         return adapter
 
     def fingerprint(self, weights_version: int) -> str | None:
         """Of answers: what was computed by other weights than those of the start has their version behind it."""
         if not self.system_fingerprint:
             return None
-        return f"{self.system_fingerprint}-{weights_version}" if weights_version else self.system_fingerprint
+        return (
+            f"{self.system_fingerprint}-{weights_version}"
+            if weights_version
+            else self.system_fingerprint
+        )
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
         """No longer text fits in the model, however it is spelled: so much is refused before it is encoded, which takes time."""
-        longest = max(map(len, self.tokenizer.get_vocab()), default=1) if self.tokenizer is not None else 1
+        longest = (
+            max(map(len, self.tokenizer.get_vocab()), default=1)
+            if self.tokenizer is not None
+            else 1
+        )
         return self.max_model_len * longest
 
     def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
@@ -65,16 +79,16 @@ class ModelContext:
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self.tokenizer is None:
-            raise ApiError(400, "The model has no tokenizer; give the prompt as token ids", param=param)
+            raise ApiError(
+                400, "The model has no tokenizer; give the prompt as token ids", param=param
+            )
         self.check_length(prompt, param)
         return valid_text(prompt, param)
 
     def check_length(self, text: str, param: str) -> None:
         """Raises ApiError for a text that is too long on the face of it."""
         if len(text) > self.max_prompt_characters:
-            message = (
-                f"The prompt has {len(text)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
-            )
+            message = f"The prompt has {len(text)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
@@ -83,5 +97,7 @@ def valid_text(text: str, param: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ApiError(400, f"{param} contains invalid Unicode: a lone surrogate", param=param) from None
+        raise ApiError(
+            400, f"{param} contains invalid Unicode: a lone surrogate", param=param
+        ) from None
     return text

@@ -14,7 +14,8 @@ from jaxpage.serving.wire.errors import ApiError
 Frame = Callable[[dict[str, Any]], bytes]  # a part of a stream, as it is sent
 COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
 OLLAMA_PATHS = "/api/"
-# JSON leaves them as they are, but Unicode ends a line with them, and so do clients that read a stream line by line.
+# JSON leaves them as they are, but Unicode ends a line with them, and so do clients that read a
+# stream line by line.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _LINE_END = re.compile("[\x85\u2028\u2029]")
 _EVENTS = "text/event-stream; charset=utf-8"
@@ -86,7 +87,12 @@ def _messages_error(error: ApiError) -> dict[str, Any]:
 
 
 def _responses_error(error: ApiError) -> dict[str, Any]:
-    return {"type": "error", "code": error.code or error.type, "message": error.message, "param": error.param}
+    return {
+        "type": "error",
+        "code": error.code or error.type,
+        "message": error.message,
+        "param": error.param,
+    }
 
 
 def _ollama_error(error: ApiError) -> dict[str, Any]:
@@ -97,5 +103,10 @@ OPENAI = Dialect(ApiError.body, ApiError.body, _unnamed, end=event(b"[DONE]"))
 RESPONSES = Dialect(ApiError.body, _responses_error, _numbered)
 MESSAGES = Dialect(_messages_error, _messages_error, _named)
 # White space may stand before a line's JSON, and every stream ends with a line.
-OLLAMA = Dialect(_ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" ")
-_DIALECTS = {**dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), MESSAGES), "/v1/responses": RESPONSES}
+OLLAMA = Dialect(
+    _ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" "
+)
+_DIALECTS = {
+    **dict.fromkeys(("/v1/messages", "/v1/messages/count_tokens"), MESSAGES),
+    "/v1/responses": RESPONSES,
+}

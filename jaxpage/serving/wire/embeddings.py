@@ -23,7 +23,12 @@ MAX_INPUTS = 2048  # as OpenAI
 class EmbeddingAnswer:
     """What is asked, and what is said of the vectors."""
 
-    def __init__(self, request: EmbeddingRequest, prompts: list[PromptRequest], ignored_fields: tuple[str, ...]):
+    def __init__(
+        self,
+        request: EmbeddingRequest,
+        prompts: list[PromptRequest],
+        ignored_fields: tuple[str, ...],
+    ):
         self.prompts = prompts
         self.ignored_fields = ignored_fields
         self.pooling: Pooling = request.pooling or "last"
@@ -64,10 +69,21 @@ def open_embeddings(
     """kind: who writes the answer. Raises ApiError."""
     request, ignored = read(body, EmbeddingRequest, context)
     if context.adapter(request.model) is not None:
-        raise ApiError(400, "Embeddings of a LoRA adapter are not supported; name the model itself", param="model")
+        raise ApiError(
+            400,
+            "Embeddings of a LoRA adapter are not supported; name the model itself",
+            param="model",
+        )
     inputs = prompts_of(request.input)
     if not 0 < len(inputs) <= MAX_INPUTS:
-        raise ApiError(400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input")
-    params, add_special_tokens = SamplingParams(max_tokens=1), request.add_special_tokens is not False
+        raise ApiError(
+            400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input"
+        )
+    params, add_special_tokens = (
+        SamplingParams(max_tokens=1),
+        request.add_special_tokens is not False,
+    )
     checked = [context.checked_prompt(one, "input") for one in inputs]
-    return kind(request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored)
+    return kind(
+        request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored
+    )

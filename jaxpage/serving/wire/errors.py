@@ -28,7 +28,8 @@ INTERNAL = "The server failed to answer this request"
 _OF_THE_MACHINE = re.compile(
     r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
 )
-_PARAMETERS_OF_REQUESTS = (  # what the engine says of a request as a whole, by its own id, and the parameter that it is about
+# what the engine says of a request as a whole, by its own id, and the parameter that it is about
+_PARAMETERS_OF_REQUESTS = (
     (re.compile(r"request '[^']*' asks for "), "n", "asks for "),
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
     (re.compile(r"request '[^']*' may need "), "prompt", "and what may follow it need "),
@@ -39,7 +40,12 @@ _OF_GRAMMAR = re.compile(
 )
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_PARAMETERS = {*SamplingParams.__annotations__, *BeamSearchParams.__annotations__, "prompt", "prompt_token_ids"}
+_PARAMETERS = {
+    *SamplingParams.__annotations__,
+    *BeamSearchParams.__annotations__,
+    "prompt",
+    "prompt_token_ids",
+}
 
 
 class ApiError(Exception):
@@ -80,7 +86,14 @@ class ApiError(Exception):
         return self
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) -> ApiError:
@@ -100,14 +113,21 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
     if type(error) is not ValueError and not isinstance(error, UnsupportedError | CapacityError):
         return ApiError(500, INTERNAL)
     if message.startswith("The prompt has") and "max_model_len" in message:
-        return ApiError(400, message, param=(names or {}).get("prompt", "prompt"), code="context_length_exceeded")
+        return ApiError(
+            400,
+            message,
+            param=(names or {}).get("prompt", "prompt"),
+            code="context_length_exceeded",
+        )
     for pattern, parameter, verb in _PARAMETERS_OF_REQUESTS:
         if found := pattern.match(message):
             known = (names or {}).get(parameter, parameter)
             return ApiError(400, f"{known} {verb}{message[found.end() :]}", param=known)
     if found := _OF_GRAMMAR.match(message):
         known = (names or {}).get("structured_outputs", "structured_outputs")
-        return ApiError(400, message if known == found[1] else f"{known}{message[found.end() :]}", param=known)
+        return ApiError(
+            400, message if known == found[1] else f"{known}{message[found.end() :]}", param=known
+        )
     word = re.match(r"(?:[Tt]he )?(\w*)", message)
     param = word[1] if word and word[1] in _PARAMETERS else None
     return ApiError(400, message, param=(names or {}).get(param or "", param))
@@ -138,7 +158,8 @@ def scrubbed(message: str, request: Any = None) -> str:
     def kept(found: re.Match[str]) -> str:
         if request is not None and not own:
             own.append(_text_of(request))
-        return found[0] if own and found[0].rstrip(".") in own[0] else "..."  # dots: a value that was shortened
+        # dots: a value that was shortened
+        return found[0] if own and found[0].rstrip(".") in own[0] else "..."
 
     return _OF_THE_MACHINE.sub(kept, message)
 

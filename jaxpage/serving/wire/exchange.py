@@ -12,7 +12,15 @@ from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.score import open_score
 from jaxpage.serving.wire.tokenizing import detokenize, tokenize
 
-__all__ = ["Exchange", "PromptRequest", "detokenize", "open_chat", "open_completion", "open_score", "tokenize"]
+__all__ = [
+    "Exchange",
+    "PromptRequest",
+    "detokenize",
+    "open_chat",
+    "open_completion",
+    "open_score",
+    "tokenize",
+]
 
 
 class Exchange(Protocol):
@@ -23,7 +31,8 @@ class Exchange(Protocol):
 
     id: str
     stream: bool
-    prompts: list[PromptRequest]  # with one object of parameters, checked once; none: nothing is generated
+    # with one object of parameters, checked once; none: nothing is generated
+    prompts: list[PromptRequest]
     ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
 
     def refusal(self, error: Exception) -> ApiError:

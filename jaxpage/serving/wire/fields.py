@@ -56,7 +56,8 @@ class StreamOptions(Fields):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # usage in every chunk, with `include_usage` or without
+    # usage in every chunk, with `include_usage` or without
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
@@ -88,7 +89,9 @@ class JsonSchemaFormat(Fields):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
 
 
 class GenerationRequest(Fields):
@@ -107,7 +110,10 @@ class GenerationRequest(Fields):
     repetition_penalty: Annotated[float, Field(gt=0)] | None = None
     logit_bias: (
         Annotated[
-            dict[Annotated[str, Field(pattern=r"^[0-9]{1,10}$")], Annotated[float, Field(ge=-100, le=100)]],
+            dict[
+                Annotated[str, Field(pattern=r"^[0-9]{1,10}$")],
+                Annotated[float, Field(ge=-100, le=100)],
+            ],
             Field(max_length=MAX_BIASES),
         ]
         | None
@@ -118,7 +124,9 @@ class GenerationRequest(Fields):
     stop: (
         Annotated[
             Stop | Annotated[Items[Stop], Field(max_length=MAX_STOPS)],
-            one_of(f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} of them"),
+            one_of(
+                f"a string of 1 to {MAX_STOP_CHARACTERS} characters, or a list of at most {MAX_STOPS} of them"
+            ),
         ]
         | None
     ) = None
@@ -133,11 +141,15 @@ class GenerationRequest(Fields):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = (
+        None
+    )
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
     use_beam_search: bool | None = None
     length_penalty: float | None = None
-    early_stopping: Annotated[bool | Literal["never"], one_of("true, false or 'never'")] | None = None
+    early_stopping: Annotated[bool | Literal["never"], one_of("true, false or 'never'")] | None = (
+        None
+    )
 
 
 Prompts = Annotated[
@@ -150,7 +162,8 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Prompts
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None  # 0: with echo, nothing but the prompt
+    # 0: with echo, nothing but the prompt
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
@@ -162,7 +175,8 @@ class TextPart(Fields):
 
 
 Content = Annotated[
-    str | Items[TextPart], one_of("a string, or a list of parts of type 'text': nothing else is supported")
+    str | Items[TextPart],
+    one_of("a string, or a list of parts of type 'text': nothing else is supported"),
 ]
 
 
@@ -205,7 +219,9 @@ class ToolMessage(Fields):
     name: str | None = None
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 class Function(Fields):
@@ -253,7 +269,9 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
     tool_choice: (
         Annotated[
             Literal["none", "auto", "required"] | NamedTool,
-            one_of("'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"),
+            one_of(
+                "'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}"
+            ),
         ]
         | None
     ) = None
@@ -281,7 +299,9 @@ class ScoreRequest(Fields):
     continuation: Prompts
     add_special_tokens: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=INT32_MAX)] | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARACTERS)] | None = (
+        None
+    )
     user: Annotated[str, Field(max_length=MAX_USER_CHARACTERS)] | None = None
 
 

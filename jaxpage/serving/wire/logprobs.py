@@ -28,7 +28,11 @@ class TokenTexts:
     def __call__(self, token_id: int, logprob: Logprob | None = None) -> str:
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
-        return f"token_id:{token_id}" if self._tokenizer is None else str(self._tokenizer.decode([token_id]))
+        return (
+            f"token_id:{token_id}"
+            if self._tokenizer is None
+            else str(self._tokenizer.decode([token_id]))
+        )
 
     def piece(self, token_id: int) -> bytes | None:
         """Returns the bytes of a token that is a piece of a character, where the vocabulary is one of bytes."""
@@ -53,13 +57,17 @@ def special_token_ids(tokenizer: Any | None) -> frozenset[int]:
     if tokenizer is None:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    return frozenset(tokenizer.all_special_ids).union(token_id for token_id, token in added.items() if token.special)
+    return frozenset(tokenizer.all_special_ids).union(
+        token_id for token_id, token in added.items() if token.special
+    )
 
 
 class TextOffsets:
     """Where the tokens of one choice begin in its text. Those that are pieces of one character begin where it does."""
 
-    def __init__(self, tokenizer: Any | None, *, skips_special: bool = False, prompt: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Any | None, *, skips_special: bool = False, prompt: str | None = None
+    ) -> None:
         """skips_special: special tokens are not in the text; prompt: an echoed one that was given as text, and is shown as it was given."""
         self._tokenizer = tokenizer
         self._special = special_token_ids(tokenizer) if skips_special else frozenset()
@@ -91,7 +99,11 @@ class TextOffsets:
 
     def _length_of_pieces(self) -> int:
         """Of pieces that were none: as many characters as the text has for them."""
-        return len(self._tokenizer.decode(self._pieces)) if self._tokenizer is not None and self._pieces else 0
+        return (
+            len(self._tokenizer.decode(self._pieces))
+            if self._tokenizer is not None and self._pieces
+            else 0
+        )
 
 
 def bounded(logprob: float) -> float:
@@ -102,7 +114,9 @@ def bounded(logprob: float) -> float:
 def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
     """The token itself and the `wanted` likeliest: there may be more, where another field asked for them."""
     chosen = next(iter(entry))
-    return {token_id: one for token_id, one in entry.items() if token_id == chosen or one.rank <= wanted}
+    return {
+        token_id: one for token_id, one in entry.items() if token_id == chosen or one.rank <= wanted
+    }
 
 
 def completion_logprobs(
@@ -124,7 +138,9 @@ def completion_logprobs(
     }
 
 
-def chat_logprobs(token_ids: list[int], entries: Entries, wanted: int, texts: TokenTexts) -> dict[str, Any]:
+def chat_logprobs(
+    token_ids: list[int], entries: Entries, wanted: int, texts: TokenTexts
+) -> dict[str, Any]:
     """Of chat. `wanted`: candidates for each token, the likeliest first."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
@@ -149,4 +165,8 @@ def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
     """`bytes` is null where neither the text of a token nor the vocabulary tells them."""
     token = texts(token_id, one)
     found = texts.piece(token_id) if "\ufffd" in token else token.encode()
-    return {"token": token, "logprob": bounded(one.logprob), "bytes": None if found is None else list(found)}
+    return {
+        "token": token,
+        "logprob": bounded(one.logprob),
+        "bytes": None if found is None else list(found),
+    }

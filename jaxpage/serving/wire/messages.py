@@ -36,16 +36,24 @@ def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
 
 
 def _conversation_of(request: CountTokensRequest) -> dict[str, Any]:
-    system = [] if request.system is None else [{"role": "system", "content": _text_of(request.system)}]
+    system = (
+        [] if request.system is None else [{"role": "system", "content": _text_of(request.system)}]
+    )
     continues = isinstance(request.messages[-1], AssistantTurn)
-    return {"messages": [*system, *map(_message, request.messages)], "continue_final_message": continues}
+    return {
+        "messages": [*system, *map(_message, request.messages)],
+        "continue_final_message": continues,
+    }
 
 
 def _chat_of(request: MessagesRequest) -> dict[str, Any]:
     return {
         **_conversation_of(request),
         "stop": request.stop_sequences,
-        **{name: getattr(request, name) for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")},
+        **{
+            name: getattr(request, name)
+            for name in ("max_tokens", "stream", "temperature", "top_k", "top_p")
+        },
     }
 
 
@@ -58,7 +66,9 @@ def _message(turn: UserTurn | AssistantTurn) -> dict[str, Any]:
 def _text_of(content: Any) -> Any:
     if isinstance(content, str):
         return content
-    return [{"type": "text", "text": block.text} for block in content if isinstance(block, TextBlock)]
+    return [
+        {"type": "text", "text": block.text} for block in content if isinstance(block, TextBlock)
+    ]
 
 
 class MessageAnswer(InBlocks):
@@ -89,7 +99,10 @@ class MessageAnswer(InBlocks):
         reason, stop = self._ending.get("finish_reason"), self._ending.get("stop_reason")
         if reason == "stop" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        return {"stop_reason": {"stop": "end_turn", "length": "max_tokens"}.get(reason or ""), "stop_sequence": None}
+        return {
+            "stop_reason": {"stop": "end_turn", "length": "max_tokens"}.get(reason or ""),
+            "stop_sequence": None,
+        }
 
     def _block(self, kind: str, text: str) -> dict[str, Any]:
         if kind == "reasoning":
@@ -111,7 +124,10 @@ class MessageAnswer(InBlocks):
 
     def _end(self) -> list[dict[str, Any]]:
         usage = self._answer()["usage"]
-        return [{"type": "message_delta", "delta": self._stop(), "usage": usage}, {"type": "message_stop"}]
+        return [
+            {"type": "message_delta", "delta": self._stop(), "usage": usage},
+            {"type": "message_stop"},
+        ]
 
     def _of_block(self, what: str, **fields: Any) -> dict[str, Any]:
         return {"type": f"content_block_{what}", "index": len(self._blocks) - 1, **fields}

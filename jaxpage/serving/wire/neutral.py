@@ -190,7 +190,8 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "vocab_only": (False,),
     },
 }
-# Labels, and what clients add to an answer before they send it back. They ask for nothing, whatever they are.
+# Labels, and what clients add to an answer before they send it back. They ask for nothing, whatever
+# they are.
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 ADDED: dict[type[BaseModel], frozenset[str]] = {
     AssistantMessage: frozenset({"parsed"}),

@@ -49,7 +49,11 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
         return OllamaLoaded(request, ignored)
     messages = [
         {"role": message.role, "content": message.content}
-        | ({"reasoning_content": message.thinking} if message.thinking and message.role == "assistant" else {})
+        | (
+            {"reasoning_content": message.thinking}
+            if message.thinking and message.role == "assistant"
+            else {}
+        )
         for message in request.messages
     ]
     asked = {"messages": messages, **common, **_thinking(request, context)}
@@ -57,7 +61,9 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
 
 
 @quotes
-def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
+def open_ollama_generate(
+    body: dict[str, Any], context: ModelContext
+) -> OllamaAnswer | OllamaLoaded:
     """An `Exchange`. Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaGenerateRequest, context)
     common = _common(request, context)
@@ -80,7 +86,9 @@ def open_ollama_generate(body: dict[str, Any], context: ModelContext) -> OllamaA
 def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
     """Raises ApiError."""
     request, ignored = read(_served(body, context), OllamaEmbedRequest, context)
-    return _embedding(request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions)
+    return _embedding(
+        request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions
+    )
 
 
 @quotes
@@ -112,7 +120,10 @@ def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
     kind = context.model_type
     about = {
         "details": {"family": kind},
-        "model_info": {"general.architecture": kind, f"{kind}.context_length": context.max_model_len},
+        "model_info": {
+            "general.architecture": kind,
+            f"{kind}.context_length": context.max_model_len,
+        },
         "capabilities": ["completion", *(["thinking"] if thinks else [])],
     }
     return Transformed(about, ignored)
@@ -129,13 +140,20 @@ def _served(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
 def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
     options = request.options or OllamaOptions()
     _check_options(options, context)
-    asked = {ours: value for ours, theirs in _OPTIONS.items() if (value := getattr(options, theirs)) is not None}
+    asked = {
+        ours: value
+        for ours, theirs in _OPTIONS.items()
+        if (value := getattr(options, theirs)) is not None
+    }
     if options.num_predict is not None and options.num_predict >= 0:
         asked["max_tokens"] = options.num_predict
     if request.format == "json":
         asked["response_format"] = {"type": "json_object"}
     elif request.format is not None:  # {} is a schema, too
-        asked["response_format"] = {"type": "json_schema", "json_schema": {"name": "format", "schema": request.format}}
+        asked["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "format", "schema": request.format},
+        }
     return {**asked, "stream": request.stream is not False}
 
 
@@ -195,7 +213,9 @@ class OllamaAnswer(Translated):
             self._usage = chunk["usage"]
             for choice in chunk["choices"]:
                 self._reason = choice["finish_reason"] or self._reason
-                lines += [{**self._said({kind: text}), "done": False} for kind, text in pieces(choice)]
+                lines += [
+                    {**self._said({kind: text}), "done": False} for kind, text in pieces(choice)
+                ]
         return lines
 
     def last_chunks(self) -> list[dict[str, Any]]:
@@ -265,7 +285,11 @@ def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
     thinking = {} if reasoning is None else {"thinking": reasoning}
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     if is_chat:
-        return {"model": model, "created_at": now, "message": {"role": "assistant", "content": content, **thinking}}
+        return {
+            "model": model,
+            "created_at": now,
+            "message": {"role": "assistant", "content": content, **thinking},
+        }
     return {"model": model, "created_at": now, "response": content, **thinking}
 
 

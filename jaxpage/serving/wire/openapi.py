@@ -42,10 +42,15 @@ _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 def openapi(context: ModelContext) -> dict[str, Any]:
     """OpenAPI 3.1: every route but the page's. What one field says of another is not in it; such a request is a 400, too."""
-    _, schemas = models_json_schema([(model, "validation") for model in _REQUESTS], ref_template=_PLACE + "{model}")
+    _, schemas = models_json_schema(
+        [(model, "validation") for model in _REQUESTS], ref_template=_PLACE + "{model}"
+    )
     definitions = {**schemas["$defs"], **_ANSWERS}
     for model in _REQUESTS:
-        definitions[model.__name__]["properties"]["model"]["enum"] = [*context.model_names, *context.adapters]
+        definitions[model.__name__]["properties"]["model"]["enum"] = [
+            *context.model_names,
+            *context.adapters,
+        ]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -53,87 +58,155 @@ def openapi(context: ModelContext) -> dict[str, Any]:
             "version": __version__,
             "description": "An OpenAI-compatible server of one model.",
         },
-        "paths": {
-            "/v1/completions": _post("Completes prompts.", ["CompletionRequest"], "Completion", streams=_EVENTS),
-            "/v1/chat/completions": _post(
-                "Answers a conversation.", ["ChatCompletionRequest"], "ChatCompletion", streams=_EVENTS
-            ),
-            "/v1/responses": _post(
-                "Answers a conversation: OpenAI's Responses.", ["ResponsesRequest"], "Response", streams=_EVENTS
-            ),
-            "/v1/messages": _post(
-                "Answers a conversation: Anthropic's Messages.",
-                ["MessagesRequest"],
-                "Message",
-                streams=_EVENTS,
-                error="MessagesError",
-            ),
-            "/v1/messages/count_tokens": _post(
-                "The tokens of a message's prompt.", ["CountTokensRequest"], "TokenCount", error="MessagesError"
-            ),
-            "/api/chat": _post(
-                "Answers a conversation: Ollama's.",
-                ["OllamaChatRequest"],
-                "OllamaChat",
-                streams=_LINES,
-                error="OllamaError",
-            ),
-            "/api/generate": _post(
-                "Answers a prompt: Ollama's.",
-                ["OllamaGenerateRequest"],
-                "OllamaGenerate",
-                streams=_LINES,
-                error="OllamaError",
-            ),
-            "/api/tags": _get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
-            "/api/ps": _get("The names of the model, which is loaded: Ollama's.", "OllamaLoaded", error="OllamaError"),
-            "/api/show": _post("About the model: Ollama's.", ["OllamaShowRequest"], "OllamaModel", error="OllamaError"),
-            "/api/embed": _post("Vectors: Ollama's.", ["OllamaEmbedRequest"], "OllamaVectors", error="OllamaError"),
-            "/api/embeddings": _post(
-                "The vector of a text: Ollama's.", ["OllamaEmbeddingsRequest"], "OllamaVector", error="OllamaError"
-            ),
-            "/api/version": _get("The version of jaxpage.", "Version", error="OllamaError"),
-            "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
-            "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
-            "/tokenize": _post("The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"),
-            "/detokenize": _post("The text of tokens.", ["DetokenizeRequest"], "Text"),
-            "/v1/models": _get("The names of the model.", "Models"),
-            "/v1/models/{model}": {**_get("The model.", "Model", 404), "parameters": [_model_parameter(context)]},
-            "/v1/capabilities": _get("What this server honours, field by field.", "Anything"),
-            "/version": _get("The version of jaxpage.", "Version"),
-            "/health": _get("Whether the engine is healthy.", "Status", 503),
-            "/ready": _get("Whether the server accepts requests.", "Status", 503),
-            "/metrics": _get("Metrics, in Prometheus' text format.", None),
-            "/": _get("Where what is.", "Anything"),
+        "paths": {**_conversations(), **_ollama(), **_others(context)},
+        "components": {
+            "schemas": definitions,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "components": {"schemas": definitions, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
         "security": [{"key": []}, {}],
     }
 
 
+def _conversations() -> dict[str, Any]:
+    """Returns the routes that generate, as OpenAI and Anthropic have them."""
+    return {
+        "/v1/completions": _post(
+            "Completes prompts.", ["CompletionRequest"], "Completion", streams=_EVENTS
+        ),
+        "/v1/chat/completions": _post(
+            "Answers a conversation.",
+            ["ChatCompletionRequest"],
+            "ChatCompletion",
+            streams=_EVENTS,
+        ),
+        "/v1/responses": _post(
+            "Answers a conversation: OpenAI's Responses.",
+            ["ResponsesRequest"],
+            "Response",
+            streams=_EVENTS,
+        ),
+        "/v1/messages": _post(
+            "Answers a conversation: Anthropic's Messages.",
+            ["MessagesRequest"],
+            "Message",
+            streams=_EVENTS,
+            error="MessagesError",
+        ),
+        "/v1/messages/count_tokens": _post(
+            "The tokens of a message's prompt.",
+            ["CountTokensRequest"],
+            "TokenCount",
+            error="MessagesError",
+        ),
+    }
+
+
+def _ollama() -> dict[str, Any]:
+    """Returns the routes that Ollama has."""
+    return {
+        "/api/chat": _post(
+            "Answers a conversation: Ollama's.",
+            ["OllamaChatRequest"],
+            "OllamaChat",
+            streams=_LINES,
+            error="OllamaError",
+        ),
+        "/api/generate": _post(
+            "Answers a prompt: Ollama's.",
+            ["OllamaGenerateRequest"],
+            "OllamaGenerate",
+            streams=_LINES,
+            error="OllamaError",
+        ),
+        "/api/tags": _get("The names of the model: Ollama's.", "OllamaModels", error="OllamaError"),
+        "/api/ps": _get(
+            "The names of the model, which is loaded: Ollama's.",
+            "OllamaLoaded",
+            error="OllamaError",
+        ),
+        "/api/show": _post(
+            "About the model: Ollama's.",
+            ["OllamaShowRequest"],
+            "OllamaModel",
+            error="OllamaError",
+        ),
+        "/api/embed": _post(
+            "Vectors: Ollama's.", ["OllamaEmbedRequest"], "OllamaVectors", error="OllamaError"
+        ),
+        "/api/embeddings": _post(
+            "The vector of a text: Ollama's.",
+            ["OllamaEmbeddingsRequest"],
+            "OllamaVector",
+            error="OllamaError",
+        ),
+        "/api/version": _get("The version of jaxpage.", "Version", error="OllamaError"),
+    }
+
+
+def _others(context: ModelContext) -> dict[str, Any]:
+    """Returns the routes that generate nothing."""
+    return {
+        "/v1/embeddings": _post("Vectors of texts.", ["EmbeddingRequest"], "Embeddings"),
+        "/v1/score": _post("Log probabilities of continuations.", ["ScoreRequest"], "Scores"),
+        "/tokenize": _post(
+            "The tokens of a text.", ["TokenizeRequest", "TokenizeChatRequest"], "Tokens"
+        ),
+        "/detokenize": _post("The text of tokens.", ["DetokenizeRequest"], "Text"),
+        "/v1/models": _get("The names of the model.", "Models"),
+        "/v1/models/{model}": {
+            **_get("The model.", "Model", 404),
+            "parameters": [_model_parameter(context)],
+        },
+        "/v1/capabilities": _get("What this server honours, field by field.", "Anything"),
+        "/version": _get("The version of jaxpage.", "Version"),
+        "/health": _get("Whether the engine is healthy.", "Status", 503),
+        "/ready": _get("Whether the server accepts requests.", "Status", 503),
+        "/metrics": _get("Metrics, in Prometheus' text format.", None),
+        "/": _get("Where what is.", "Anything"),
+    }
+
+
 def _post(
-    summary: str, requests: list[str], answer: str, *, streams: str | None = None, error: str = "Error"
+    summary: str,
+    requests: list[str],
+    answer: str,
+    *,
+    streams: str | None = None,
+    error: str = "Error",
 ) -> dict[str, Any]:
     """streams: the media type of a stream, where there is one; error: the schema of one."""
     schemas = [_reference(name) for name in requests]
     content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
-    responses = _responses(_json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504, error=error)
+    responses = _responses(
+        _json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504, error=error
+    )
     if streams is not None:
         # No type: OpenAPI 3.1 means the whole stream by it, and readers of events each event.
         events = {"description": "What comes of the answer, part by part, as JSON"}
         responses["200"]["content"][streams] = {"schema": events}
-    return {"post": {"summary": summary, "requestBody": {"required": True, "content": content}, "responses": responses}}
+    return {
+        "post": {
+            "summary": summary,
+            "requestBody": {"required": True, "content": content},
+            "responses": responses,
+        }
+    }
 
 
 def _get(summary: str, answer: str | None, *errors: int, error: str = "Error") -> dict[str, Any]:
-    content = {"text/plain": {"schema": {"type": "string"}}} if answer is None else _json(_reference(answer))
+    content = (
+        {"text/plain": {"schema": {"type": "string"}}}
+        if answer is None
+        else _json(_reference(answer))
+    )
     return {"get": {"summary": summary, "responses": _responses(content, *errors, error=error)}}
 
 
 def _responses(content: dict[str, Any], *errors: int, error: str) -> dict[str, Any]:
     """401 without the key that the server may want; 500 is what never should be."""
     refused = {
-        str(status): {"description": "An error", "content": _json(_reference(error))} for status in (401, *errors)
+        str(status): {"description": "An error", "content": _json(_reference(error))}
+        for status in (401, *errors)
     }
     return {"200": {"description": "The answer", "content": content}, **refused}
 
@@ -162,17 +235,39 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
 _STRING, _INTEGER, _OPTIONAL = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
 _USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
 _PROMPT_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
-_MODEL = _object(id=_STRING, object={"const": "model"}, created=_INTEGER, owned_by=_STRING, max_model_len=_INTEGER)
+_MODEL = _object(
+    id=_STRING,
+    object={"const": "model"},
+    created=_INTEGER,
+    owned_by=_STRING,
+    max_model_len=_INTEGER,
+)
 
 
 def _completion(kind: str, **choice: Any) -> dict[str, Any]:
     reason = {"enum": ["stop", "length", "tool_calls"]}
-    choices = _list(_object(index=_INTEGER, finish_reason=reason, logprobs={"type": ["object", "null"]}, **choice))
-    return _object(id=_STRING, object={"const": kind}, created=_INTEGER, model=_STRING, choices=choices, usage=_USAGE)
+    choices = _list(
+        _object(
+            index=_INTEGER, finish_reason=reason, logprobs={"type": ["object", "null"]}, **choice
+        )
+    )
+    return _object(
+        id=_STRING,
+        object={"const": kind},
+        created=_INTEGER,
+        model=_STRING,
+        choices=choices,
+        usage=_USAGE,
+    )
 
 
 _TURN = {"role": {"const": "assistant"}}
-_OLLAMA = {"model": _STRING, "created_at": _STRING, "done": {"type": "boolean"}, "done_reason": _STRING}
+_OLLAMA = {
+    "model": _STRING,
+    "created_at": _STRING,
+    "done": {"type": "boolean"},
+    "done_reason": _STRING,
+}
 _ANSWERS: dict[str, Any] = {
     "Error": _object(error=_object(message=_STRING, type=_STRING, param=_OPTIONAL, code=_OPTIONAL)),
     "MessagesError": _object(type={"const": "error"}, error=_object(type=_STRING, message=_STRING)),
@@ -183,7 +278,13 @@ _ANSWERS: dict[str, Any] = {
         created_at=_INTEGER,
         status={"enum": ["completed", "incomplete"]},
         model=_STRING,
-        output=_list(_object(id=_STRING, type={"enum": ["message", "reasoning"]}, content=_list({"type": "object"}))),
+        output=_list(
+            _object(
+                id=_STRING,
+                type={"enum": ["message", "reasoning"]},
+                content=_list({"type": "object"}),
+            )
+        ),
         usage=_object(input_tokens=_INTEGER, output_tokens=_INTEGER, total_tokens=_INTEGER),
     ),
     "Message": _object(
@@ -198,14 +299,24 @@ _ANSWERS: dict[str, Any] = {
     ),
     "OllamaChat": _object(message=_object(content=_STRING, **_TURN), **_OLLAMA),
     "OllamaGenerate": _object(response=_STRING, **_OLLAMA),
-    "OllamaVectors": _object(model=_STRING, embeddings=_list(_list({"type": "number"})), prompt_eval_count=_INTEGER),
+    "OllamaVectors": _object(
+        model=_STRING, embeddings=_list(_list({"type": "number"})), prompt_eval_count=_INTEGER
+    ),
     "OllamaVector": _object(embedding=_list({"type": "number"})),
-    "OllamaModels": _object(models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))),
-    "OllamaLoaded": _object(models=_list(_object(name=_STRING, model=_STRING, context_length=_INTEGER))),
-    "OllamaModel": _object(details=_object(family=_STRING), model_info={"type": "object"}, capabilities=_list(_STRING)),
+    "OllamaModels": _object(
+        models=_list(_object(name=_STRING, model=_STRING, modified_at=_STRING))
+    ),
+    "OllamaLoaded": _object(
+        models=_list(_object(name=_STRING, model=_STRING, context_length=_INTEGER))
+    ),
+    "OllamaModel": _object(
+        details=_object(family=_STRING), model_info={"type": "object"}, capabilities=_list(_STRING)
+    ),
     "TokenCount": _object(input_tokens=_INTEGER),
     "Completion": _completion("text_completion", text=_STRING),
-    "ChatCompletion": _completion("chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)),
+    "ChatCompletion": _completion(
+        "chat.completion", message=_object(role={"const": "assistant"}, content=_OPTIONAL)
+    ),
     "Embeddings": _object(
         object={"const": "list"},
         model=_STRING,

@@ -19,4 +19,6 @@ class PromptRequest(NamedTuple):
 
 def prompts_of(given: Any) -> list[Any]:
     """One or several prompts, each text or token ids, as a list."""
-    return [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    return (
+        [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    )

@@ -17,7 +17,9 @@ from jaxpage.serving.wire.schemas import without_sets
 from jaxpage.settings.argument_checks import close_names, shown
 
 Request = TypeVar("Request", bound=BaseModel)
-_HONOURED_SOMEWHERE = CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+_HONOURED_SOMEWHERE = (
+    CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
+)
 # What was once a field of its own, in vLLM or SGLang, and is a kind of structured outputs now.
 _OLD_GRAMMARS = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
@@ -30,7 +32,9 @@ _MAX_IGNORED = 16  # reported; they go into a header
 _IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 
 
-def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> tuple[Request, tuple[str, ...]]:
+def read(
+    body: dict[str, Any], model: type[Request], context: ModelContext
+) -> tuple[Request, tuple[str, ...]]:
     """The request, and the paths of unknown fields in it, which are taken no notice of.
 
     Raises:
@@ -51,7 +55,9 @@ def read(body: dict[str, Any], model: type[Request], context: ModelContext) -> t
     if unknown and context.strict_requests:
         near = close_names(unknown[0], model.model_fields)
         hint = f". Did you mean {near[0]!r}?" if near else ""
-        raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0]))
+        raise ApiError(
+            400, f"Unknown parameter: {shown(unknown[0])}{hint}", param=_printable(unknown[0])
+        )
     return request, (*map(_printable, unknown[:_MAX_IGNORED]), *relaxed)
 
 
@@ -60,7 +66,9 @@ def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, .
     return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
 
 
-def _without_sets(body: dict[str, Any], context: ModelContext) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _without_sets(
+    body: dict[str, Any], context: ModelContext
+) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The request without `uniqueItems: true`, which no grammar can hold an array to, and the paths of schemas that had it.
 
     pydantic writes it for every set, and reads an array with an item twice all the same. Strict requests are refused for it.
@@ -114,11 +122,15 @@ def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
     """Lists that are too long whatever is in them: before a million items are looked at, one by one."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(given := body.get(name), list) and len(given) > context.vocab_size:
-            message = f"{name} has {len(given)} entries; the model has {context.vocab_size} token ids"
+            message = (
+                f"{name} has {len(given)} entries; the model has {context.vocab_size} token ids"
+            )
             raise ApiError(400, message, param=name)
     for name in ("prompt", "continuation", "input"):
         prompts = body.get(name)
-        for prompt in (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ():
+        for prompt in (
+            (prompts, *prompts[: context.limits.max_prompts]) if isinstance(prompts, list) else ()
+        ):
             if (
                 isinstance(prompt, list)
                 and prompt

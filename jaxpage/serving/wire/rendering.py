@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 
-_SHARE_SECONDS = 0.1  # a request that finds all processes busy waits so long before it starts another
+# a request that finds all processes busy waits so long before it starts another
+_SHARE_SECONDS = 0.1
 
 
 class Renderers:
@@ -38,9 +39,13 @@ class Renderers:
             worker = _new() if is_last else self._taken()
             try:
                 problem, text = worker.asked([request, seconds, num_bytes], seconds)
-            except WorkerGoneError:  # perhaps it was killed from outside: the template may not be the cause
+            except (
+                WorkerGoneError
+            ):  # perhaps it was killed from outside: the template may not be the cause
                 worker.close()
-            except BaseException:  # an interrupt as well: its answer would be taken for the next one's
+            except (
+                BaseException
+            ):  # an interrupt as well: its answer would be taken for the next one's
                 worker.close()
                 raise
             else:
@@ -58,7 +63,9 @@ class Renderers:
 
 
 def _new() -> WorkerProcess:
-    return WorkerProcess("jaxpage.serving.wire.template_worker", "the process that renders chat templates")
+    return WorkerProcess(
+        "jaxpage.serving.wire.template_worker", "the process that renders chat templates"
+    )
 
 
 RENDERERS = Renderers()  # of this program: a process serves the templates of all models

@@ -9,7 +9,11 @@ from jaxpage.serving.wire.chat import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import quotes
 from jaxpage.serving.wire.reading import read
-from jaxpage.serving.wire.translated_fields import ResponsesReasoning, ResponsesRequest, ResponsesSchemaFormat
+from jaxpage.serving.wire.translated_fields import (
+    ResponsesReasoning,
+    ResponsesRequest,
+    ResponsesSchemaFormat,
+)
 from jaxpage.serving.wire.translating import InBlocks
 
 
@@ -66,7 +70,9 @@ class ResponseAnswer(InBlocks):
         "response_format.json_schema.schema": "text.format.schema",
     }
 
-    def __init__(self, request: ResponsesRequest, context: ModelContext, ignored_fields: tuple[str, ...]) -> None:
+    def __init__(
+        self, request: ResponsesRequest, context: ModelContext, ignored_fields: tuple[str, ...]
+    ) -> None:
         super().__init__(open_chat, _chat_of(request), context, request.model, ignored_fields)
         self._request = request
         self._created = int(time.time())
@@ -75,7 +81,10 @@ class ResponseAnswer(InBlocks):
         request, params = self._request, self.prompts[0].params
         is_cut = self._ending.get("finish_reason") == "length"
         last = len(self._blocks) - 1
-        output = [self._item(index, self._status if index == last else "completed") for index in range(last + 1)]
+        output = [
+            self._item(index, self._status if index == last else "completed")
+            for index in range(last + 1)
+        ]
         return {
             "id": self.id,
             "object": "response",
@@ -123,8 +132,20 @@ class ResponseAnswer(InBlocks):
         kind, item_id = self._blocks[index][0], self._item_id(index)
         content = [] if is_empty else [self._part(index)]
         if kind == "reasoning":
-            return {"id": item_id, "type": "reasoning", "status": status, "summary": [], "content": content}
-        return {"id": item_id, "type": "message", "status": status, "role": "assistant", "content": content}
+            return {
+                "id": item_id,
+                "type": "reasoning",
+                "status": status,
+                "summary": [],
+                "content": content,
+            }
+        return {
+            "id": item_id,
+            "type": "message",
+            "status": status,
+            "role": "assistant",
+            "content": content,
+        }
 
     def _item_id(self, index: int) -> str:
         prefix = "rs" if self._blocks[index][0] == "reasoning" else "msg"

@@ -11,8 +11,25 @@ from jaxpage.serving.wire.schemas import check_schema
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 _AS_THEY_ARE = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("allowed_token_ids", "bad_words", "stop", "stop_token_ids", "ignore_eos", "min_tokens", "prompt_logprobs"),
+    *(
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ),
+    *(
+        "allowed_token_ids",
+        "bad_words",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "prompt_logprobs",
+    ),
     *("include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt"),
 )
 # Fields of vLLM's StructuredOutputsParams whose default is false.
@@ -20,7 +37,8 @@ _VLLM_DEFAULTS = {
     *("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     "_backend_was_auto",
 }
-# What a beam search takes no notice of, with the values that change nothing. A seed and a user change nothing either.
+# What a beam search takes no notice of, with the values that change nothing. A seed and a user
+# change nothing either.
 _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
@@ -45,13 +63,19 @@ _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def sampling_params(request: GenerationRequest, context: ModelContext, **own: Any) -> SamplingParams:
+def sampling_params(
+    request: GenerationRequest, context: ModelContext, **own: Any
+) -> SamplingParams:
     """The model's defaults, the request's fields over them, and `own` of the endpoint over those. Raises ApiError."""
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
     if request.logit_bias is not None:
         biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
         if len(biases) < len(request.logit_bias):
-            raise ApiError(400, "logit_bias has the same token id twice, written in two ways", param="logit_bias")
+            raise ApiError(
+                400,
+                "logit_bias has the same token id twice, written in two ways",
+                param="logit_bias",
+            )
         given["logit_bias"] = biases
     if request.seed is not None:
         given["seed"] = request.seed % 2**64  # a seed of -1 is one, and not the wish for another
@@ -63,17 +87,23 @@ def sampling_params(request: GenerationRequest, context: ModelContext, **own: An
         raise as_api_error(error) from None
 
 
-def beam_params(request: GenerationRequest, *, width: int, max_tokens: int | None) -> BeamSearchParams:
+def beam_params(
+    request: GenerationRequest, *, width: int, max_tokens: int | None
+) -> BeamSearchParams:
     """`n` hypotheses of a search with `width` beams. Raises ApiError for what a beam search cannot honour."""
     for name, neutral in _NOT_OF_BEAMS.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
             raise ApiError(400, f"{name} is not supported with use_beam_search", param=name)
     if structured_outputs(request) is not None:
-        raise ApiError(400, "response_format is not supported with use_beam_search", param="response_format")
+        raise ApiError(
+            400, "response_format is not supported with use_beam_search", param="response_format"
+        )
     if request.stream:
         raise ApiError(
-            400, "stream is not supported with use_beam_search: the best is known only at the end", param="stream"
+            400,
+            "stream is not supported with use_beam_search: the best is known only at the end",
+            param="stream",
         )
     try:
         return BeamSearchParams(
@@ -95,7 +125,9 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
     if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         if request.structured_outputs is not None:
             raise ApiError(
-                400, "response_format and structured_outputs cannot be used together", param="structured_outputs"
+                400,
+                "response_format and structured_outputs cannot be used together",
+                param="structured_outputs",
             )
         if isinstance(wanted, JsonObjectFormat):
             return {"json_object": True}
@@ -108,7 +140,11 @@ def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
     """As vLLM's client writes its class out: with all that it leaves as it is."""
     if given is None:
         return None
-    return {name: value for name, value in given.items() if not (value is False and name in _VLLM_DEFAULTS)}
+    return {
+        name: value
+        for name, value in given.items()
+        if not (value is False and name in _VLLM_DEFAULTS)
+    }
 
 
 def format_parameter(request: GenerationRequest) -> str:

@@ -15,9 +15,17 @@ from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
-_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")  # where no class is open and nothing escaped
+# where no class is open and nothing escaped
+_BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
-_NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+_NAMED_SCHEMAS = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+    "dependencies",
+)
 _LISTED_SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _SCHEMAS = (
     "items",
@@ -58,8 +66,12 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
         for name in _REFERENCES:
             reference = part.get(name, "#")
             if not isinstance(reference, str) or not reference.startswith("#"):
-                refuse(f"{name} {shown(reference)} is not within the schema; external references are not fetched")
-        for pattern in [part[name] for name in ("pattern",) if name in part] + list(_keys(part, "patternProperties")):
+                refuse(
+                    f"{name} {shown(reference)} is not within the schema; external references are not fetched"
+                )
+        for pattern in [part[name] for name in ("pattern",) if name in part] + list(
+            _keys(part, "patternProperties")
+        ):
             if problem := _problem_of(pattern):
                 refuse(f"pattern {shown(pattern)} {problem}")
 
@@ -81,12 +93,16 @@ def admits_object(schema: dict[str, Any]) -> bool:
         if not isinstance(part, dict) or depth > MAX_SCHEMA_DEPTH:
             return part is not False
         if id(part) not in known:
-            known[id(part)] = True  # a reference that comes back to where it stands says nothing new
+            # a reference that comes back to where it stands says nothing new
+            known[id(part)] = True
             known[id(part)] = leaves_object(part, _root_of(part, root), depth + 1)
         return known[id(part)]
 
     def leaves_object(part: dict[str, Any], root: Any, depth: int) -> bool:
-        types, values = part.get("type", "object"), [part["const"]] if "const" in part else part.get("enum")
+        types, values = (
+            part.get("type", "object"),
+            [part["const"]] if "const" in part else part.get("enum"),
+        )
         if "object" not in (types if isinstance(types, list) else [types]):
             return False
         if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
@@ -114,12 +130,18 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
             continue
         seen.add(id(part))
         root = _root_of(part, root)
-        inside = [part[name] for name in _SCHEMAS if name in part and not isinstance(part[name], list)]
+        inside = [
+            part[name] for name in _SCHEMAS if name in part and not isinstance(part[name], list)
+        ]
         for name in _LISTED_SCHEMAS + _SCHEMAS:
             inside += _list(part, name)
         for name in _NAMED_SCHEMAS:
             if isinstance(part.get(name), dict):
-                inside += [one for one in part[name].values() if name != "dependencies" or not isinstance(one, list)]
+                inside += [
+                    one
+                    for one in part[name].values()
+                    if name != "dependencies" or not isinstance(one, list)
+                ]
         waiting += [(one, root, depth + 1) for one in inside]
         if isinstance(reference := part.get("$ref"), str):
             referred.append((_target(root, reference), root, 1 + reference.count("/")))
@@ -164,11 +186,18 @@ def _problem_of(pattern: Any) -> str | None:
         if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
             return "looks around or back, which is not supported"
         if escaped or in_class:
-            in_class, escaped = in_class and (escaped or character != "]"), not escaped and character == "\\"
+            in_class, escaped = (
+                in_class and (escaped or character != "]"),
+                not escaped and character == "\\",
+            )
             may_repeat = True
         elif (character in "*+" and not may_repeat) or (character == ")" and depth == 0):
             return "is not a valid regular expression"
         else:
             depth += (character == "(") - (character == ")")
-            in_class, escaped, may_repeat = character == "[", character == "\\", character not in "(|"
+            in_class, escaped, may_repeat = (
+                character == "[",
+                character == "\\",
+                character not in "(|",
+            )
     return "is not a valid regular expression" if depth or in_class or escaped else None

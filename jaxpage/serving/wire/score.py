@@ -23,11 +23,18 @@ from jaxpage.serving.wire.reading import read
 def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
     """An `Exchange`. Encodes texts, so it may take a while. Raises ApiError."""
     request, ignored = read(body, ScoreRequest, context)
-    pairs = [_encoded(prompt, continuation, request, context) for prompt, continuation in _pairs(request, context)]
-    params = replace(SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user)
+    pairs = [
+        _encoded(prompt, continuation, request, context)
+        for prompt, continuation in _pairs(request, context)
+    ]
+    params = replace(
+        SCORING, priority=request.priority or 0, cache_salt=request.cache_salt, user=request.user
+    )
     lora = context.adapter(request.model)
     prompts = [PromptRequest(token_ids, params, False, lora) for token_ids, _ in pairs]
-    return ScoreAnswer(request, context, prompts, [num_prompt_tokens for _, num_prompt_tokens in pairs], ignored)
+    return ScoreAnswer(
+        request, context, prompts, [num_prompt_tokens for _, num_prompt_tokens in pairs], ignored
+    )
 
 
 class ScoreAnswer:
@@ -63,7 +70,9 @@ class ScoreAnswer:
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         data = []
-        for index, (output, num_prompt_tokens) in enumerate(zip(outputs, self._num_prompt_tokens, strict=True)):
+        for index, (output, num_prompt_tokens) in enumerate(
+            zip(outputs, self._num_prompt_tokens, strict=True)
+        ):
             check_finished(output.outputs[0], self._request)
             entries = continuation_logprobs(output, num_prompt_tokens)
             logprobs = [bounded(entry.logprob) for entry in entries]
@@ -114,7 +123,11 @@ def _encoded(
     end go with the continuation for the same reason. lm-eval does both.
     """
     if isinstance(prompt, str) != isinstance(continuation, str):
-        raise ApiError(400, "prompt and continuation must both be text, or both be token ids", param="continuation")
+        raise ApiError(
+            400,
+            "prompt and continuation must both be text, or both be token ids",
+            param="continuation",
+        )
     for name, given in (("prompt", prompt), ("continuation", continuation)):
         context.checked_prompt(given, name)
     if isinstance(prompt, str):

@@ -26,7 +26,8 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from jaxpage.worker_process import die_with_parent
 
 MAX_CHARACTERS = 8 << 20  # of a rendered text: the body that it comes from has at most 4 MiB
-_PATIENCE = 4  # times the seconds: a machine that is busy with others gives a child less than all of its time
+# times the seconds: a machine that is busy with others gives a child less than all of its time
+_PATIENCE = 4
 _DONE, _REPLACE_ME = 0, 3
 
 
@@ -82,7 +83,8 @@ def _serve(before: int) -> NoReturn:
 def rendered(request: dict[str, Any]) -> str:
     """Returns what `apply_chat_template` of a tokenizer with this template and these special tokens returns."""
     tokenizer = SimpleNamespace(
-        special_tokens_map=request["special_tokens"], get_chat_template=lambda template, tools: template
+        special_tokens_map=request["special_tokens"],
+        get_chat_template=lambda template, tools: template,
     )
     return str(
         PreTrainedTokenizerBase.apply_chat_template(

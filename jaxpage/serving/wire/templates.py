@@ -27,7 +27,14 @@ from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.settings.argument_checks import shown
 
 # What the renderer itself gives a template.
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "raise_exception"}
+_GIVEN = {
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "raise_exception",
+}
 _MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # of a variable: a template may count up to it
 _MAX_VARIABLES = 64
 RENDER_SECONDS = 2.0  # of the processor
@@ -48,7 +55,9 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     if continues and not isinstance(request.messages[-1], AssistantMessage):
         message = "continue_final_message needs a last message of the assistant"
         raise ApiError(400, message, param="continue_final_message")
-    messages = [_message(message, f"messages[{index}]") for index, message in enumerate(request.messages)]
+    messages = [
+        _message(message, f"messages[{index}]") for index, message in enumerate(request.messages)
+    ]
     variables = _variables(request.chat_template_kwargs or {}, template, context)
     asked = {
         "template": template,
@@ -64,7 +73,9 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
     try:
         return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
     except ValueError as error:
-        raise ApiError(400, f"The model's chat template refuses these messages: {error}", param="messages") from None
+        raise ApiError(
+            400, f"The model's chat template refuses these messages: {error}", param="messages"
+        ) from None
 
 
 def template_of(context: ModelContext, tools: list[Tool]) -> str:
@@ -79,7 +90,11 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
     """The schema that the model is shown, and held to where a grammar holds it."""
-    return tool.function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
+    return tool.function.parameters or {
+        "type": "object",
+        "properties": {},
+        "additionalProperties": False,
+    }
 
 
 def _message(message: Fields, path: str) -> dict[str, Any]:
@@ -95,14 +110,19 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
         fields["tool_call_id"] = message.tool_call_id
     if isinstance(message, AssistantMessage):
         if content is None and not message.tool_calls:
-            raise ApiError(400, f"{path}.content is required without tool_calls", param=f"{path}.content")
-        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+            raise ApiError(
+                400, f"{path}.content is required without tool_calls", param=f"{path}.content"
+            )
+        reasoning = (
+            message.reasoning if message.reasoning_content is None else message.reasoning_content
+        )
         if reasoning is not None:
             fields["reasoning_content"] = reasoning
         if message.tool_calls:
             fields["content"] = content or ""
             fields["tool_calls"] = [
-                _call(call, f"{path}.tool_calls[{index}]") for index, call in enumerate(message.tool_calls)
+                _call(call, f"{path}.tool_calls[{index}]")
+                for index, call in enumerate(message.tool_calls)
             ]
     return fields
 
@@ -110,14 +130,21 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
 def _call(call: ToolCall, path: str) -> dict[str, Any]:
     param = f"{path}.function.arguments"
     try:
-        arguments = json.loads(call.function.arguments.strip() or "{}")  # clients send back what they were sent
+        # clients send back what they were sent
+        arguments = json.loads(call.function.arguments.strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
         raise ApiError(
-            400, f"{param} must be the text of a JSON object, got {shown(call.function.arguments)}", param=param
+            400,
+            f"{param} must be the text of a JSON object, got {shown(call.function.arguments)}",
+            param=param,
         )
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": arguments},
+    }
 
 
 def _tool(tool: Tool) -> dict[str, Any]:
@@ -145,13 +172,17 @@ def _variables(given: dict[str, Any], template: str, context: ModelContext) -> d
         if name not in known:
             own = sorted(known)[:_MAX_VARIABLES]
             raise ApiError(
-                400, f"{param}: {shown(name)} is not a variable of the model's template, which has {own}", param=param
+                400,
+                f"{param}: {shown(name)} is not a variable of the model's template, which has {own}",
+                param=param,
             )
         is_small = value is None or isinstance(value, bool)
         is_small = is_small or (isinstance(value, int | float) and abs(value) <= _MAX_NUMBER)
         if not is_small and not (isinstance(value, str) and len(value) <= _MAX_TEXT):
             wanted = f"true, false, a number up to {_MAX_NUMBER} or a text of at most {_MAX_TEXT} characters"
-            raise ApiError(400, f"{param}: {shown(name)} must be {wanted}, got {shown(value)}", param=param)
+            raise ApiError(
+                400, f"{param}: {shown(name)} must be {wanted}, got {shown(value)}", param=param
+            )
     return given
 
 
@@ -164,7 +195,9 @@ def variables_of(template: str) -> frozenset[str]:
     except TemplateSyntaxError:
         return frozenset()
     return frozenset(
-        name for name in names - _GIVEN - environment.globals.keys() if not name.endswith(("_token", "_now", "_tokens"))
+        name
+        for name in names - _GIVEN - environment.globals.keys()
+        if not name.endswith(("_token", "_now", "_tokens"))
     )
 
 

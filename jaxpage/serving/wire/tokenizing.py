@@ -23,26 +23,38 @@ def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
     tokenizer = _tokenizer(context)
     param = "prompt" if body.get("messages") is None else "messages"
-    text, request, ignored = _conversation(body, context) if param == "messages" else _text(body, context)
+    text, request, ignored = (
+        _conversation(body, context) if param == "messages" else _text(body, context)
+    )
     if len(text) > (longest := context.limits.max_tokenize_characters):
-        raise ApiError(400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param)
+        raise ApiError(
+            400, f"{param} has {len(text)} characters; at most {longest} are allowed", param=param
+        )
     context.check_length(text, param)
-    token_ids = tokenizer(valid_text(text, param), add_special_tokens=request.add_special_tokens)["input_ids"]
+    token_ids = tokenizer(valid_text(text, param), add_special_tokens=request.add_special_tokens)[
+        "input_ids"
+    ]
     answer = {
         "count": len(token_ids),
         "max_model_len": context.max_model_len,
         "tokens": token_ids,
-        "token_strs": tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None,
+        "token_strs": tokenizer.convert_ids_to_tokens(token_ids)
+        if request.return_token_strs
+        else None,
     }
     return Transformed(answer, ignored)
 
 
-def _text(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeRequest, tuple[str, ...]]:
+def _text(
+    body: dict[str, Any], context: ModelContext
+) -> tuple[str, TokenizeRequest, tuple[str, ...]]:
     request, ignored = read(body, TokenizeRequest, context)
     return request.prompt, request, ignored
 
 
-def _conversation(body: dict[str, Any], context: ModelContext) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
+def _conversation(
+    body: dict[str, Any], context: ModelContext
+) -> tuple[str, TokenizeChatRequest, tuple[str, ...]]:
     if body.get("prompt") is not None:
         raise ApiError(400, "prompt and messages cannot be used together", param="messages")
     request, ignored = read(body, TokenizeChatRequest, context)
@@ -55,11 +67,17 @@ def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
     tokenizer = _tokenizer(context)
     request, ignored = read(body, DetokenizeRequest, context)
     if len(request.tokens) > (most := context.limits.max_detokenize_tokens):
-        raise ApiError(400, f"tokens has {len(request.tokens)} items; at most {most} are allowed", param="tokens")
+        raise ApiError(
+            400,
+            f"tokens has {len(request.tokens)} items; at most {most} are allowed",
+            param="tokens",
+        )
     if request.tokens and max(request.tokens) >= context.vocab_size:
         message = f"tokens has {max(request.tokens)}, but the model's token ids are 0 to {context.vocab_size - 1}"
         raise ApiError(400, message, param="tokens")
-    return Transformed({"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}, ignored)
+    return Transformed(
+        {"prompt": tokenizer.decode(request.tokens, skip_special_tokens=False)}, ignored
+    )
 
 
 def _tokenizer(context: ModelContext) -> Any:

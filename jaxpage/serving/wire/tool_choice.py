@@ -11,7 +11,14 @@ from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFo
 from jaxpage.serving.wire.pieces import PieceParser, Plain
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
-from jaxpage.serving.wire.tools import MARKS, TOOL_PARSERS, NamedCall, named_schema, required, required_schema
+from jaxpage.serving.wire.tools import (
+    MARKS,
+    TOOL_PARSERS,
+    NamedCall,
+    named_schema,
+    required,
+    required_schema,
+)
 from jaxpage.settings.argument_checks import shown
 
 
@@ -36,8 +43,12 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     _check(tools)
     if choice == "none":
         return ToolUse()
-    if request.structured_outputs is not None or not isinstance(request.response_format, TextFormat | None):
-        message = "response_format and structured_outputs are not supported with tools that may be called"
+    if request.structured_outputs is not None or not isinstance(
+        request.response_format, TextFormat | None
+    ):
+        message = (
+            "response_format and structured_outputs are not supported with tools that may be called"
+        )
         raise ApiError(400, message, param="response_format")
     if isinstance(choice, NamedTool):
         return _named(tools, choice.function.name)
@@ -53,28 +64,41 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     if "tools" not in template_of(context, tools):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
     new_parser = TOOL_PARSERS[context.tool_parser]
-    return ToolUse(lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context))
+    return ToolUse(
+        lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context)
+    )
 
 
 def _check(tools: list[Tool]) -> None:
     names = set()
     for index, tool in enumerate(tools):
         if tool.function.name in names:
-            raise ApiError(400, f"tools has {shown(tool.function.name)} twice", param=f"tools[{index}].function.name")
+            raise ApiError(
+                400,
+                f"tools has {shown(tool.function.name)} twice",
+                param=f"tools[{index}].function.name",
+            )
         names.add(tool.function.name)
         param = f"tools[{index}].function.parameters"
         check_schema(parameters_of(tool), param)
         if not admits_object(parameters_of(tool)):
             raise ApiError(
-                400, f"{param}: it must allow an object, because the arguments of a call are an object", param=param
+                400,
+                f"{param}: it must allow an object, because the arguments of a call are an object",
+                param=param,
             )
 
 
 def _named(tools: list[Tool], name: str) -> ToolUse:
     index = next((index for index, tool in enumerate(tools) if tool.function.name == name), None)
     if index is None:
-        raise ApiError(400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice")
-    schema, parameter = named_schema(parameters_of(tools[index])), f"tools[{index}].function.parameters"
+        raise ApiError(
+            400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice"
+        )
+    schema, parameter = (
+        named_schema(parameters_of(tools[index])),
+        f"tools[{index}].function.parameters",
+    )
     return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
 
 
@@ -82,6 +106,8 @@ def _has_special_marks(context: ModelContext) -> bool:
     """Whether the text would lose the parser's marks with the special tokens."""
     special = set(getattr(context.tokenizer, "all_special_tokens", ()))
     special |= {
-        str(token) for token in getattr(context.tokenizer, "added_tokens_decoder", {}).values() if token.special
+        str(token)
+        for token in getattr(context.tokenizer, "added_tokens_decoder", {}).values()
+        if token.special
     }
     return not special.isdisjoint(MARKS[context.tool_parser or ""])

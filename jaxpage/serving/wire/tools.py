@@ -28,7 +28,11 @@ def call_of(text: str, names: frozenset[str]) -> Piece | None:
         value = json.loads(text, parse_constant=_no_number, parse_float=number)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("name"), str)
+        or value["name"] not in names
+    ):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(arguments, dict):
@@ -176,7 +180,9 @@ class JsonCalls:
 
     _OF_STRUCTURE = re.compile(r'[{}"\\]')
 
-    def __init__(self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True) -> None:
+    def __init__(
+        self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True
+    ) -> None:
         """separators: characters between objects, beside white space; tag: what may stand before the first; keeps_cut: the
         beginning of an object that does not end is content, and not nothing."""
         self._names = names
@@ -271,8 +277,12 @@ def required(names: frozenset[str]) -> PieceParser:
     return JsonCalls(names, separators="[],", keeps_cut=False)
 
 
-TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {"hermes": hermes, "llama3_json": llama3_json}
-MARKS = {"hermes": (Hermes.OPEN, Hermes.CLOSE), "llama3_json": ("<|python_tag|>",)}  # which may be special tokens
+TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {
+    "hermes": hermes,
+    "llama3_json": llama3_json,
+}
+# which may be special tokens
+MARKS = {"hermes": (Hermes.OPEN, Hermes.CLOSE), "llama3_json": ("<|python_tag|>",)}
 
 
 def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -> dict[str, Any]:
@@ -287,13 +297,22 @@ def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -
         for index, (name, _) in enumerate(tools)
     ]
     definitions = _definitions(schema for _, schema in tools)
-    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+    schema: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"anyOf": calls},
+        "$defs": definitions,
+    }
     return schema if several else {**schema, "maxItems": 1}
 
 
 def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema of the arguments of one tool: its own, if that admits nothing but objects."""
-    return schema if schema.get("type") == "object" else {**_arguments(0), "$defs": _definitions([schema])}
+    return (
+        schema
+        if schema.get("type") == "object"
+        else {**_arguments(0), "$defs": _definitions([schema])}
+    )
 
 
 def _arguments(index: int) -> dict[str, Any]:

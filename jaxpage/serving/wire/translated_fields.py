@@ -63,7 +63,12 @@ class ResponsesSchemaFormat(Fields):
 class ResponsesText(Fields):
     model_config = ConfigDict(extra="forbid")
 
-    format: Annotated[TextFormat | JsonObjectFormat | ResponsesSchemaFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[
+            TextFormat | JsonObjectFormat | ResponsesSchemaFormat, Field(discriminator="type")
+        ]
+        | None
+    ) = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -87,8 +92,11 @@ class ResponsesRequest(Fields):
     model: ModelName
     input: Annotated[
         Annotated[str, Field(min_length=1), Tag("text")]
-        | Annotated[Items[ResponsesItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")],
-        Discriminator(lambda value: "text" if isinstance(value, str) else "items"),  # so that errors have an index
+        | Annotated[
+            Items[ResponsesItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")
+        ],
+        # so that errors have an index
+        Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
     ]
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -116,7 +124,8 @@ class ThinkingBlock(Fields):
 
 
 Blocks = Annotated[
-    str | Items[TextBlock], one_of("a string, or a list of blocks of type 'text': nothing else is supported")
+    str | Items[TextBlock],
+    one_of("a string, or a list of blocks of type 'text': nothing else is supported"),
 ]
 
 
@@ -129,7 +138,9 @@ class AssistantTurn(Fields):
     role: Literal["assistant"]
     content: Annotated[
         str | Items[Annotated[TextBlock | ThinkingBlock, Field(discriminator="type")]],
-        one_of("a string, or a list of blocks of type 'text' or 'thinking': nothing else is supported"),
+        one_of(
+            "a string, or a list of blocks of type 'text' or 'thinking': nothing else is supported"
+        ),
     ]
 
 
@@ -159,7 +170,8 @@ class MessagesRequest(CountTokensRequest):
 class OllamaOptions(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # Where the model is and how it is computed is the server's, and loaded it is: these are taken and not used.
+    # Where the model is and how it is computed is the server's, and loaded it is: these are taken
+    # and not used.
     f16_kv: bool | None = None
     low_vram: bool | None = None
     main_gpu: int | None = None
@@ -170,7 +182,8 @@ class OllamaOptions(Fields):
     use_mlock: bool | None = None
     use_mmap: bool | None = None
     num_ctx: Count | None = None  # no more than the server has
-    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None  # below 0: as many as there is room for
+    # below 0: as many as there is room for
+    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
@@ -184,7 +197,9 @@ class OllamaRequest(Fields):
     """What Ollama's requests have in common."""
 
     model: ModelName
-    format: Annotated[Literal["", "json"] | dict[str, Any], one_of("'json' or a JSON schema")] | None = None
+    format: (
+        Annotated[Literal["", "json"] | dict[str, Any], one_of("'json' or a JSON schema")] | None
+    ) = None
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
     options: OllamaOptions | None = None
     stream: bool | None = None  # as if true
@@ -209,7 +224,8 @@ class OllamaMessage(Fields):
 class OllamaChatRequest(OllamaRequest):
     """POST /api/chat."""
 
-    messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None  # none: load the model
+    # none: load the model
+    messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):

@@ -23,7 +23,12 @@ class Translated:
     _names: Mapping[str, str]  # of the parameters that the client knows by another name
 
     def __init__(
-        self, opens: Open, body: dict[str, Any], context: ModelContext, model: str, ignored_fields: tuple[str, ...]
+        self,
+        opens: Open,
+        body: dict[str, Any],
+        context: ModelContext,
+        model: str,
+        ignored_fields: tuple[str, ...],
     ) -> None:
         """body: of the chat or completion; model: as the client calls it. Raises ApiError in the client's terms."""
         if body.get("stream"):
@@ -54,7 +59,11 @@ class Translated:
 
 def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """What a choice says, as ("reasoning" or "content", text)."""
-    said = {"content": choice["text"]} if "text" in choice else choice.get("delta", choice.get("message", {}))
+    said = (
+        {"content": choice["text"]}
+        if "text" in choice
+        else choice.get("delta", choice.get("message", {}))
+    )
     for kind, name in (("reasoning", "reasoning_content"), ("content", "content")):
         if text := said.get(name):
             yield kind, text
@@ -86,7 +95,9 @@ class InBlocks(Translated):
 
     def last_chunks(self) -> list[dict[str, Any]]:
         self._inner.last_chunks()
-        events = [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
+        events = (
+            [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
+        )
         return [*events, *self._close_block(), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:

@@ -1,6 +1,11 @@
 """What the compiler makes of kernels and of whole steps, without a GPU: registers, spills, shared memory, instructions, copies."""
 
-from tools.kernel_lab.inspection.deviceless import GPUS, compile_for, compile_with_thunks, unavailable
+from tools.kernel_lab.inspection.deviceless import (
+    GPUS,
+    compile_for,
+    compile_with_thunks,
+    unavailable,
+)
 from tools.kernel_lab.inspection.executable_findings import Findings, inspect
 
 __all__ = ["GPUS", "Findings", "compile_for", "compile_with_thunks", "inspect", "unavailable"]

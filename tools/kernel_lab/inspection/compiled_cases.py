@@ -22,10 +22,18 @@ from pallas_kernels import (
 )
 from tools.kernel_lab.specs import PRODUCTS, SPECS, ProductSpec, Spec
 
-_COMPILED = tuple(name for name in KERNEL_BACKENDS if name != "fa3")  # by JAX: those of a library are in it
+# by JAX: those of a library are in it
+_COMPILED = tuple(name for name in KERNEL_BACKENDS if name != "fa3")
 LAYERS = 32  # whose blocks one call of copy_blocks copies
 _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names of their calls begin
-    "llama-3-8b": ("decode 64x2048", "verify chain 16x8", "verify tree 16x16", "chunk 128", "chunk 2048", "mixed"),
+    "llama-3-8b": (
+        "decode 64x2048",
+        "verify chain 16x8",
+        "verify tree 16x16",
+        "chunk 128",
+        "chunk 2048",
+        "mixed",
+    ),
     "qwen2-0.5b": ("decode",),  # seven query heads to a key/value head
     "opt-13b": ("decode", "chunk"),  # one
     "gpt2": ("decode",),
@@ -98,12 +106,22 @@ def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
         shapes["values"] = _shape((*groups_and_outputs, spec.num_in), spec.dtype)
     else:
         columns = spec.num_in // (2 if spec.code in ("int4", "fp4") else 1)
-        shapes["values"] = _shape((*groups_and_outputs, columns), "int8" if spec.code == "int8" else "uint8")
-        shapes["scale"] = _shape((*groups_and_outputs, -(-spec.num_in // spec.group_size)), "float32")
+        shapes["values"] = _shape(
+            (*groups_and_outputs, columns), "int8" if spec.code == "int8" else "uint8"
+        )
+        shapes["scale"] = _shape(
+            (*groups_and_outputs, -(-spec.num_in // spec.group_size)), "float32"
+        )
         shapes["zero"] = shapes["scale"] if spec.zeros else None
 
-    def function(x_PI: Any, values: Any, scale: Any = None, zero: Any = None, count_E: Any = None) -> jax.Array:
-        weight = values if spec.code is None else QuantizedWeight(values, scale, zero, spec.code, spec.group_size)
+    def function(
+        x_PI: Any, values: Any, scale: Any = None, zero: Any = None, count_E: Any = None
+    ) -> jax.Array:
+        weight = (
+            values
+            if spec.code is None
+            else QuantizedWeight(values, scale, zero, spec.code, spec.group_size)
+        )
         counts = jnp.array([spec.num_rows]) if count_E is None else count_E
         return grouped_product(x_PI, weight, counts, backend=backend)
 
@@ -111,12 +129,19 @@ def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
 
 
 def write_case(
-    num_tokens: int, *, page_dtype: str = "bfloat16", num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]
+    num_tokens: int,
+    *,
+    page_dtype: str = "bfloat16",
+    num_blocks: int = 4096,
+    backend: str = KERNEL_BACKENDS[0],
 ) -> Case:
     """The keys and values of a step of Llama-3-8B."""
     new = _shape((num_tokens, 8, 128), "bfloat16")
     shapes = dict(
-        k_TKH=new, v_TKH=new, slots_T=_shape((num_tokens,), "int32"), **_pages(8, 128, num_blocks, 16, page_dtype)
+        k_TKH=new,
+        v_TKH=new,
+        slots_T=_shape((num_tokens,), "int32"),
+        **_pages(8, 128, num_blocks, 16, page_dtype),
     )
     donated = tuple(name for name in shapes if name.endswith(("_pages", "_scale")))
     function = functools.partial(write_kv, backend=backend)
@@ -124,7 +149,9 @@ def write_case(
     return Case("write_kv", backend, label, *_by_name(function, shapes, donated))
 
 
-def copy_case(num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]) -> Case:
+def copy_case(
+    num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]
+) -> Case:
     """The blocks that a step of Llama-3-8B copies in all its layers."""
     pages = _pages(8, 128, num_blocks, 16, "bfloat16")
     blocks = _shape((num_copies,), "int32")
@@ -134,7 +161,9 @@ def copy_case(num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_
     return Case("copy_blocks", backend, label, jax.jit(function, donate_argnums=0), arguments)
 
 
-def selection_case(num_rows: int, *, vocab_size: int = 128256, backend: str = KERNEL_BACKENDS[0]) -> Case:
+def selection_case(
+    num_rows: int, *, vocab_size: int = 128256, backend: str = KERNEL_BACKENDS[0]
+) -> Case:
     """What a step of Llama-3-8B draws from, with cut-offs and log probabilities."""
     kernels = SETS[backend]
     assert kernels.cutoffs is not None and kernels.likeliest is not None
@@ -173,10 +202,16 @@ def _label(spec: Spec) -> str:
     )
 
 
-def _pages(num_kv_heads: int, head_width: int, num_blocks: int, block_size: int, dtype: str) -> dict[str, Any]:
+def _pages(
+    num_kv_heads: int, head_width: int, num_blocks: int, block_size: int, dtype: str
+) -> dict[str, Any]:
     slots = (num_blocks, block_size, num_kv_heads)
     pages = dict.fromkeys(("k_pages", "v_pages"), _shape((*slots, head_width), dtype))
-    return pages | (dict.fromkeys(("k_scale", "v_scale"), _shape(slots, "float32")) if is_quantized(dtype) else {})
+    return pages | (
+        dict.fromkeys(("k_scale", "v_scale"), _shape(slots, "float32"))
+        if is_quantized(dtype)
+        else {}
+    )
 
 
 def _shape(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

@@ -44,10 +44,18 @@ def images(data: bytes) -> Iterator[bytes]:
     at = data.find(ELF)
     while at >= 0:
         header = data[at : at + 64]
-        if len(header) == 64 and header[4:6] == b"\x02\x01" and struct.unpack_from("<H", header, 18)[0] == _CUDA:
+        if (
+            len(header) == 64
+            and header[4:6] == b"\x02\x01"
+            and struct.unpack_from("<H", header, 18)[0] == _CUDA
+        ):
             program_offset, section_offset = struct.unpack_from("<QQ", header, 32)
-            num_programs, num_sections = (struct.unpack_from("<H", header, place)[0] for place in (56, 60))
-            size = max(section_offset + _SECTION_BYTES * num_sections, program_offset + 56 * num_programs)
+            num_programs, num_sections = (
+                struct.unpack_from("<H", header, place)[0] for place in (56, 60)
+            )
+            size = max(
+                section_offset + _SECTION_BYTES * num_sections, program_offset + 56 * num_programs
+            )
             yield data[at : at + size]
             at = data.find(ELF, at + size)
         else:
@@ -75,7 +83,10 @@ def machines(image: bytes) -> list[Machine]:
 def _sections(image: bytes) -> Iterator[_Section]:
     (start,) = struct.unpack_from("<Q", image, 40)
     number, names_index = struct.unpack_from("<HH", image, 60)
-    headers = [struct.unpack_from("<IIQQQQIIQQ", image, start + _SECTION_BYTES * index) for index in range(number)]
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", image, start + _SECTION_BYTES * index)
+        for index in range(number)
+    ]
     names_at = headers[names_index][4]
     for header in headers:
         yield _Section(_text(image, names_at + header[0]), header[4], header[5], header[6])

@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.compat import described_gpu, without_compile_cache
 
-GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")  # a .textproto each, next to this file
+# a .textproto each, next to this file
+GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")
 INSTALL = 'pip install "jax[cuda13-local]=={}"'
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -56,15 +57,22 @@ def described_mesh(gpu: str = "h200") -> Mesh:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}, not {gpu!r}")
     if reason := unavailable():
         raise RuntimeError(f"nothing can be compiled for {gpu}: {reason}")
-    # The plugin looks for CUDA's libraries when it is loaded, and gives up where there are none. Compiling needs none of them.
+    # The plugin looks for CUDA's libraries when it is loaded, and gives up where there are none.
+    # Compiling needs none of them.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     config = (Path(__file__).parent / f"{gpu}.textproto").read_text(encoding="utf-8")
-    topology = topologies.get_topology_desc(platform="cuda", topology_name=gpu, topology="1x1x1", target_config=config)
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=gpu, topology="1x1x1", target_config=config
+    )
     return Mesh(np.array(topology.devices[:1]), ("x",))
 
 
 def compile_for(
-    function: Any, *arguments: Any, gpu: str = "h200", options: Mapping[str, Any] | None = None, **keywords: Any
+    function: Any,
+    *arguments: Any,
+    gpu: str = "h200",
+    options: Mapping[str, Any] | None = None,
+    **keywords: Any,
 ) -> Any:
     """A `jax.stages.Compiled` of a jitted function for one GPU of that name.
 
@@ -79,12 +87,17 @@ def compile_for(
     sharding = NamedSharding(mesh, PartitionSpec())
 
     def placed(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding) if hasattr(leaf, "shape") else leaf
+        return (
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            if hasattr(leaf, "shape")
+            else leaf
+        )
 
     arguments, keywords = jax.tree.map(placed, (arguments, keywords))
     with described_gpu(device.device_kind, device.core_count, device.compute_capability):
         lowered = function.lower(*arguments, **keywords)
-        with without_compile_cache():  # what is compiled for no device can be written there, but not read back
+        # what is compiled for no device can be written there, but not read back
+        with without_compile_cache():
             as_by_default = {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS says
             return lowered.compile(as_by_default | dict(options or {}))
 
@@ -94,6 +107,9 @@ def compile_with_thunks(
 ) -> tuple[Any, str]:
     """What `compile_for` gives, and XLA's list of thunks, for `thunks.on_host`."""
     with tempfile.TemporaryDirectory() as directory:
-        compiled = compile_for(function, *arguments, options={**(options or {}), "xla_dump_to": directory}, **keywords)
-        *_, last = sorted(Path(directory).glob("*.thunk_sequence*.txt"))  # after passes, where any changed it
+        compiled = compile_for(
+            function, *arguments, options={**(options or {}), "xla_dump_to": directory}, **keywords
+        )
+        # after passes, where any changed it
+        *_, last = sorted(Path(directory).glob("*.thunk_sequence*.txt"))
         return compiled, last.read_text(encoding="utf-8")

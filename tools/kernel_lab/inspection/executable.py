@@ -21,7 +21,8 @@ class Kernel:
 
     machine: Machine
     threads: int | None  # of a program; None where the executable does not say (Mosaic)
-    dynamic_shared_bytes: int | None  # of a program; None where the executable does not say (Mosaic before jax 0.11)
+    # of a program; None where the executable does not say (Mosaic before jax 0.11)
+    dynamic_shared_bytes: int | None
     image: bytes
 
     @property
@@ -52,7 +53,12 @@ def _launches(data: bytes) -> Iterator[Kernel]:
         if launch is not None:
             yield launch
             return
-        held = [value for values in message.values() for value in values if isinstance(value, bytes) and ELF in value]
+        held = [
+            value
+            for values in message.values()
+            for value in values
+            if isinstance(value, bytes) and ELF in value
+        ]
         if held:
             for value in held:
                 yield from _launches(value)

@@ -18,7 +18,9 @@ class Findings:
 
     kernels: tuple[Kernel, ...]  # the launches of Pallas kernels
     num_launches: (
-        int  # of all kernels, XLA's fusions among them, but for those of cuBLAS and its like; a loop's count once
+        # of all kernels, XLA's fusions among them, but for those of cuBLAS and its like; a loop's
+        # count once
+        int
     )
     calls: Mapping[str, int]  # how often each Pallas kernel is called
     aliased_bytes: int  # of the results that lie where arguments lay
@@ -41,11 +43,16 @@ class Findings:
             if kernel.machine.stack_bytes
         ]
         if self.aliased_bytes != pages_bytes:
-            found.append(f"{self.aliased_bytes} bytes are aliased, and the pages have {pages_bytes}")
+            found.append(
+                f"{self.aliased_bytes} bytes are aliased, and the pages have {pages_bytes}"
+            )
         if self.temporary_bytes >= array_bytes:
-            found.append(f"{self.temporary_bytes} bytes of temporary memory hold a layer's keys of {array_bytes}")
+            found.append(
+                f"{self.temporary_bytes} bytes of temporary memory hold a layer's keys of {array_bytes}"
+            )
         return found + [
-            f"{one.name} makes {one.num_bytes} bytes ({one.how})" for one in hlo.made(self.computations, array_bytes)
+            f"{one.name} makes {one.num_bytes} bytes ({one.how})"
+            for one in hlo.made(self.computations, array_bytes)
         ]
 
 
@@ -58,7 +65,14 @@ def inspect(compiled: Any) -> Findings:
     if missing := set(calls) - {stem(kernel.name) for kernel in ours}:
         raise ValueError(f"no code is found of {', '.join(sorted(missing))}")
     memory = compiled.memory_analysis()
-    return Findings(ours, len(launches), calls, memory.alias_size_in_bytes, memory.temp_size_in_bytes, computations)
+    return Findings(
+        ours,
+        len(launches),
+        calls,
+        memory.alias_size_in_bytes,
+        memory.temp_size_in_bytes,
+        computations,
+    )
 
 
 def stem(name: str) -> str:

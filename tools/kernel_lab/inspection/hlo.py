@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 
 # These name an array that is already there, or hold what computations inside them make.
 _VIEWS = frozenset(
-    ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "opt-barrier", "after-all")
+    (
+        "parameter",
+        "tuple",
+        "get-tuple-element",
+        "bitcast",
+        "while",
+        "conditional",
+        "call",
+        "opt-barrier",
+        "after-all",
+    )
 )
 _IN_PLACE = frozenset(("scatter", "dynamic-update-slice"))
 _KERNEL_TARGETS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", "mosaic_gpu")
@@ -30,10 +40,13 @@ class Instruction:
     @property
     def kernel(self) -> str | None:
         """The name of the Pallas kernel that it calls."""
-        target = _attribute(self.rest, "custom_call_target") if self.opcode == "custom-call" else None
+        target = (
+            _attribute(self.rest, "custom_call_target") if self.opcode == "custom-call" else None
+        )
         if target not in _KERNEL_TARGETS:
             return None
-        # Of "jit(f)/.../name/pallas_call", or .../mpmd_map, which is what Mosaic's kernels are inside.
+        # Of "jit(f)/.../name/pallas_call", or .../mpmd_map, which is what Mosaic's kernels are
+        # inside.
         path = (_attribute(self.rest, "op_name") or "").split("/")
         return path[-2] if len(path) > 1 else target
 
@@ -100,7 +113,8 @@ def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -
     ):
         return
     if item.opcode == "custom-call" and "output_to_operand_aliasing" in item.rest:
-        return  # a kernel with large outputs both new and aliased would pass: the temporary memory tells
+        # a kernel with large outputs both new and aliased would pass: the temporary memory tells
+        return
     if item.opcode == "fusion":
         for name in _fused(item):
             for ending in _endings(found[name]):

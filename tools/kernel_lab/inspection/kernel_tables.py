@@ -31,12 +31,22 @@ class Row:
     registers: int
     spilled_bytes: int
     shared_bytes: int | None
-    instructions: tuple[int, ...] | None  # in the order of `INSTRUCTIONS`; None without a disassembler
+    # in the order of `INSTRUCTIONS`; None without a disassembler
+    instructions: tuple[int, ...] | None
 
     def cells(self) -> tuple[str, ...]:
         shared = "?" if self.shared_bytes is None else f"{self.shared_bytes / 1024:.1f}"
-        counts = ["?"] * len(INSTRUCTIONS) if self.instructions is None else map(str, self.instructions)
-        return self.kernel, self.shape, str(self.registers), str(self.spilled_bytes), shared, *counts
+        counts = (
+            ["?"] * len(INSTRUCTIONS) if self.instructions is None else map(str, self.instructions)
+        )
+        return (
+            self.kernel,
+            self.shape,
+            str(self.registers),
+            str(self.spilled_bytes),
+            shared,
+            *counts,
+        )
 
 
 def rows(case: Case, *, gpu: str = "h200") -> list[Row]:
@@ -49,10 +59,14 @@ def _row(kernel: Kernel, case: Case) -> Row:
     counts = None
     if sass.disassembler() is not None:
         opcodes = sass.opcodes(kernel.image)
-        counts = tuple(sum(sass.count(opcodes, *one) for one in wanted) for wanted in INSTRUCTIONS.values())
+        counts = tuple(
+            sum(sass.count(opcodes, *one) for one in wanted) for wanted in INSTRUCTIONS.values()
+        )
     machine = kernel.machine
     name = f"{stem(kernel.name)} ({case.backend})"
-    return Row(name, case.shape, machine.registers, machine.stack_bytes, kernel.shared_bytes, counts)
+    return Row(
+        name, case.shape, machine.registers, machine.stack_bytes, kernel.shared_bytes, counts
+    )
 
 
 def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-SIGNATURE = bytes.fromhex("83af70d10d884a3f")  # the first bytes of a Riegeli file: the hash of its first block header
+# the first bytes of a Riegeli file: the hash of its first block header
+SIGNATURE = bytes.fromhex("83af70d10d884a3f")
 BLOCK_BYTES = 1 << 16  # every so many bytes a header interrupts the chunks
 BLOCK_HEADER_BYTES = 24
 CHUNK_HEADER_BYTES = 40
@@ -40,7 +41,8 @@ def _records(file: bytes) -> Iterator[bytes]:
 def _chunks(file: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Kind and data of every chunk. What follows the file ends it: it begins no chunk."""
     stream = b"".join(
-        file[start + BLOCK_HEADER_BYTES : start + BLOCK_BYTES] for start in range(0, len(file), BLOCK_BYTES)
+        file[start + BLOCK_HEADER_BYTES : start + BLOCK_BYTES]
+        for start in range(0, len(file), BLOCK_BYTES)
     )
     at = 0
     while at + CHUNK_HEADER_BYTES <= len(stream):
@@ -70,7 +72,9 @@ def _unpacked(data: bytes, compression: int) -> bytes:
     if compression == _PLAIN:
         return data
     if compression != _SNAPPY:
-        raise FormatError(f"a chunk packed with {chr(compression)!r}; only plain chunks and snappy are read")
+        raise FormatError(
+            f"a chunk packed with {chr(compression)!r}; only plain chunks and snappy are read"
+        )
     size, at = varint(data, 0)
     unpacked = unpack_snappy(data[at:])
     if len(unpacked) != size:

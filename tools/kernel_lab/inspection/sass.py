@@ -11,7 +11,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE)
+_INSTRUCTION = re.compile(
+    r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", re.MULTILINE
+)
 
 
 @functools.cache
@@ -35,11 +37,15 @@ def opcodes(image: bytes) -> Counter[str]:
     """How often each instruction stands in an image, by its full name (LDGSTS.E.BYPASS.128). Raises RuntimeError without nvdisasm."""
     program = disassembler()
     if program is None:
-        raise RuntimeError("nvdisasm is not found: it comes with CUDA's toolkit and in the wheel of triton")
+        raise RuntimeError(
+            "nvdisasm is not found: it comes with CUDA's toolkit and in the wheel of triton"
+        )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(image)
         file.flush()
-        text = subprocess.run([program, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [program, "-c", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return parse(text)
 
 

@@ -30,4 +30,6 @@ def on_host(text: str) -> list[str]:
 
 
 def num_command_buffers(text: str) -> int:
-    return sum(match[2] == COMMAND_BUFFER for match in filter(None, map(_THUNK.match, text.splitlines())))
+    return sum(
+        match[2] == COMMAND_BUFFER for match in filter(None, map(_THUNK.match, text.splitlines()))
+    )
