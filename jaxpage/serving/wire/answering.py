@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: ids, usage, and the errors for the engine's failures."""
+"""Makes what the answers of completions and chats share: ids, usage, and errors of the engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxpage.step.strategy import NO_TOKEN_LEFT
 
 
 class Answer:
-    """The parts of an exchange that are the same for completions and chat."""
+    """Makes the parts of an exchange that are the same for completions and chats."""
 
-    _prefix: str  # of the id
+    _prefix: str  # begins the id
     _object: str
     _chunk_object: str
-    _parameter_names: Mapping[str, str]  # of the engine's, in the client's terms
+    _parameter_names: Mapping[str, str]  # the client's names by the engine's names
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Answer:
         self.ignored_fields = ignored_fields
         self._request = request
         self._context = context
-        self._num_choices = request.n or 1  # of each prompt
+        self._num_choices = request.n or 1  # for each prompt
         self._created = int(time.time())
         self._usage = Usage()
-        self._weights_version = 0  # the prompts of a request have the same weights
-        self._ended: set[int] = set()  # choices of a stream
+        self._weights_version = 0  # all prompts of a request are computed by the same weights
+        self._ended: set[int] = set()  # the choices of a stream that have ended
 
     def refusal(self, error: Exception) -> ApiError:
         return as_api_error(error, names=self._parameter_names).quoting(self._request)
@@ -88,7 +88,7 @@ class Answer:
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int
     ) -> list[dict[str, Any]]:
-        """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
+        """Returns what is new in `delta.outputs[position]`; an empty list if nothing is."""
         raise NotImplementedError
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
@@ -105,16 +105,16 @@ class Answer:
         }
 
     def _end(self, output: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
-        """The fields of a choice that say how it ended, and its token ids where they were asked for."""
+        """Returns the fields of a choice that say how it ended, and its token ids if asked for."""
         end: dict[str, Any] = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
         return {**end, "token_ids": output.token_ids} if self._request.return_token_ids else end
 
 
 class Usage:
-    """Tokens of all prompts so far."""
+    """Counts the tokens of all prompts of a request so far."""
 
     def __init__(self) -> None:
-        # by prompt: tokens, and how many of them the prefix cache had
+        # For each prompt: its tokens, and how many of them were in the prefix cache.
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_generated = 0
 
@@ -138,9 +138,16 @@ class Usage:
 def check_finished(
     output: CompletionOutput, request: Any, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on.
+    """Raises the client's error for a sequence that the engine gave up.
 
-    names: of the engine's parameters, in the client's terms.
+    Args:
+        output: The sequence.
+        request: The request; the error may quote it.
+        names: The client's names of parameters, by the engine's names.
+
+    Raises:
+        ApiError: The status is 400 where the request left the engine no token to sample or its
+            grammar failed, 503 where the sequence was aborted, and 500 for any other failure.
     """
     reason = str(output.stop_reason or "")
     if output.finish_reason == "abort":
@@ -155,7 +162,12 @@ def check_finished(
 
 
 def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:
-    """vLLM's form: by token id, the `wanted` likeliest and the token itself."""
+    """Returns the log probabilities of a prompt as vLLM writes them, by token id.
+
+    Args:
+        entries: The candidates of each position, or None.
+        wanted: The number of most likely candidates; the token itself is always included.
+    """
     if entries is None:
         return None
     return [
