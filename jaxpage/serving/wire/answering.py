@@ -44,9 +44,11 @@ class Answer:
         self._ended: set[int] = set()  # the choices of a stream that have ended
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error, names=self._parameter_names).quoting(self._request)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._usage.add(job_index, delta)
         self._weights_version = delta.weights_version
         options = self._request.stream_options
@@ -68,12 +70,14 @@ class Answer:
         return chunks
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         options = self._request.stream_options
         if options is None or not options.include_usage:
             return []
         return [{**self._envelope(self._chunk_object, []), "usage": self._usage.body()}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         choices = []
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
@@ -119,11 +123,13 @@ class Usage:
         self._num_generated = 0
 
     def add(self, job_index: int, output: RequestOutput) -> None:
+        """Adds the tokens of an output."""
         num_cached = output.metrics.num_cached_tokens if output.metrics else 0
         self._prompts[job_index] = (len(output.prompt_token_ids), num_cached)
         self._num_generated += sum(len(one.token_ids) for one in output.outputs)
 
     def body(self) -> dict[str, Any]:
+        """Returns the usage as OpenAI writes it."""
         num_prompt = sum(tokens for tokens, _ in self._prompts.values())
         return {
             "prompt_tokens": num_prompt,

@@ -107,6 +107,7 @@ class ChatAnswer(Answer):
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         is_first = not self._readers_by_choice
         chunks = super().chunks(job_index, delta)
         if self._request.return_token_ids and is_first and chunks:
@@ -114,6 +115,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         response = super().whole(outputs)
         if self._request.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs_body(

@@ -120,9 +120,11 @@ class CompletionAnswer(Answer):
         self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         return super().chunks(job_index, self._cut(delta))
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         return super().whole([self._cut(output) for output in outputs])
 
     def _cut(self, output: RequestOutput) -> RequestOutput:

@@ -117,6 +117,7 @@ class ApiError(Exception):
         return self
 
     def body(self) -> dict[str, Any]:
+        """Returns the response body."""
         return {
             "error": {
                 "message": self.message,

@@ -59,6 +59,8 @@ class Fields(BaseModel):
 
 
 class StreamOptions(Fields):
+    """Holds the options of a stream."""
+
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
@@ -68,18 +70,24 @@ class StreamOptions(Fields):
 
 
 class TextFormat(Fields):
+    """Asks for text without a grammar."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(Fields):
+    """Asks for a JSON object of any shape."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_object"]
 
 
 class JsonSchema(Fields):
+    """Holds a JSON schema and its name."""
+
     model_config = ConfigDict(extra="forbid")
 
     name: Name
@@ -89,6 +97,8 @@ class JsonSchema(Fields):
 
 
 class JsonSchemaFormat(Fields):
+    """Asks for JSON that keeps to a schema."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_schema"]
@@ -176,6 +186,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Fields):
+    """A part of a message's content; only text is supported."""
+
     type: Literal["text"]
     text: str
 
@@ -187,29 +199,39 @@ Content = Annotated[
 
 
 class SystemMessage(Fields):
+    """A message that instructs the model."""
+
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
 class UserMessage(Fields):
+    """A message of the user."""
+
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
 class CalledFunction(Fields):
+    """Holds the name and the arguments of a call."""
+
     name: Name
     arguments: str  # a JSON object
 
 
 class ToolCall(Fields):
+    """A call of a tool, in a message of the assistant."""
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AssistantMessage(Fields):
+    """A message of the assistant."""
+
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
@@ -219,6 +241,8 @@ class AssistantMessage(Fields):
 
 
 class ToolMessage(Fields):
+    """A message with the result of a tool call."""
+
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -231,6 +255,8 @@ Message = Annotated[
 
 
 class Function(Fields):
+    """Describes a function that the model may call."""
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
@@ -238,17 +264,23 @@ class Function(Fields):
 
 
 class Tool(Fields):
+    """A tool that the model may call; only functions are supported."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Fields):
+    """Names a function."""
+
     model_config = ConfigDict(extra="forbid")
 
     name: Name
 
 
 class NamedTool(Fields):
+    """Names the one tool that the model must call."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]

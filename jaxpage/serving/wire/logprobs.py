@@ -26,6 +26,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, logprob: Logprob | None = None) -> str:
+        """Returns the name of a token."""
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         return (

@@ -248,6 +248,7 @@ class OllamaAnswer(Translated):
         self._metrics: RequestMetrics | None = None
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._metrics = delta.metrics
         lines = []
         for chunk in self._inner.chunks(job_index, delta):
@@ -260,10 +261,12 @@ class OllamaAnswer(Translated):
         return lines
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         return [{**self._said({}), **self._end()}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         self._metrics = outputs[0].metrics
         response = self._inner.whole(outputs)
         self._usage, (choice,) = response["usage"], response["choices"]
@@ -296,21 +299,26 @@ class OllamaLoaded:
         self._request = request
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         return []
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         return []
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         said = _line(self._request.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
         return {**said, "done": True, "done_reason": "load"}
 
 
 class _Vectors(EmbeddingAnswer):
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        """Returns the response of /api/embed."""
         found = super().whole(vectors, num_tokens)
         written = [one["embedding"] for one in found["data"]]
         return {"model": found["model"], "embeddings": written, "prompt_eval_count": num_tokens}
@@ -318,6 +326,7 @@ class _Vectors(EmbeddingAnswer):
 
 class _Vector(EmbeddingAnswer):
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        """Returns the response of /api/embeddings."""
         return {"embedding": super().whole(vectors, num_tokens)["data"][0]["embedding"]}
 
 

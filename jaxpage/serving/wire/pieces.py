@@ -43,10 +43,12 @@ class Plain:
     """Takes all text for content."""
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if text:
             yield Piece("content", text)
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         return iter(())
 
 
@@ -80,6 +82,7 @@ class Thinking:
         self._held = ""  # text that may be the beginning of a mark
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if self._state == "before":
             begun = self._held + (text if self._held else text.lstrip())
             self._space.append(text[: len(self._held) + len(text) - len(begun)])
@@ -106,6 +109,7 @@ class Thinking:
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._state == "before":
             yield from self._rest.push("".join(self._space) + self._held)
         elif self._held:

@@ -74,15 +74,19 @@ class ScoreAnswer:
         self._created = int(time.time())
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error, names={"prompt_token_ids": "prompt"}).quoting(self._request)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Raises NotImplementedError: scores are not streamed."""
         raise NotImplementedError("scores are not streamed")
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Raises NotImplementedError: scores are not streamed."""
         raise NotImplementedError("scores are not streamed")
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         data = []
         for index, (output, num_prompt_tokens) in enumerate(
             zip(outputs, self._num_prompt_tokens, strict=True)

@@ -34,6 +34,7 @@ _DONE, _REPLACE_ME = 0, 3
 
 
 def main() -> None:
+    """Forks a child that renders, and another one whenever a child must be replaced."""
     before = _data_bytes()
     while True:
         child = os.fork()

@@ -91,6 +91,7 @@ class Hermes:
         self._has_called = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         text, self._held = self._held + text, ""
         begin = 0
         while begin < len(text):
@@ -119,6 +120,7 @@ class Hermes:
                 self._state = "broken"
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._string is not None:
             yield from self._broken([*self._string, self._held])
             self._held = ""
@@ -221,6 +223,7 @@ class JsonCalls:
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if self._is_content:
             if text:
                 yield Piece("content", text)
@@ -244,6 +247,7 @@ class JsonCalls:
                 yield call
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._keeps_cut and (self._depth or not self._has_called):
             yield from self._give_up("")
 
@@ -284,19 +288,23 @@ class NamedCall:
         self._has_begun = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if text:
             yield Piece("arguments", text) if self._has_begun else Piece("call", text, self._name)
             self._has_begun = True
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         return iter(())
 
 
 def hermes(names: frozenset[str]) -> PieceParser:
+    """Returns the parser for the format of Hermes and Qwen."""
     return Hermes(names)
 
 
 def llama3_json(names: frozenset[str]) -> PieceParser:
+    """Returns the parser for the format of Llama 3."""
     return JsonCalls(names, separators=";", tag="<|python_tag|>")
 
 

@@ -31,17 +31,23 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class ResponsesPart(Fields):
+    """A part of a message's content; only text is supported."""
+
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class ResponsesMessage(Fields):
+    """A message of a conversation, in the Responses API."""
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Items[ResponsesPart]
 
 
 class ReasoningText(Fields):
+    """A part of a reasoning item."""
+
     type: Literal["reasoning_text"]
     text: str
 
@@ -54,6 +60,8 @@ class ResponsesReasoning(Fields):
 
 
 class ResponsesSchemaFormat(Fields):
+    """Asks for JSON that keeps to a schema."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_schema"]
@@ -64,6 +72,8 @@ class ResponsesSchemaFormat(Fields):
 
 
 class ResponsesText(Fields):
+    """Holds the options of the text of a response."""
+
     model_config = ConfigDict(extra="forbid")
 
     format: (
@@ -76,6 +86,8 @@ class ResponsesText(Fields):
 
 
 class ResponsesStreamOptions(Fields):
+    """Holds the options of a stream."""
+
     model_config = ConfigDict(extra="forbid")
 
     include_obfuscation: Literal[False] | None = None
@@ -113,6 +125,8 @@ class ResponsesRequest(Fields):
 
 
 class TextBlock(Fields):
+    """A block of text in a message."""
+
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None  # has no effect: prefixes are cached anyway
@@ -133,11 +147,15 @@ Blocks = Annotated[
 
 
 class UserTurn(Fields):
+    """A message of the user, in the Messages API."""
+
     role: Literal["user"]
     content: Blocks
 
 
 class AssistantTurn(Fields):
+    """A message of the assistant, in the Messages API."""
+
     role: Literal["assistant"]
     content: Annotated[
         str | Items[Annotated[TextBlock | ThinkingBlock, Field(discriminator="type")]],
@@ -171,6 +189,8 @@ class MessagesRequest(CountTokensRequest):
 
 
 class OllamaOptions(Fields):
+    """Holds the options of a request in Ollama's API."""
+
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     # The options from here to `use_mmap` have no effect: the server has decided where and how the
@@ -217,6 +237,8 @@ class OllamaShowRequest(Fields):
 
 
 class OllamaMessage(Fields):
+    """A message of a conversation, in Ollama's API."""
+
     role: Literal["system", "user", "assistant"]
     content: str
     thinking: str | None = None  # the reasoning of an earlier answer

@@ -59,15 +59,19 @@ class Translated:
         self._model = model
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return self._inner.refusal(error).renamed(self._names)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         raise NotImplementedError
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         raise NotImplementedError
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         raise NotImplementedError
 
 
@@ -99,6 +103,7 @@ class InBlocks(Translated):
         self._has_begun = False
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         events = []
         for chunk in self._inner.chunks(job_index, delta):
             self._usage = chunk["usage"]
@@ -113,6 +118,7 @@ class InBlocks(Translated):
         return events
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         events = (
             [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
@@ -120,6 +126,7 @@ class InBlocks(Translated):
         return [*events, *self._close_block(), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         response = self._inner.whole(outputs)
         self._usage, (self._ending,) = response["usage"], response["choices"]
         self._blocks = [(kind, [text]) for kind, text in pieces(self._ending)]
