@@ -1,4 +1,7 @@
-"""KV events as vLLM has them: which prefixes this server's cache can find, for routers that send a request to where its prefix is."""
+"""Tells which prefixes this server's cache can find, as KV events in the form of vLLM.
+
+A router reads them, and sends a request to the server that has its prefix.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 
 Batch = list[Any]  # [time, events, rank]
-MEDIUM = "GPU"  # vLLM's word for the device
-RANK = 0  # of data parallelism
+MEDIUM = "GPU"  # vLLM's word for the device's memory
+RANK = 0  # the rank in data parallelism, which one server does not have
 
 
 class KVEvents(Events, CacheObserver):
-    """Gathers what happens to the prefix index in a step, and sends it as one batch.
+    """Gathers the changes of the prefix index in a step, and sends them as one batch.
 
-    Prefixes with a cache salt or an adapter are left out: others cannot find them, and are not to know their tokens.
+    Prefixes with a cache salt or an adapter are left out: other requests cannot find them, and
+    others must not learn their tokens.
     """
 
     def __init__(
@@ -30,8 +34,8 @@ class KVEvents(Events, CacheObserver):
     ) -> None:
         self._block_size, self._send, self._close = block_size, send, close
         self._events: list[dict[str, Any]] = []
-        self._hashes: dict[int, int] = {}  # of the blocks that were told of
-        self._last_block: int | None = None  # that the last event told of
+        self._hashes: dict[int, int] = {}  # the hash of each block that an event has named
+        self._last_block: int | None = None  # the last block of the last BlockStored event
 
     def stored(self, block: int, entry: Entry) -> None:
         parent = entry.parent

@@ -1,4 +1,4 @@
-"""Answers as ASGI messages: JSON, and errors in the shape of the API that was called."""
+"""Makes answers in JSON, and errors in the shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def json_answer(
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:
-    """Tells the fields of a request that were taken no notice of."""
+    """Returns the header that names the ignored fields of a request; no header if there are none."""
     return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
 
 
@@ -39,7 +39,10 @@ def error_answer(error: ApiError, path: str) -> Response:
 
 
 def refusal_of(error: Exception) -> ApiError | None:
-    """The client's error for an exception that may be shown to it: an ApiError, or one of the driver."""
+    """Returns the error for the client, if it may see this exception; otherwise None.
+
+    It may see an ApiError, a panic of native code (without its text), and the errors of the driver.
+    """
     match error:
         case ApiError():
             return error
@@ -59,7 +62,10 @@ def refusal_of(error: Exception) -> ApiError | None:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's error for any exception. One that may not be shown is logged, and the client gets a fixed text."""
+    """Returns the error for the client, for any exception.
+
+    An exception that the client may not see is logged, and the client gets a fixed text.
+    """
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request could not be answered", exc_info=error)

@@ -1,4 +1,4 @@
-"""Who may come in: every path needs a key but for those on a list, whether there is anything at the path or not."""
+"""Lets requests in by API keys: every path but those of a list needs one, whether it exists or not."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeys:
-    """Lets a request through whose `Authorization: Bearer` has one of the keys. Without any key everybody comes in.
-    Anthropic's paths also take it from `x-api-key`, where Anthropic's clients may send it.
+    """Lets a request through if its header `Authorization: Bearer` has one of the keys.
 
-    It decides on the path that the router sees, as it stands: what is no exact match of an open path is none. Host, query and other
-    headers have no say. All keys are compared, each in constant time.
+    Without any key every request comes in. Anthropic's paths also take the key from `x-api-key`,
+    where Anthropic's clients may send it.
+
+    A path is open only if it equals an open path to the letter, as the router sees it. Host, query
+    and other headers make no difference. All keys are compared, each in constant time.
     """
 
     def __init__(
