@@ -1,4 +1,7 @@
-"""The command line of `jaxpage`: its commands and their flags, parsed before anything heavy is imported."""
+"""Declares the commands of `jaxpage` and their flags.
+
+Nothing heavy is imported before the command line is parsed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jaxpage plan --devices N`: the ways to divide N devices into replicas, each on one or more of them."""
+"""Lists for `jaxpage plan --devices N` the ways to divide N devices into equal replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpage.tables import aligned
 
 
 class Planned(Protocol):
-    """What `cli.plan.Option` says."""
+    """A layout with its memory plan, as `cli.plan.Option` has it."""
 
     @property
     def layout(self) -> ModelLayout: ...
@@ -27,7 +27,13 @@ class Planned(Protocol):
 def divisions(
     option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, num_devices: int
 ) -> list[Planned]:
-    """Of one replica each: on one device, on two, and so on, as far as all devices are used."""
+    """Returns one replica of each division; its number of devices divides that of all devices.
+
+    Args:
+        option_of: Plans a layout.
+        layout: The layout of a replica, but for its number of devices.
+        num_devices: The number of all devices.
+    """
     sizes = (size for size in range(1, num_devices + 1) if num_devices % size == 0)
     return [option_of(replace(layout, tensor_parallel_size=size)) for size in sizes]
 
