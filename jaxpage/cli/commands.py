@@ -89,7 +89,7 @@ def compile_menu(arguments: argparse.Namespace) -> None:
 
 
 def config_show(arguments: argparse.Namespace) -> None:
-    """Runs `jaxpage config show`, which prints the effective settings as YAML, with their origins."""
+    """Runs `jaxpage config show`, which prints the effective settings and their origins as YAML."""
     settings, server = resolved_both(arguments)
     print("\n".join([*settings.lines(), "server:", *(f"  {line}" for line in server.lines())]))
 
@@ -109,7 +109,7 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 
 def bench_throughput(arguments: argparse.Namespace) -> int:
-    """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below` allows."""
+    """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
     from jaxpage.bench.throughput import run
 
     return run(arguments, resolved(arguments, without=("seed",)).config)

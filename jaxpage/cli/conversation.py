@@ -45,7 +45,7 @@ def is_open(text: str) -> bool:
 
 
 def unquoted(text: str) -> str:
-    """Returns the text between triple quotes if there is nothing else; otherwise the text as it is."""
+    """Returns the text between triple quotes, or the text as it is if there is anything else."""
     stripped = text.strip()
     num = stripped.count(QUOTES)
     if not stripped.startswith(QUOTES) or num > 2 or (num == 2 and not stripped.endswith(QUOTES)):

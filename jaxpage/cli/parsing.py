@@ -14,7 +14,7 @@ from jaxpage.cli.flag import OneModel
 from jaxpage.cli.from_vllm import ANSWERS
 from jaxpage.settings.argument_checks import close_names
 
-# The metavars of arguments that may be a path.
+# Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
 
 
@@ -88,7 +88,7 @@ def add_command(commands: Commands[Parser], name: str, purpose: str) -> Parser:
 
 
 def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
-    """Returns a function that imports a module of this package when it runs, and calls its function.
+    """Returns a function that imports a module when it runs, and calls a function of it.
 
     So parsing and `--help` do not wait for jax.
 

@@ -1,6 +1,7 @@
-"""Runs `jaxpage plan`: how many blocks and users fit in memory, and what another layout would change.
+"""Runs `jaxpage plan`, which says how many blocks and users fit in memory.
 
-It reads no weights, unless a draft model or a draft head has weights of its own.
+It also says what another dtype or number of devices would change. It reads no weights, unless a
+drafter has weights of its own.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Subject:
     Attributes:
         config: The settings of the engine.
         model: The model, as its config.json describes it.
-        weights: The weights as they are stored.
+        weights: The weights of the engine, quantised if the checkpoint or a setting says so.
         num_parameters: The parameters of the model; a quantised weight counts like a plain one.
         device: The device.
         drafting: The draft model or the draft head, if there is one.
@@ -108,7 +109,11 @@ class Subject:
         return engine_spec_of(self.described(layout), swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
-        """Returns what each device would hold with this layout, or why it is not possible."""
+        """Returns what each device would hold with this layout, or why it is not possible.
+
+        Raises:
+            ConfigError: No model can have this layout.
+        """
         refused = refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)

@@ -41,7 +41,7 @@ def teller(arguments: argparse.Namespace) -> Say:
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """Turns a ValueError, with which an engine refuses a prompt or a parameter, into a UsageError."""
+    """Turns the ValueError with which an engine refuses a prompt or parameter into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -74,7 +74,7 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def is_own_name(text: str) -> bool:
     """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
-    # Wrong flags are refused before, because this imports jax.
+    # The import is late, because it loads jax, and wrong flags are refused before that.
     from jaxpage.checkpoints.fetched import FETCHABLE
     from jaxpage.checkpoints.resolve import PACKAGED
 

@@ -100,7 +100,7 @@ def _asked(modules: Sequence[str]) -> list[LoRARequest]:
 class RuntimeAdapters:
     """Loads and unloads adapters while the server runs, from below one directory.
 
-    One thread calls it.
+    It is used on one thread.
     """
 
     def __init__(self, engine: Engine, context: ModelContext, directory: Path):

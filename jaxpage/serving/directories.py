@@ -25,9 +25,9 @@ def directory_inside(directory: Path, path: str, *, setting: str, param: str) ->
         is_inside = found.is_relative_to(directory.resolve()) and found.is_dir()
     except (
         OSError,
-        ValueError,
-        RuntimeError,
-    ):  # ValueError: a NUL; RuntimeError: a loop of links in Python 3.11
+        ValueError,  # the path has a NUL
+        RuntimeError,  # the path has a loop of links, in Python 3.11
+    ):
         is_inside = False
     if not is_inside:
         raise ApiError(

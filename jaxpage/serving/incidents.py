@@ -1,4 +1,4 @@
-"""Writes the last steps of a server's engine to a file, for POST /debug/incident or a failed step."""
+"""Writes the last steps of an engine to a file, for POST /debug/incident or after a failed step."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from jaxpage.serving.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 ACTIVITY_SECONDS = 10.0
-# A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what
-# Unicode calls ends of lines.
+# These characters could make one record look like two, or move a terminal's cursor: C0 and C1
+# controls, and the line ends of Unicode.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # the name of a parameter
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
@@ -97,8 +97,8 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
         reason: The reason under which `/metrics` counts the refusal.
     """
     state = scope["state"]
-    # A path that no route has, or one with a name in it, is the client's text. Some requests are
-    # refused before they are routed.
+    # A path is shown only if a route has it to the letter, because any other is text of the client.
+    # Requests that are refused before they are routed have no app in their scope.
     routes = scope["app"].routes if "app" in scope else ()
     path = (
         scope["path"]

@@ -1,4 +1,4 @@
-"""Writes the answer of `/metrics`: `Engine.stats` under Prometheus' names, and the server's counts."""
+"""Writes the answer of `/metrics`: `Engine.stats` under Prometheus' names, and the own counters."""
 
 from __future__ import annotations
 

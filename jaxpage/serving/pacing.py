@@ -1,4 +1,7 @@
-"""Slows the engine down as long as a viewer of the page asks for it: each step takes a least time."""
+"""Slows the engine down as long as a viewer of the page asks for it.
+
+In slow motion at least a given time passes from one step to the next.
+"""
 
 from __future__ import annotations
 

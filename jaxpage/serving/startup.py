@@ -262,7 +262,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
 def _opened(
     engine: EngineConfig, server: ServerConfig, start_up: StartUp
 ) -> tuple[Built, dict[int, Channel]]:
-    """Opens the engine, and returns it with the channels to the other hosts, which have the same."""
+    """Opens the engine, and returns it with the channels to the other hosts."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
     sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)

@@ -138,7 +138,7 @@ def _say(connection: socket.socket, record: Record) -> None:
 
 
 def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:
-    """Receives one line of the greeting, byte by byte, because the channel reads what follows it."""
+    """Receives one line of the greeting byte by byte, because the channel reads the next ones."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)

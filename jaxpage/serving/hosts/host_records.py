@@ -15,8 +15,8 @@ class HostRecorder(Recorder):
         return {} if group.request.lora is None else {"lora": list(group.request.lora)}
 
     def _beside_plan(self, plan: StepPlan) -> Record:
-        """Returns how many drafts the devices make, if they make any.
+        """Returns how many tokens a drafter on the devices drafts ahead, if there is one.
 
-        The executable depends on whether they do, and all hosts must run the same one.
+        A step without it has another executable, and all hosts must run the same one.
         """
         return {} if plan.draft_depth is None else {"draft_depth": plan.draft_depth}

@@ -14,9 +14,10 @@ from jaxpage.settings.engine_config import EngineConfig
 
 
 def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
-    """Returns the server's settings with the rank, the number of hosts and the coordinator of the job.
+    """Returns the server's settings, completed from the job that has started this process.
 
-    JAX detects these. Without `coordinator: auto` the settings stay as they are.
+    JAX detects the rank, the number of hosts and the coordinator. Without `coordinator: auto` the
+    settings stay as they are.
 
     Args:
         engine: The settings of the engine.

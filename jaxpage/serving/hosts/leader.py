@@ -14,10 +14,9 @@ from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-PINGS_IN_TIME = 4  # the pings after which a host that does not answer is lost
-REASON_SECONDS = (
-    1.0  # the time after a failed step in which a lost host may be noticed as its reason
-)
+PINGS_IN_TIME = 4  # the pings in the time after which a silent host is lost
+# A lost host that is noticed within this time after a failed step counts as the reason.
+REASON_SECONDS = 1.0
 
 
 class HostLost(Leave):

@@ -30,7 +30,7 @@ def json_answer(
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:
-    """Returns the header that names the ignored fields of a request; no header if there are none."""
+    """Returns the header that names the ignored fields of a request, if there are any."""
     return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
 
 

@@ -1,4 +1,7 @@
-"""Lets requests in by API keys: every path but those of a list needs one, whether it exists or not."""
+"""Lets requests in by API key.
+
+Every path needs a key, whether it exists or not, except for a list of open paths.
+"""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _REASONS = {
 
 
 class Envelope:
-    """The outermost middleware; it sends every error before the answer's first byte to the client."""
+    """The outermost middleware, which answers every error that comes before the first byte."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
@@ -75,7 +75,7 @@ class Envelope:
                 await _read_on(watched_receive)
                 message = {"type": "http.response.body"}
             await send(message)
-            # Only now, because the client does not know of a start that could not be sent.
+            # Set after sending: if the start could not be sent, an error can still be answered.
             has_begun = True
 
         try:

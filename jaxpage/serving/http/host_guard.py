@@ -78,7 +78,7 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Returns whether the value of a Host header is a name of this machine that no DNS can define."""
+    """Returns whether a Host header names this machine in a form that no DNS owner can define."""
     if not (found := _HOST.fullmatch(host)):
         return False
     name = found[1].strip("[]").lower()

@@ -131,7 +131,7 @@ class Watcher(Both):
         return self._engine.events is self
 
     def looked(self) -> None:
-        """Notes that somebody looks now, and moves requests that have ended to the finished ones."""
+        """Notes that somebody looks now, and moves ended requests to the finished ones."""
         self.last_look = time.monotonic()
         scheduler = self._engine.scheduler
         present = {group.request.request_id for group in (*scheduler.running, *scheduler.waiting)}
