@@ -21,6 +21,7 @@ _KV_DTYPE_SETTINGS = {
 
 
 def add_bench(commands: Commands[Parser]) -> None:
+    """Adds the command `bench` with all its kinds."""
     parser = add_command(commands, "bench", "run a benchmark")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     throughput = add_command(

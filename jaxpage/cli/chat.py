@@ -94,6 +94,7 @@ class Lines:
     is_terminal = False
 
     def read(self) -> str | None:
+        """Returns the next line or text in triple quotes; None at the end."""
         while line := sys.stdin.readline():
             while is_open(line) and (more := sys.stdin.readline()):
                 line += more

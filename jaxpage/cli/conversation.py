@@ -82,6 +82,7 @@ class Conversation:
 
     @property
     def params(self) -> SamplingParams:
+        """Returns the sampling parameters of the next answer."""
         return SamplingParams(**{**self._defaults, **self._set})
 
     def messages(self, question: str | None = None, *, without: int = 0) -> list[Message]:
@@ -201,6 +202,7 @@ class Conversation:
 
 
 def help_text() -> str:
+    """Returns the text of /help."""
     words = {name: f"{name} {argument}".strip() for name, (argument, _) in COMMANDS.items()}
     width = max(map(len, words.values()))
     return "\n".join(

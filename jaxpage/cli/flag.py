@@ -21,6 +21,7 @@ class OneModel(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
+        """Stores the name, or raises ArgumentError if there is one already."""
         if "model" in namespace:
             raise argparse.ArgumentError(
                 None, f"the model is given twice: {namespace.model!r} and {values!r}"
@@ -52,9 +53,11 @@ class Flag:
 
     @property
     def option(self) -> str:
+        """Returns the flag as it is written, such as --max-tokens."""
         return "--" + self.setting.replace("_", "-")
 
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
+        """Adds the flag to a group of a parser."""
         options = (self.option, self.alias) if self.alias else (self.option,)
         rest: dict[str, Any] = {
             "dest": self.setting,

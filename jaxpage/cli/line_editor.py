@@ -44,6 +44,7 @@ class LineEditor:
         )
 
     def read(self) -> str | None:
+        """Returns the next text; None after Ctrl-D."""
         while True:
             try:
                 text = self._session.prompt()

@@ -24,6 +24,7 @@ from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
 
 def make_parser() -> Parser:
+    """Returns the parser of the whole command line."""
     parser = Parser(
         prog="jaxpage",
         description="An LLM inference engine in JAX with a paged KV cache.",

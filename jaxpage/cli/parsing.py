@@ -62,6 +62,7 @@ class PrintCompletion(argparse.Action):
     """Prints a shell's completion script for the whole command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        """Prints the script, and exits."""
         shtab = import_module("shtab")
         _complete_files(parser, shtab.FILE)
         print(shtab.complete(parser, shell=arguments[1]))
@@ -82,6 +83,7 @@ Commands = argparse._SubParsersAction
 
 
 def add_command(commands: Commands[Parser], name: str, purpose: str) -> Parser:
+    """Adds a command without flags, and returns its parser."""
     return commands.add_parser(
         name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
     )

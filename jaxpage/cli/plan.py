@@ -85,10 +85,12 @@ class Subject:
 
     @property
     def spec(self) -> ModelSpec:
+        """Returns the spec of the model."""
         return self.model.spec
 
     @property
     def architecture(self) -> str:
+        """Returns the first architecture that config.json names."""
         name: str = self.model.config["architectures"][0]
         return name
 
@@ -148,6 +150,7 @@ class Option:
     error: CapacityError | ConfigError | UnsupportedError | None
 
     def num_users(self, length: int) -> int:
+        """Returns how many users of this many tokens fit; 0 without a plan."""
         return self.plan.num_users(length) if self.plan else 0
 
 

@@ -16,12 +16,19 @@ class Planned(Protocol):
     """A layout with its memory plan, as `cli.plan.Option` has it."""
 
     @property
-    def layout(self) -> ModelLayout: ...
+    def layout(self) -> ModelLayout:
+        """Returns the layout."""
+
     @property
-    def plan(self) -> MemoryPlan | None: ...
+    def plan(self) -> MemoryPlan | None:
+        """Returns the memory plan of each device, or None."""
+
     @property
-    def error(self) -> JaxpageError | None: ...
-    def num_users(self, length: int) -> int: ...
+    def error(self) -> JaxpageError | None:
+        """Returns why there is no plan, or None."""
+
+    def num_users(self, length: int) -> int:
+        """Returns how many users of this many tokens fit."""
 
 
 def divisions(
@@ -39,6 +46,7 @@ def divisions(
 
 
 def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
+    """Returns the table of the divisions, as lines."""
     lengths = (length, 4 * length)
     users_of = [f"users of {each:,}" for each in lengths]
     rows: list[tuple[str, ...]] = [
@@ -67,6 +75,7 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
 
 
 def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict[str, Any]]:
+    """Returns the divisions for JSON."""
     found = []
     for option in options:
         size, plan = option.layout.tensor_parallel_size, option.plan

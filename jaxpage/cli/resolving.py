@@ -82,12 +82,14 @@ def is_own_name(text: str) -> bool:
 
 
 def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
+    """Returns the engine's settings, except `without`, with their origins."""
     return resolve_config(
         arguments.config, engine_settings(arguments, without), overrides_origin="command line"
     )
 
 
 def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
+    """Returns the settings of the engine and of the server, with their origins."""
     file = getattr(arguments, "file", None)
     if file and arguments.config:
         raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
@@ -117,6 +119,7 @@ def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM
 
 
 def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
+    """Returns an engine with these settings."""
     from jaxpage.llm import LLM  # late, because this imports jax
 
     return LLM(**config.given(), use_tqdm=not quiet, verbose=verbose)

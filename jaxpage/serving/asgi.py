@@ -33,6 +33,7 @@ class Application:
         self._app, self._driver = app, driver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or follows the lifespan and stops the engine at its end."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return

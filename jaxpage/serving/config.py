@@ -234,6 +234,7 @@ class ServerConfig(Settings):
     )
 
     def contradictions(self) -> Iterable[Problem]:
+        """Yields the settings that contradict others, with the reason for each."""
         # A bound of the field cannot refuse an empty tuple: it counts the names that are left after
         # wrong ones are taken out.
         if self.served_model_name == ():

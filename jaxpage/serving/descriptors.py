@@ -59,6 +59,7 @@ class Complaints:
         self._last = -_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs an error that asyncio has caught."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_SOMETHING:
             loop.default_exception_handler(context)

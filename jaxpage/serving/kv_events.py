@@ -38,6 +38,7 @@ class KVEvents(Events, CacheObserver):
         self._last_block: int | None = None  # the last block of the last BlockStored event
 
     def stored(self, block: int, entry: Entry) -> None:
+        """Adds a block to the events, unless its prefix has a salt or an adapter."""
         parent = entry.parent
         if isinstance(parent, str) or (parent is not None and parent not in self._hashes):
             return
@@ -60,26 +61,33 @@ class KVEvents(Events, CacheObserver):
         self._last_block = block
 
     def removed(self, blocks: list[int]) -> None:
+        """Adds the removal of blocks that an event has named."""
         if hashes := [self._hashes.pop(block) for block in blocks if block in self._hashes]:
             self._add({"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM})
 
     def cleared(self) -> None:
+        """Adds that no block can be found any more."""
         self._hashes.clear()
         self._add({"type": "AllBlocksCleared"})
 
     def stepped(self, report: StepReport) -> None:
+        """Sends the events of the step."""
         self._flush()
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def pages_rebuilt(self) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def prefix_cache_reset(self) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def closed(self) -> None:
+        """Sends the last events, and ends the sending."""
         self._flush()
         self._close()
 

@@ -42,6 +42,7 @@ class TextFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the text of a record."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         lines = [f"{clock} {record.levelname} {_escaped(record.getMessage())}{_fields(record)}"]
         if record.exc_info:
@@ -59,6 +60,7 @@ class JSONFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the JSON of a record."""
         found = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),

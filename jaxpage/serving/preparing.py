@@ -141,6 +141,7 @@ class Preparing:
         return self._engine.compiled(params)
 
     def close(self) -> None:
+        """Takes back what the threads have not begun."""
         self._reading.close()
         self._aside.close()
         self._grammars.close()

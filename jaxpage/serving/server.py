@@ -168,6 +168,7 @@ class Serving:
 
     @property
     def is_hurried(self) -> bool:
+        """Returns whether the server was asked twice to end."""
         return self._hurried.is_set()
 
     async def run(self) -> int:
@@ -222,9 +223,11 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """Captures no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the sockets, and announces that connections are answered."""
         await super().startup(sockets)
         self._announce()
 

@@ -41,15 +41,18 @@ class Channel:
         self._lock = threading.Lock()
 
     def set_timeout(self, seconds: float | None) -> None:
+        """Sets the longest time that a call may wait; None for no limit."""
         self._connection.settimeout(seconds)
 
     def send(self, record: Record) -> None:
+        """Sends a record as a line."""
         line = encoded(record)
         with self._lock:
             self._connection.sendall(self._code(self._ways[0], self._num_sent, line) + b" " + line)
             self._num_sent += 1
 
     def receive(self) -> Record:
+        """Waits for the next line, and returns its record."""
         line = self._lines.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection has ended")

@@ -164,6 +164,7 @@ def _check_same(said: Sequence[Record], advice: str = "") -> None:
 
 
 def coordinator_of(server: ServerConfig) -> tuple[str, int]:
+    """Returns the host and the port of the setting `coordinator`."""
     host, _, port = (server.coordinator or "").rpartition(":")
     return host.strip("[]"), int(port)
 

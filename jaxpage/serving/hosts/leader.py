@@ -59,9 +59,11 @@ class Leader(HostRecorder):
 
     @property
     def has_lost(self) -> bool:
+        """Returns whether a host was lost."""
         return self._lost is not None
 
     def planned(self, plan: StepPlan) -> None:
+        """Sends the plan to the other hosts, and raises HostLost if one was lost."""
         super().planned(plan)
         if self._lost is not None:
             raise HostLost(self._lost)

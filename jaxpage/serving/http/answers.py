@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 def json_answer(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
+    """Returns an answer in JSON."""
     return Response(encoded(value), status, headers, "application/json")
 
 
@@ -35,6 +36,7 @@ def ignored_header(fields: Sequence[str]) -> dict[str, str]:
 
 
 def error_answer(error: ApiError, path: str) -> Response:
+    """Returns an error as an answer, in the shape of the API of this path."""
     return json_answer(dialect_of(path).error(error), error.status, error.headers)
 
 
@@ -73,5 +75,6 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends an error as an answer, and notes its code and parameter in the scope."""
     scope.setdefault("state", {}).update(refused_because=error.code, refused_param=error.param)
     await error_answer(error, scope["path"])(scope, receive, send)

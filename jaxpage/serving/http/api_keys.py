@@ -36,6 +36,7 @@ class ApiKeys:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it with status 401."""
         if self._digests and scope["path"] not in self._open_paths and not self._has_key(scope):
             message = "No valid API key was given; send it in a header: 'Authorization: Bearer KEY'"
             refusal = ApiError(

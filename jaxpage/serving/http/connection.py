@@ -37,13 +37,16 @@ class _Timer:
 
     @property
     def runs(self) -> bool:
+        """Returns whether a function is going to be called."""
         return self._handle is not None
 
     def start(self, seconds: float, function: Callable[[], None]) -> None:
+        """Calls the function after so many seconds, and forgets an earlier one."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(seconds, function)
 
     def stop(self) -> None:
+        """Forgets the function."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
@@ -106,6 +109,7 @@ class Connection(H11Protocol):
         self._lingering = _Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admits the connection, puts it into the place of another, or refuses it."""
         super().connection_made(transport)
         self._address = str((self.client or ("",))[0])
         if len(self.connections) > 2 * self._max_connections:
@@ -139,6 +143,7 @@ class Connection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the timers."""
         for timer in (self._receiving, self._sending, self._probing, self._lingering):
             timer.stop()
         super().connection_lost(exc)
@@ -155,6 +160,7 @@ class Connection(H11Protocol):
         return waits
 
     def data_received(self, data: bytes) -> None:
+        """Parses the bytes of a client, or drops them after its last request."""
         # In MUST_CLOSE the client has said itself that no request follows.
         if self._drops or self.conn.their_state is h11.MUST_CLOSE:
             self._num_dropped += len(data)
@@ -185,6 +191,7 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        """Stops the deadline of the request, and closes the connection if no other can follow."""
         super().on_response_complete()
         if self.conn.their_state is h11.IDLE:  # uvicorn's own timeout closes an idle connection
             self._receiving.stop()
@@ -192,10 +199,12 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
+        """Starts the deadline for an answer that the client does not read."""
         super().pause_writing()
         self._watch_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        """Stops the deadline, because the client has read everything."""
         super().resume_writing()
         self._sending.stop()
 

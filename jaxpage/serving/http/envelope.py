@@ -40,6 +40,7 @@ class Envelope:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has a request answered, and adds the headers and errors of the envelope."""
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         headers = Headers(scope=scope)

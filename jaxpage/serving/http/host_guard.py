@@ -28,6 +28,7 @@ class HostGuard:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it with status 403."""
         headers = Headers(scope=scope)
         try:
             # A request of HTTP/1.0 has no Host, and passes.

@@ -45,6 +45,7 @@ class Limits:
         self._most_held = 0  # the most of them since memory was last given back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, and counts the bytes of its body."""
         headers = Headers(scope=scope)
         self._check(headers)
         deadline = asyncio.get_running_loop().time() + self._timeout

@@ -32,6 +32,7 @@ class Parser(h11.Connection):
         self.problem: str | None = None
 
     def next_event(self) -> Any:
+        """Returns the next event, which is checked if it is a request."""
         if self.their_state is h11.IDLE and not self._skip_empty_lines():
             return h11.NEED_DATA
         event = super().next_event()

@@ -30,10 +30,12 @@ class _Post:
 
 
 def post_route(path: str, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
+    """Returns a route for POST requests."""
     return Route(path, _Post(answer), methods=["POST"])
 
 
 async def json_body(scope: Scope, receive: Receive) -> bytes:
+    """Returns the body of a request, or raises ApiError if it may not be JSON."""
     request = Request(scope, receive)
     check_is_plain(request.headers)
     if scope["path"].startswith(OLLAMA_PATHS):

@@ -42,6 +42,7 @@ class Timeline:
     last_step: int = 0
 
     def wait(self, kind: str, at: float) -> None:
+        """Ends the open segment, and begins one in which the request waits."""
         self.close(at)
         self.segments.append([kind, at, None, 0])
 
@@ -65,6 +66,7 @@ class Timeline:
         self.last_step = step
 
     def close(self, at: float) -> None:
+        """Ends the last segment, if it is open."""
         if self.segments and self.segments[-1][2] is None:
             self.segments[-1][2] = at
 
@@ -128,6 +130,7 @@ class Watcher(Both):
 
     @property
     def is_listening(self) -> bool:
+        """Returns whether the engine still tells this watcher its events."""
         return self._engine.events is self
 
     def looked(self) -> None:
@@ -140,19 +143,23 @@ class Watcher(Both):
             self.finished[-1].timeline.close(self.last_look)
 
     def arrived(self, group: SequenceGroup) -> None:
+        """Begins the timeline of a new request."""
         super().arrived(group)
         track = self.tracks[group.request.request_id] = Track(group, Timeline())
         track.timeline.wait("queued", time.monotonic())
 
     def aborted(self, group: SequenceGroup) -> None:
+        """Ends the timeline of an aborted request."""
         super().aborted(group)
         self._close(group)
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        """Ends the timeline of a request whose prefix was pinned."""
         super().pinned(group, pin_id)
         self._close(group)
 
     def planned(self, plan: StepPlan) -> None:
+        """Notes when a step begins, and whose sequences it may compute."""
         super().planned(plan)
         self._began = time.monotonic()
         self._group_of = {
@@ -162,6 +169,7 @@ class Watcher(Both):
         }
 
     def stepped(self, report: StepReport) -> None:
+        """Notes a step that ran, or leaves if nobody has looked for a while."""
         super().stepped(report)
         now = time.monotonic()
         if now - self.last_look > PATIENCE_SECONDS:
