@@ -1,4 +1,7 @@
-"""Writes the answer of `/metrics`: `Engine.stats` under Prometheus' names, and the own counters."""
+"""Writes the answer of `/metrics`.
+
+It has the values of `Engine.stats` under Prometheus' names, and the counters of the server.
+"""
 
 from __future__ import annotations
 

@@ -113,6 +113,7 @@ class Preparing:
 
         Raises:
             QueueFull: Too many requests are being read.
+            TimeoutError: The grammar has waited too long for those of other requests.
             ValueError, JaxpageError: A prompt or the parameters cannot be served; see `Admission`
                 and `Engine.compiled`.
         """

@@ -58,8 +58,8 @@ class Connection(H11Protocol):
     A client that has closed its sending side may have left, or may wait for its answer. Only a
     client that is gone resets the connection when something is written to it. So the server writes
     from time to time a probe that a waiting client ignores: the interim answer 100, or the comment
-    of a stream (`state["comment"]` of its scope). HTTP/1.0 has no interim answers; such a client is
-    taken for gone.
+    of a stream (`state["comment"]` of its scope). HTTP/1.0 has no interim answers, so a client of
+    HTTP/1.0 whose answer has not begun is taken for gone.
 
     Attributes:
         conn: The parser of the client's bytes.

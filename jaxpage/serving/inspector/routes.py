@@ -188,7 +188,7 @@ def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
 class _Feed:
     """Makes the snapshots for all viewers together, at most ten times a second.
 
-    Without viewers it makes none.
+    It makes none unless somebody asks.
     """
 
     def __init__(self, driver: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
