@@ -17,9 +17,10 @@ from jaxpage.settings.engine_config import EngineConfig
 WIDTH = 120
 BYTE_SIZE = get_args(ByteSize)[1]  # what marks a number as an amount of memory
 BEGIN, END = "# What follows is generated.", "# The end of what is generated."
-HEADER = '''"""The flags of settings, without what reads settings: `--help` must not wait for pydantic.
+HEADER = '''"""Declares the flags of settings, without what reads settings: `--help` must not wait for pydantic.
 
-Generated from `EngineConfig` and `ServerConfig` by `pytest tests/test_reference.py --write-reference`. Do not edit.
+This module is generated from `EngineConfig` and `ServerConfig`, by
+`pytest tests/test_reference.py --write-reference`. Do not edit it.
 """
 
 from __future__ import annotations
