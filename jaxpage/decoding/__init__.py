@@ -1,4 +1,8 @@
-"""How a request turns draws into text: strategies that see tokens and answer with edits, and never touch a block."""
+"""Turns the draws of a request into its text.
+
+A strategy decodes one request: it sees the tokens that were drawn, answers with edits, and never
+touches a block.
+"""
 
 from jaxpage.decoding.advance import advance, masks_of
 from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
