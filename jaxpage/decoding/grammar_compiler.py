@@ -77,7 +77,7 @@ class GrammarCompiler:
             self._compiling.release()
 
     def close(self) -> None:
-        """Ends the worker process, even while it tries a grammar; nothing is compiled afterwards."""
+        """Ends the worker process, even while it tries a grammar; nothing is compiled any more."""
         # This comes first: a worker that starts now is either seen below, or its starter sees this
         # flag.
         self._closed = True
