@@ -120,7 +120,7 @@ class Driver:
 
     @property
     def ended(self) -> Future[None]:
-        """Returns a future that ends with the thread; it has EngineFailed if an exception did it."""
+        """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
         return self.turns.ended
 
     @property

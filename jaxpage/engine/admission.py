@@ -153,7 +153,7 @@ class Admission:
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
         longest = self._longest(checked.sampling)
-        # Only a scored prompt may be this long, and it is too long.
+        # Such a prompt is only scored, so the message speaks of no output.
         if len(token_ids) >= longest > self._max_model_len:
             raise ValueError(
                 f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}"

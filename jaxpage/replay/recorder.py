@@ -1,7 +1,7 @@
 """Makes a record of each event of an engine.
 
-A record is a JSON object. The log writes records to a file, a replay compares them with those of a file: both get them from here.
-The scheduler is a function of its events, so what these records hold is all that a replay needs.
+A record is a JSON object. The log writes records to a file, and a replay compares them with those
+of a file. The scheduler is a function of its events, so a replay needs nothing else.
 """
 
 from __future__ import annotations
@@ -29,12 +29,16 @@ _NEUTRAL_BEAM = BeamSearchParams(1)
 
 
 class Recorder(Events):
-    """Turns events into records. What is empty is left out; block tables appear as what changed since a sequence's last row."""
+    """Turns events into records.
+
+    Empty fields are left out. Of a block table a record has only what changed since the sequence's
+    last row.
+    """
 
     def __init__(self, sink: Callable[[Record], None]) -> None:
         self._sink = sink
-        self._step = 0  # the last that was planned
-        # by sequence id, as last recorded
+        self._step = 0  # the last planned step
+        # The last recorded block tables, by sequence id.
         self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def arrived(self, group: SequenceGroup) -> None:
@@ -116,11 +120,11 @@ class Recorder(Events):
         self._record("end")
 
     def _beside_arrival(self, group: SequenceGroup) -> Record:
-        """Fields that a log does not have."""
+        """Returns further fields of an arrival, which a log does not have."""
         return {}
 
     def _beside_plan(self, plan: StepPlan) -> Record:
-        """Fields that a log does not have."""
+        """Returns further fields of a plan, which a log does not have."""
         return {}
 
     def _record(self, event: str, **fields: Any) -> None:
@@ -129,8 +133,8 @@ class Recorder(Events):
     def _table_changes(self, plan: StepPlan) -> Record:
         """Returns what changed in block tables since the last row of their sequences.
 
-        The format of the log has the first cache group in `tables`, and the others, whose changes
-        begin with the number of the group, in `further_tables`.
+        The format of the log has the first cache group in `tables`. The others are in
+        `further_tables`, where a change begins with the number of the group.
         """
         tables: list[list[Any]] = []
         further: list[list[Any]] = []
@@ -152,9 +156,12 @@ class Recorder(Events):
 
 
 def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
-    """What differs, as runs [first position, block, block, ...]; what was cut off shows in the table's length alone."""
+    """Returns the changes of a block table as runs [first position, block, block, ...].
+
+    Blocks that were cut off show only in the length of the table.
+    """
     runs: list[list[int]] = []
-    stop = -1  # of the last run
+    stop = -1  # the position after the last run
     for position, (old, block) in enumerate(zip_longest(before, table)):
         if block is None or block == old:
             continue
@@ -166,7 +173,10 @@ def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[
 
 
 def _given(params: SamplingParams) -> Record:
-    """The parameters that are not at their default. The seed stands beside them, resolved."""
+    """Returns the parameters that differ from their defaults.
+
+    The seed is not among them; it is a field of its own.
+    """
     fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
     return {
         name: getattr(params, name)
@@ -176,7 +186,7 @@ def _given(params: SamplingParams) -> Record:
 
 
 def _given_beam(beam: BeamSearchParams) -> Record:
-    """The width, and what is not at its default."""
+    """Returns the beam width, and the parameters that differ from their defaults."""
     fields = (field.name for field in dataclasses.fields(beam))
     given = {
         name: getattr(beam, name)
@@ -187,7 +197,11 @@ def _given_beam(beam: BeamSearchParams) -> Record:
 
 
 def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
-    """[draw, rank, ids, bits] for each draw that asks: the drawn token and the likeliest, their log probabilities as float32 bits."""
+    """Returns [draw, rank, ids, bits] for each draw that asks for log probabilities.
+
+    The ids are those of the drawn token and of the most likely ones. The bits are their log
+    probabilities, as the bits of float32.
+    """
     return [
         [
             draw,
@@ -203,7 +217,10 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
 
 
 def _scores(edit: Score) -> list[Any]:
-    """[sequence, position, [rank, ids, bits], ...]: as `_logprobs`, for each token of the prompt from this position on."""
+    """Returns [sequence, position, [rank, ids, bits], ...] for scored tokens of a prompt.
+
+    The position is that of the first one. For ids and bits see `_logprobs`.
+    """
     tokens = [
         [
             token.rank,
@@ -216,7 +233,10 @@ def _scores(edit: Score) -> list[Any]:
 
 
 def usual_draws(plan: Record) -> list[int]:
-    """The rows that a recorded plan draws from unless it says otherwise: each once, or one with drafts behind each of its tokens."""
+    """Returns the rows that a recorded plan draws from unless it says otherwise.
+
+    Each row draws once; with drafts in the plan, each draws once for each of its tokens.
+    """
     if "drafts" not in plan:
         return list(range(len(plan["rows"])))
     return [
@@ -225,8 +245,12 @@ def usual_draws(plan: Record) -> list[int]:
 
 
 def _drafts(row: Row) -> list[Any]:
-    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token. Of drafts that were drawn
-    always, and behind them of each draft the ids and the float32 bits of what it was drawn from."""
+    """Returns [sequence, token ids, parents, distributions] of a row's drafts.
+
+    A parent is the index of a draft, or -1 for the last known token. Distributions are the ids and
+    float32 bits that each draft was drawn from; only drafts that were drawn at random have them. A
+    chain without distributions has no parents either.
+    """
     draft = Draft(row.token_ids[-len(row.parents) :], tuple(parent - 1 for parent in row.parents))
     record = [row.sequence_id, list(draft.token_ids)]
     if row.q is not None:
@@ -235,11 +259,11 @@ def _drafts(row: Row) -> list[Any]:
 
 
 def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
-    """Of each row which of its tokens are right drafts, one behind the other; nothing of a step without drafts."""
+    """Returns the places of each row's right drafts; nothing for steps without drafts."""
     if result.paths is None:
         return []
     paths = []
-    first = 0  # of the row's tokens in the stream
+    first = 0  # the place of the row's first token in the stream
     for row, path in zip(plan.rows, result.paths.tolist(), strict=True):
         paths.append([place - first for place in path if place > first])
         first += len(row.token_ids)
@@ -247,7 +271,10 @@ def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
 
 
 def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
-    """What is more than a token. Where an end comes before the last token that was drawn for its sequence: behind how many of them."""
+    """Returns the edits that are more than a new token.
+
+    If a sequence ends before its last drawn token, its end has the number of tokens before it.
+    """
     if result.paths is None:
         num_draws = {}
     else:
