@@ -78,7 +78,7 @@ class PrefixTier(Events):
             self._access.write_blocks(restored)
 
     def stepped(self, report: StepReport) -> None:
-        """Writes the blocks of finished sequences, which are free now but still have their contents."""
+        """Writes the blocks of finished sequences, which are free but still have their contents."""
         if not self._is_current:
             return
         wanted: dict[int, StoredBlock] = {}
