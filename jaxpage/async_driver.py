@@ -289,7 +289,7 @@ class AsyncDriver(Driver):
             True if all requests finished.
         """
         drained = self.drain(what)
-        await self.snapshot(lambda engine: None)  # now an empty engine has answered
+        await self.snapshot(lambda engine: None)  # after this an idle engine has answered the drain
         if drained.done():
             return True
         try:

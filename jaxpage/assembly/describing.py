@@ -176,7 +176,7 @@ def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec
 
 
 def _use_compile_cache() -> None:
-    # a directory that the program has set stays
+    # A directory that the program has set stays.
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         use_compile_cache(compile_cache_directory())
 

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # ignored by greedy requests
-# These change the text in transformers, and are not supported as defaults here; and the values with
-# which they change nothing.
+# These settings change the text in transformers, but cannot be defaults here. With one of the
+# neutral values they change nothing.
 _LEFT_OUT = (
     "num_beams",
     "no_repeat_ngram_size",
