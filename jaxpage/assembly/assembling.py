@@ -52,6 +52,7 @@ class Built:
 
     @property
     def memory(self) -> MemoryPlan:
+        """Returns how the memory of a device is divided."""
         return self.spec.memory
 
     def new_embedder(self) -> Embedder:

@@ -33,6 +33,7 @@ class DeviceSpec:
 
     @property
     def is_cpu(self) -> bool:
+        """Returns whether the device is a CPU."""
         return self.name.startswith("cpu")
 
     @property

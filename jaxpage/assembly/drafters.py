@@ -84,12 +84,15 @@ class HeadFiles:
         return 1 + max(rank for path in self.choices for rank in path)
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the heads' weights."""
         return self.files.num_bytes(dtype)
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
     def make(self, spec: EngineSpec) -> HeadDrafter:
+        """Returns the drafter for the engine of this specification."""
         return HeadDrafter(
             abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates
         )
@@ -102,12 +105,15 @@ class NoFiles:
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns 0, since there are no weights."""
         return 0
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
+        """Returns None, since there are no weights."""
         return None
 
     def make(self, spec: EngineSpec) -> TopIdsDrafter:
+        """Returns the drafter for the engine of this specification."""
         return TopIdsDrafter(min(NUM_RECYCLED, spec.vocab_size))
 
 
@@ -131,6 +137,7 @@ class ModelDrafterFiles:
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
+        """Returns the KV cache of its own layers."""
         return (self.kv,)
 
     def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
@@ -152,6 +159,7 @@ class ModelDrafterFiles:
         return abstract(module)[0]
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
+        """Returns the drafter for the engine of this specification."""
         shape, rule = tree_shape(spec.menu), spec.config.acceptance.name
         choice: Choice = "coupled" if rule == "coupled" else "likeliest"
         if rule == "rejection" and shape.num_branches == 1:
@@ -221,6 +229,7 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    """Opens a draft model, which is a model of its own with the target's vocabulary."""
     files = open_model(drafter_directory(config))
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:

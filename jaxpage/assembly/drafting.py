@@ -51,6 +51,7 @@ class Drafting:
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of the drafter's layers that have a KV cache."""
         return sum(kv.num_layers for kv in self.kvs)
 
     @property

@@ -80,10 +80,12 @@ class EngineSpec:
 
     @property
     def vocab_size(self) -> int:
+        """Returns the number of the model's token ids (V)."""
         return self.described.model.vocab_size
 
     @property
     def page_dtype(self) -> jnp.dtype:
+        """Returns the type of the numbers in the KV pages."""
         return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
@@ -108,6 +110,7 @@ class EngineSpec:
 
     @property
     def tables(self) -> TableShape:
+        """Returns the shape of the block tables."""
         return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
 
     @property

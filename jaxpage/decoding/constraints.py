@@ -81,6 +81,7 @@ class Grammar:
         return mask & ~self._no_text
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        """Returns the mask that admits these token ids."""
         return mask_of(token_ids, self.vocab_size)
 
     def _compiled(self) -> LLMatcher:

@@ -32,6 +32,7 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def main() -> None:
+    """Answers each grammar that comes in, until the engine closes the pipe."""
     try:
         tokenizer = tokenizer_of(sys.stdin.readline())
     except UnsupportedError:  # the engine finds the same problem and reports it

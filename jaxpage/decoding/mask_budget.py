@@ -32,11 +32,13 @@ class MaskBudget:
         self._total = 0.0
 
     def begin_step(self) -> None:
+        """Sets all counts back to zero."""
         self._spent.clear()
         self._total = 0.0
 
     @contextlib.contextmanager
     def spending(self, request_id: str) -> Iterator[None]:
+        """Adds the processor time of its `with` block to the request's count."""
         begun = time.thread_time()
         try:
             yield

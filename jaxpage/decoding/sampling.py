@@ -49,6 +49,7 @@ class SamplingStrategy:
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        """Returns the edits that the draws of the request's sequences lead to."""
         edits: list[Edit] = []
         ended: set[int] = set()
         seen: set[int] = set()
@@ -65,6 +66,7 @@ class SamplingStrategy:
         return edits
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
+        """Returns the tokens that the grammar admits after these drafts, or None for no mask."""
         if self.grammar is None:
             return None
         if drafts and self._is_too_slow():

@@ -40,6 +40,7 @@ class CheckedParams(NamedTuple):
 
     @property
     def beam(self) -> BeamSearchParams | None:
+        """Returns the parameters of the beam search, or None for sampling."""
         return self.asked if isinstance(self.asked, BeamSearchParams) else None
 
 
@@ -71,6 +72,7 @@ class PreparedRequest(NamedTuple):
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
+        """Returns the parameters of the caller."""
         return self.checked.asked
 
 
@@ -190,6 +192,7 @@ class Admission:
             )
 
     def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
+        """Returns the request, with a seed if it has none."""
         checked, params = prepared.checked, prepared.checked.sampling
         self._num_admitted += 1
         longest = self._longest(params)

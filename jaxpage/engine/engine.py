@@ -115,6 +115,7 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
+        """Returns whether a request is running or waiting."""
         return self.scheduler.has_unfinished
 
     def prepare(
@@ -319,9 +320,11 @@ class Engine:
             self.events.unpinned(pin_id)
 
     def is_pinned(self, pin_id: int) -> bool:
+        """Returns whether the pin is in place."""
         return pin_id in self.scheduler.block_manager.pins
 
     def stats(self) -> dict[str, Any]:
+        """Returns all counters by their public names."""
         return self.metrics.snapshot(self.scheduler, self.runner.executables)
 
     def memory_report(self, *, reset: bool) -> MemoryReport:

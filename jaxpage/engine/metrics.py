@@ -36,6 +36,7 @@ class EngineMetrics:
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
+        """Returns the new metrics of a request that arrived."""
         metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
         return metrics
 
@@ -90,6 +91,7 @@ class EngineMetrics:
                 self.latencies.has_tokens(metrics, now)
 
     def ended(self, group: SequenceGroup) -> None:
+        """Books a request that has ended, for whatever reason."""
         if metrics := self.requests.pop(group.request.request_id, None):
             metrics.finished_time = time.monotonic()
             self.latencies.finished(group, metrics)
@@ -98,10 +100,12 @@ class EngineMetrics:
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
 
     def memory_report(self, scheduler: Scheduler) -> MemoryReport:
+        """Returns what the pools held over time."""
         manager = scheduler.block_manager
         return self.memory.report(num_blocks=manager.num_usable, block_size=manager.block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
+        """Returns all counters by their public names."""
         manager, split = scheduler.block_manager, scheduler.usage()
         total, free, prefixes = manager.num_usable, manager.num_free, scheduler.prefix_counts
         return {

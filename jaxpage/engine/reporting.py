@@ -32,13 +32,16 @@ class Reporter:
 
     @property
     def finished(self) -> bool:
+        """Returns whether all sequences of the request have ended."""
         return self._group.finished
 
     @property
     def num_output_tokens(self) -> int:
+        """Returns the number of output tokens of all sequences."""
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
     def whole(self) -> RequestOutput:
+        """Returns all that was generated; for `best_of` and beam search only the best sequences."""
         if beam := self._group.request.beam:
             return self._output(self._hypotheses(beam), self._prompt_logprobs())
         completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]

@@ -55,6 +55,7 @@ class Runner:
         self._adapters = {sharded.weight.path: sharded for sharded in adapters}
 
     def run(self, batch: Batch) -> StepResult:
+        """Runs a batch, its moves of blocks first, and returns what the step drew."""
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         for group, pairs in batch.copies:

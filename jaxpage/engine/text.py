@@ -69,6 +69,7 @@ class StreamDetokenizer:
         self._num_known = len(self._window)
 
     def push(self, token_id: int) -> str:
+        """Returns the text that is certain with this token; it may be empty."""
         if (
             self._skip
             and not self._decode([token_id])
@@ -91,6 +92,7 @@ class StreamDetokenizer:
         return self._take(self._decode(self._window))
 
     def fork(self) -> Self:
+        """Returns a detokenizer with the same past, which goes on by itself."""
         other = copy.copy(self)
         other._window = self._window.copy()
         return other
@@ -128,10 +130,13 @@ class NoText:
     """Gives no text, for a model without a tokenizer."""
 
     def push(self, token_id: int) -> str:
+        """Returns no text."""
         return ""
 
     def flush(self) -> str:
+        """Returns no text."""
         return ""
 
     def fork(self) -> Self:
+        """Returns itself, since it keeps nothing."""
         return self

@@ -113,6 +113,7 @@ class PrefixFiles:
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of all files."""
         with self._lock:
             return self._num_bytes
 

@@ -104,9 +104,11 @@ class PrefixTier(Events):
         return found
 
     def weights_replaced(self) -> None:
+        """Stops reading and writing, because the files belong to the old weights."""
         self._is_current = False
 
     def closed(self) -> None:
+        """Waits until all waiting blocks are written."""
         self._files.close()
 
 

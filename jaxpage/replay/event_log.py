@@ -54,6 +54,7 @@ class EventLog(Recorder):
         self._write(header)
 
     def closed(self) -> None:
+        """Writes the last record and closes the file."""
         super().closed()
         self._close()
 
@@ -78,6 +79,7 @@ class EventLog(Recorder):
 
 
 def encoded(record: Record) -> bytes:
+    """Returns a record as a line of the file."""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 

@@ -84,6 +84,7 @@ class IncidentRing(Recorder):
         self.failure: Callable[[Incident], None] = lambda incident: None
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Records the failure, and hands out the incident."""
         super().failed(plan, error)
         self.failure(self.taken("a step failed"))
 
@@ -93,6 +94,7 @@ class IncidentRing(Recorder):
         self._num_steps, self._before, self._is_whole = 0, Walk(), False
 
     def taken(self, reason: str) -> Incident:
+        """Returns the content of the ring."""
         why_not = None
         if not self._is_whole:
             why_not = "it does not begin with the engine's first step, and a step depends on the KV cache before it"

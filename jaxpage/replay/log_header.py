@@ -84,6 +84,7 @@ def header(
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide the numbers."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
@@ -194,6 +195,7 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
 
 
 def config_hash(config: dict[str, Any]) -> str:
+    """Returns the hash of the settings."""
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -51,6 +51,7 @@ class Walk:
         self._plan: Record = {}
 
     def follow(self, record: Record) -> None:
+        """Takes the next record."""
         self.step = record.get("step", self.step)
         self.ended, self.drawn = {}, {}
         match record["event"]:
@@ -72,6 +73,7 @@ class Walk:
                 )
 
     def sequences_of(self, request_id: str) -> list[int]:
+        """Returns the ids of a request's sequences."""
         return [
             one for one, sequence in self.sequences.items() if sequence.request_id == request_id
         ]

@@ -42,6 +42,7 @@ class Recorder(Events):
         self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def arrived(self, group: SequenceGroup) -> None:
+        """Records a request and all its parameters."""
         request = group.request
         self._record(
             "arrival",
@@ -65,17 +66,21 @@ class Recorder(Events):
         )
 
     def aborted(self, group: SequenceGroup) -> None:
+        """Records that a request was ended from outside."""
         self._record("abort", request_id=group.request.request_id)
         self._forget(sequence.sequence_id for sequence in group.sequences)
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        """Records that a request was ended and its prompt pinned."""
         self._record("pin", request_id=group.request.request_id, pin_id=pin_id)
         self._forget(sequence.sequence_id for sequence in group.sequences)
 
     def unpinned(self, pin_id: int) -> None:
+        """Records that a pin was given up."""
         self._record("unpin", pin_id=pin_id)
 
     def planned(self, plan: StepPlan) -> None:
+        """Records the rows, drafts, blocks and moves of a step."""
         self._step = plan.step_id
         draws = [sample.row for sample in plan.samples]
         drafts = [_drafts(row) for row in plan.rows if row.parents]
@@ -95,6 +100,7 @@ class Recorder(Events):
         self._record("plan", **present, **self._beside_plan(plan))
 
     def stepped(self, report: StepReport) -> None:
+        """Records the tokens of a step, and the edits that they do not imply."""
         plan, result, edits = report.plan, report.result, report.edits
         fields = {
             "logprobs": _logprobs(plan, result),
@@ -107,16 +113,20 @@ class Recorder(Events):
         self._forget(edit.sequence_id for edit in edits if isinstance(edit, Finish | Drop))
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Records that a step failed."""
         self._record("failure", error=f"{type(error).__name__}: {error}")
         self._tables.clear()
 
     def pages_rebuilt(self) -> None:
+        """Records that the pages were made anew."""
         self._record("rebuild")
 
     def prefix_cache_reset(self) -> None:
+        """Records that the prefix cache was emptied."""
         self._record("reset")
 
     def closed(self) -> None:
+        """Records the end of the engine."""
         self._record("end")
 
     def _beside_arrival(self, group: SequenceGroup) -> Record:

@@ -119,6 +119,7 @@ class Replay:
 
     @property
     def parts(self) -> EngineParts:
+        """Returns the parts of the engine that take their decisions from the log."""
         return {
             "speculator": self._drafts,
             "new_strategy": self._strategy,
@@ -267,9 +268,11 @@ class LoggedDrafts(NoSpeculation):
         engine.step()
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """Returns the drafts of the logged step."""
         return Drafts(self.next)
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns the draft depth of the logged step."""
         return self.depth
 
 
