@@ -53,7 +53,8 @@ class RequestMetrics:
         finished_time: The time when it ended.
         num_preemptions: The number of times it was preempted.
         num_cached_tokens: The prompt tokens found in the prefix cache when it was first admitted.
-        num_drafts: The number of drafts, of one or more tokens each; a sequence has one per step.
+        num_drafts: The number of drafts, of one or more tokens each; a sequence has at most one per
+            step.
         num_draft_tokens: The number of tokens in these drafts.
         num_accepted_tokens: The number of draft tokens in the text: those that were right, and came
             before whatever ended it.

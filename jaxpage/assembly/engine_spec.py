@@ -46,15 +46,15 @@ BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Holds all decisions about one engine, and what they were made from.
+    """Holds all decisions about one engine, and the facts that they were made from.
 
     Attributes:
         described: The model, the device and the settings.
-        sharding: How the model is divided over devices.
+        sharding: The division of the model over devices.
         groups: The cache groups.
         menu: The shapes of the steps.
-        limits: What the scheduler knows of the shapes.
-        memory: How the memory of a device is divided.
+        limits: The limits of these shapes, for the scheduler.
+        memory: The division of a device's memory.
         attention: The kernel sets by kind of step; empty if the device is not at hand.
         quantization: A description of the weights' quantisation; empty if there is none.
     """
@@ -360,7 +360,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
-    """Returns what the scheduler knows of the shapes."""
+    """Returns the limits of the shapes, for the scheduler."""
     return StepLimits(
         max_rows=max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,

@@ -86,7 +86,7 @@ def given_weights(
         event_log: The path of the event log, if there is one.
         parameters: The weights.
         check_finite: True refuses NaN and infinite numbers.
-        mode: What happens to running requests; it is only checked here.
+        mode: The treatment of running requests; it is only checked here.
 
     Raises:
         ValueError: The mode is unknown.

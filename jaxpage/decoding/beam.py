@@ -151,7 +151,13 @@ class BeamStrategy:
     def _edits(self, going: list[_Candidate], best: list[_Hypothesis]) -> list[Edit]:
         """Returns the edits of a step, in order: drops, then forks, then appends.
 
-        Forks come before appends, so that a fork copies its parent without the new token.
+        Forks come before appends, so that a fork copies its parent without the new token. With two
+        beams:
+
+            beams      candidates, best first      edits
+            A  -0.5    A+x  -0.7   goes on         Drop(B)
+            B  -0.9    A+y  -1.0   goes on         Fork(A to B)     the id of B is free again
+                       B+z  -1.6   is dropped      Append(A, x), Append(B, y)
         """
         continued = [
             *going,

@@ -61,7 +61,7 @@ class GrammarCompiler:
             ValueError: Something is wrong with the grammar.
             TimeoutError: Other requests kept the compiler busy for too long.
             UnsupportedError: llguidance cannot take the tokenizer.
-            JaxpageError: The process that tries grammars was killed, and so was the next one.
+            JaxpageError: The process that tries grammars was killed twice, or gave no answer.
             RuntimeError: The compiler is closed.
         """
         if (found := self.found(asked)) is not None:

@@ -56,7 +56,7 @@ class Stopping:
     An end-of-sequence or stop id is a token of the output and has no text. Within the first
     `min_tokens` output tokens only the length or the grammar ends a sequence; a stop string must be
     complete after them. If several ends come with the same token, a stop string takes precedence
-    over the grammar's end, and that over the length.
+    over all others, and the grammar's end over the length.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:

@@ -379,7 +379,7 @@ class Turns:
         """Takes the other weights if nothing runs, and then obeys the orders that waited for them.
 
         Returns:
-            True if the weights were taken or withdrawn.
+            True if weights waited and do not wait any more: they were taken, refused or withdrawn.
         """
         replacement = self.replacement
         if replacement is None or (self._has_work and not replacement.is_withdrawn):

@@ -108,7 +108,7 @@ class Engine:
         self._new_strategy = new_strategy or self._strategy_of
         self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
-        # Admitted ones; a replay never sees refused requests, so they take no id.
+        # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
         self._num_sequences = 0
         self._num_pins = 0
         self.weights_version = 0
@@ -152,7 +152,7 @@ class Engine:
             ValueError: Something is wrong with the grammar.
             UnsupportedError: llguidance cannot take the tokenizer.
             TimeoutError: The grammars of other requests take too long.
-            JaxpageError: The process that tries grammars was killed, and so was the next one.
+            JaxpageError: The process that tries grammars was killed twice, or gave no answer.
         """
         asked = getattr(params, "structured_outputs", None)
         return None if asked is None else self.grammars.compiled(asked)

@@ -168,7 +168,8 @@ class Recorder(Events):
 def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
     """Returns the changes of a block table as runs [first position, block, block, ...].
 
-    Blocks that were cut off show only in the length of the table.
+    From [3, 9, 4] to [3, 7, 8, 5] the only run is [1, 7, 8, 5]. Blocks that were cut off show only
+    in the length of the table.
     """
     runs: list[list[int]] = []
     stop = -1  # the position after the last run

@@ -51,7 +51,8 @@ class Report:
         num_steps: The number of steps that were the same.
         num_tokens: The number of tokens that were the same.
         difference: The first difference; None if there is none.
-        ending: How the log ends, if not by a shutdown.
+        ending: The way in which the log ends; None if it ends by a shutdown, a difference, or
+            `until`.
     """
 
     num_steps: int
