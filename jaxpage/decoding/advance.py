@@ -46,7 +46,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
 
     Args:
         plan: The plan of the step.
-        result: What the device returned for it.
+        result: The result that the device returned for it.
         strategies: The strategy of each sequence, by sequence id. The draws of a sequence that has
             none are ignored: its request was aborted.
     """

@@ -39,7 +39,7 @@ class Verdict:
 
     Attributes:
         text: The text to show.
-        reason: Why the sequence ends; None if it goes on.
+        reason: The reason why the sequence ends; None if it goes on.
         stop_reason: The stop string or stop token id that ended it, or the message of an error.
         last_text: The text that was held back, and comes out because the sequence ends.
     """

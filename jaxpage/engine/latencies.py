@@ -67,7 +67,7 @@ class Latencies:
         self._generation_tokens = Histogram(TOKENS)
 
     def has_tokens(self, metrics: RequestMetrics, now: float) -> None:
-        """Books that a step gave a request at least one token."""
+        """Notes that a step gave a request at least one token."""
         if metrics.last_token_time is None:
             metrics.first_token_time = now
             self._time_to_first_token.observe(now - metrics.arrival_time)
@@ -76,7 +76,7 @@ class Latencies:
         metrics.last_token_time = now
 
     def finished(self, group: SequenceGroup, metrics: RequestMetrics) -> None:
-        """Books that a request has ended."""
+        """Notes that a request has ended."""
         if {sequence.finish_reason for sequence in group.sequences} - {"stop", "length"}:
             return
         scheduled, first, last = (

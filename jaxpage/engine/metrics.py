@@ -43,7 +43,7 @@ class EngineMetrics:
     def scheduled(
         self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler
     ) -> None:
-        """Books a step that is about to run."""
+        """Notes a step that is about to run."""
         now = self._step_began = time.monotonic()
         manager = scheduler.block_manager
         used_blocks = manager.num_usable - manager.num_free
@@ -57,7 +57,7 @@ class EngineMetrics:
                 metrics.num_cached_tokens = group_of[row.sequence_id].num_cached_tokens or 0
 
     def stepped(self, report: StepReport, group_of: dict[int, SequenceGroup]) -> None:
-        """Books a step that ran; a failed step has computed nothing and is not booked."""
+        """Notes a step that ran; a failed step has computed nothing and is not counted."""
         plan, edits = report.plan, report.edits
         now = time.monotonic()
         self.engine_steps_total += 1
@@ -91,7 +91,7 @@ class EngineMetrics:
                 self.latencies.has_tokens(metrics, now)
 
     def ended(self, group: SequenceGroup) -> None:
-        """Books a request that has ended, for whatever reason."""
+        """Notes a request that has ended, for whatever reason."""
         if metrics := self.requests.pop(group.request.request_id, None):
             metrics.finished_time = time.monotonic()
             self.latencies.finished(group, metrics)
