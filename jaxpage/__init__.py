@@ -1,6 +1,7 @@
 """jaxpage: a compiler-style LLM inference engine in JAX with paged attention.
 
-The names below are loaded at first use, so that `import jaxpage` neither imports JAX nor touches a device.
+The names below are loaded at first use, so that `import jaxpage` neither imports JAX nor touches a
+device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m jaxpage` is the command `jaxpage`."""
+"""Runs the command `jaxpage`, for `python -m jaxpage`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A driver for event loops: `AsyncLLM` and the server await its answers and the outputs of requests."""
+"""Defines the driver for event loops, for `AsyncLLM` and the server."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class _Home:
-    """The event loop that reads requests. It is woken once for all that is new of them."""
+    """Holds the event loop that reads requests; it is woken once for all updates of a turn."""
 
     loop: asyncio.AbstractEventLoop
 
     def __call__(self, updates: list[Update]) -> None:
-        # An event loop that is closed has nobody who waits.
+        # A closed event loop raises RuntimeError, and nobody waits on it.
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(_arrive, updates)
 
 
 class AwaitedHandle(Handle):
-    """A request that is read on the event loop that submitted it; `cancel` may come from any thread.
+    """Follows a request that is read on the event loop that submitted it.
 
-    The next delta is made when the last one was taken, of everything since then.
+    The next delta is made when the reader asks for it, and has everything since the last one. Any
+    thread may call `cancel`.
     """
 
     def __init__(
@@ -55,10 +56,15 @@ class AwaitedHandle(Handle):
         self._error: JaxpageError | None = None
 
     async def whole(self) -> RequestOutput:
-        """Returns all of it, once it has finished. A reader that gives up has ended the request.
+        """Returns the whole output when the request has finished.
+
+        A reader that stops waiting ends the request.
 
         Raises:
-            DeadlineExceeded, EngineFailed, ShuttingDown, WeightsReplaced: It was ended.
+            DeadlineExceeded: Its time was over.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down.
+            WeightsReplaced: The model gets other weights.
         """
         try:
             return await self.next_delta()
@@ -66,9 +72,9 @@ class AwaitedHandle(Handle):
             self.cancel()
 
     def next_delta(self) -> asyncio.Future[RequestOutput]:
-        """Returns what is new of a stream, or all of a request that is not streamed, at its end.
+        """Returns the next delta of a stream, or the whole output of an ordinary request.
 
-        The last delta has finish reasons. Raises what `whole` raises.
+        The last delta has finish reasons. The future has the errors of `whole`.
         """
         self._waiting = self._home.create_future()
         try:
@@ -80,11 +86,11 @@ class AwaitedHandle(Handle):
         return self._waiting
 
     def cancel(self) -> None:
-        """Ends the request before the engine's next step. A request that has ended stays as it is."""
+        """Ends the request before the engine's next step, unless it has ended already."""
         self._turns.end([self])
 
     def arrived(self, update: RequestOutput | JaxpageError) -> None:
-        """Takes what the driver sent. An error comes without being asked for, and stays."""
+        """Takes an update of the driver. An error comes without being asked for, and is kept."""
         if isinstance(update, JaxpageError):
             self._error = update
         if self._waiting is None or self._waiting.done():
@@ -96,7 +102,11 @@ class AwaitedHandle(Handle):
 
 
 class AsyncPinnedPrefix:
-    """A prefix whose keys and values stay in place until `release()` or the end of `async with`."""
+    """Keeps a prefix's keys and values in place until `release()` or the end of `async with`.
+
+    Attributes:
+        num_tokens: The number of tokens of the prefix.
+    """
 
     def __init__(self, driver: Driver, pin_id: int, num_tokens: int):
         self.num_tokens = num_tokens
@@ -105,7 +115,7 @@ class AsyncPinnedPrefix:
 
     @property
     def released(self) -> bool:
-        """Returns whether the blocks were given free, or lost in a failed step with the pages."""
+        """Returns whether the pin was released, or lost with the pages in a failed step."""
         return not self._driver.is_pinned(self._pin_id)
 
     async def release(self) -> None:
@@ -121,9 +131,13 @@ class AsyncPinnedPrefix:
 
 
 class AsyncDriver(Driver):
-    """The driver of an engine, with methods that an event loop awaits.
+    """Drives an engine for event loops, which await its methods.
 
     Each of them raises EngineFailed or ShuttingDown after the driver's end.
+
+    Attributes:
+        built: The engine, with what the server knows of its model.
+        num_places: The most requests at a time.
     """
 
     def __init__(
@@ -138,7 +152,7 @@ class AsyncDriver(Driver):
 
         Args:
             built: The engine, with what the server knows of its model.
-            max_queued_requests: How many requests may be there beyond the engine's `max_num_seqs`.
+            max_queued_requests: The most requests at a time beyond the engine's `max_num_seqs`.
             request_timeout_seconds: See `Driver`.
             stalled_after_seconds: See `Driver`.
         """
@@ -152,7 +166,10 @@ class AsyncDriver(Driver):
         self.built = built
 
     async def snapshot(self, function: Callable[[Engine], _Result]) -> _Result:
-        """Returns what a function finds between two steps. It is quick, or everybody waits."""
+        """Returns the result of a function that is called between two steps.
+
+        It must be quick, because everybody waits for it.
+        """
         return await asyncio.wrap_future(self.call(function))
 
     async def stats(self) -> dict[str, Any]:
@@ -160,7 +177,7 @@ class AsyncDriver(Driver):
         return await self.snapshot(Engine.stats)
 
     async def memory_report(self, *, reset: bool = False) -> MemoryReport:
-        """Returns what the pool held; see `LLM.memory_report`."""
+        """Returns the use of the KV pool over time; see `LLM.memory_report`."""
         return await self.snapshot(lambda engine: engine.memory_report(reset=reset))
 
     async def submit(
@@ -175,13 +192,14 @@ class AsyncDriver(Driver):
 
         Args:
             requests: The requests.
-            stream: Deltas are asked of them again and again; otherwise `whole`, once.
+            stream: True if the reader asks for deltas; False if it asks for `whole`, once.
             name: The beginning of their ids, before a number of the driver's own.
-            arrived: When they came in, by `time.monotonic`; None: now.
+            arrived: The time when they came in, by `time.monotonic`; None for now.
 
         Raises:
-            QueueFull: There are not so many places now.
-            CapacityError: So many could never be there at once, or one could never run.
+            QueueFull: There are too few free places now.
+            CapacityError: There are too few places for so many requests at once, or one can never
+                run.
             UnsupportedError: A beam search or `best_of` shows nothing before the end.
         """
         for request in requests if stream else ():
@@ -193,22 +211,25 @@ class AsyncDriver(Driver):
         added = self.add(submitted, name)
         try:
             await asyncio.wrap_future(added)
-        except BaseException:  # cancelled as well, whether the engine has them by now or not
+        except BaseException:  # even if cancelled: the engine may have the requests by now
             self.end(submitted)
             raise
         return submitted
 
     async def abort(self, submitted: AwaitedHandle) -> None:
-        """Ends a request whose reader gets a last output, whether a step has news of it or not."""
+        """Ends a request; its reader gets a last output."""
         turns = self.turns
         await self.snapshot(lambda engine: turns.abort(submitted))
 
     @contextlib.asynccontextmanager
     async def in_time(self, arrived: float) -> AsyncIterator[None]:
-        """Breaks off what is done for a request when its time is over, with DeadlineExceeded.
+        """Cancels the work in its `async with` block when the time of a request is over.
 
         Args:
-            arrived: When the request came in, by `time.monotonic`.
+            arrived: The time when the request came in, by `time.monotonic`.
+
+        Raises:
+            DeadlineExceeded: The time was over.
         """
         left = arrived + self.timeout_seconds - time.monotonic()
         try:
@@ -222,14 +243,14 @@ class AsyncDriver(Driver):
     async def vectors(
         self, requests: Sequence[PreparedRequest], embedder: Embedder, pooling: Pooling
     ) -> AsyncIterator[npt.NDArray[np.float32]]:
-        """Computes vectors of prompts, each between two steps, with the weights of the first."""
+        """Yields the vectors of prompts, computed between steps, all with the same weights."""
         weights = await asyncio.wrap_future(self.weights())
         for request in requests:
             order = self.embed(embedder, weights, request.token_ids, pooling)
             yield await asyncio.wrap_future(order)
 
     async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:
-        """Computes a prefix and pins it. Raises what `submit` raises."""
+        """Computes a prefix and pins it; raises the same errors as `submit`."""
         pinning = self.pin(prefix)
         try:
             pin_id = await asyncio.wrap_future(pinning.pin_id)
@@ -241,14 +262,15 @@ class AsyncDriver(Driver):
     async def replaced_weights(self, weights: Any, *, abort: bool) -> int:
         """Takes other weights once nothing runs, and returns their version.
 
-        A caller that stops waiting takes them back.
+        If the caller stops waiting, the old weights stay.
 
         Args:
             weights: The weights as they are on the device.
-            abort: End what runs or waits with WeightsReplaced, instead of waiting for it.
+            abort: True ends running and waiting requests with WeightsReplaced, and does not wait
+                for them.
 
         Raises:
-            RuntimeError: Others are on their way already, or a prefix is pinned.
+            RuntimeError: Another replacement is under way, or a prefix is pinned.
         """
         replacement = self.replace_weights(weights, abort=abort, tells=True)
         try:
@@ -257,16 +279,17 @@ class AsyncDriver(Driver):
             replacement.withdraw()
 
     async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
-        """Takes nothing in any more, and waits for what is there.
+        """Accepts no more requests, and waits until all have finished.
 
         Args:
-            timeout: The seconds after which what has not finished ends with ShuttingDown.
-            what: What is shutting down, for the errors.
+            timeout: The seconds after which unfinished requests end with ShuttingDown.
+            what: The thing that is shutting down, for the messages.
 
-        Returns whether everything finished.
+        Returns:
+            True if all requests finished.
         """
         drained = self.drain(what)
-        await self.snapshot(lambda engine: None)  # after it an empty engine has been drained
+        await self.snapshot(lambda engine: None)  # after this an idle engine has answered the drain
         if drained.done():
             return True
         try:
@@ -280,7 +303,7 @@ class AsyncDriver(Driver):
 
 def _fail(future: asyncio.Future[RequestOutput], error: JaxpageError) -> None:
     future.set_exception(error)
-    future.exception()  # seen: asyncio logs no complaint if nobody waits for it any more
+    future.exception()  # marks it as seen, so that asyncio does not complain if nobody waits
 
 
 def _arrive(updates: list[Update]) -> None:

@@ -1,4 +1,7 @@
-"""`AsyncLLM`: the Python interface for programs with an event loop, with the verbs of `LLM`."""
+"""Defines `AsyncLLM`, the Python interface for programs with an event loop.
+
+It has the same methods as `LLM`.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,17 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 class AsyncLLM(DrivenModel):
-    """A model with its KV cache and its compiled steps, for coroutines. Their requests share the batch.
+    """Holds a model with its KV cache and its compiled steps, and generates text for coroutines.
 
-    The constructor loads and compiles, and blocks meanwhile. Use it as an asynchronous context manager, or call `shutdown()`.
+    Their requests share the batch. The constructor loads and compiles, and blocks meanwhile. Use it
+    as an asynchronous context manager, or call `shutdown()`. The errors are those of `LLM`.
 
     Args:
-        model, settings: as of `LLM`. max_queued_requests: requests beyond `max_num_seqs` that may wait; more are refused.
-
-    Raises the errors of `LLM`.
+        model: See `LLM`.
+        use_tqdm: Show progress bars on standard error.
+        max_queued_requests: The most requests beyond `max_num_seqs` that may wait; more are
+            refused.
+        settings: The other fields of `EngineConfig`, by name.
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class AsyncLLM(DrivenModel):
         max_queued_requests: int = 4096,
         **settings: Unpack[EngineSettings],
     ) -> Self:
-        """Makes an `AsyncLLM` of weights that are in memory; see `LLM.from_parameters`. Raises what it raises."""
+        """Returns an `AsyncLLM` with weights that are in memory; see `LLM.from_parameters`."""
         made = cls.__new__(cls)
         made._use(
             *open_in_memory(config, parameters, tokenizer, settings, Hooks(progress=use_tqdm)),
@@ -88,19 +94,27 @@ class AsyncLLM(DrivenModel):
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields what there is of a request each time that there is more; the last output is finished.
+        """Yields the whole output so far, each time that there is more.
 
-        Each output has everything so far, as vLLM's. Beam search and `best_of` yield once, at the end. Leaving the loop ends the request.
+        This is as in vLLM. The last output is finished. Beam search and `best_of` yield once, at
+        the end. Leaving the loop ends the request.
 
         Args:
-            prompt: one prompt, as of `LLM.generate`.
-            params: None: those of the model's generation_config.json.
-            request_id: for `abort` and in the outputs; None: a number. Two at once must not have the same.
-            lora_request: as of `LLM.generate`.
+            prompt: One prompt; see `LLM.generate`.
+            params: The parameters; None takes those of the model's generation_config.json.
+            request_id: The id for `abort` and in the outputs; None takes a new number. Two requests
+                at once must not have the same.
+            lora_request: See `LLM.generate`.
 
         Raises:
-            TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
-            QueueFull, EngineFailed, ShuttingDown.
+            TypeError: An argument has another type.
+            ValueError: A parameter, the prompt or the id is refused; the message names it and its
+                value.
+            UnsupportedError: A parameter cannot be honoured.
+            CapacityError: The request can never fit into the pool.
+            QueueFull: Too many requests wait.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down.
         """
         so_far: RequestOutput | None = None
         async with aclosing(
@@ -119,11 +133,14 @@ class AsyncLLM(DrivenModel):
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yields chunks, each with what is new since the one before; the last has the finish reason.
+        """Yields chunks, each with what is new since the one before.
 
-        Leaving the loop ends the request. The arguments are those of `generate`.
+        The last chunk has the finish reason. Leaving the loop ends the request. The arguments are
+        those of `generate`.
 
-        Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
+        Raises:
+            UnsupportedError: The parameters ask for `best_of` or beam search, whose results are
+                known only at the end. The other errors are those of `generate`.
         """
         async with aclosing(
             self._deltas("stream", prompt, params, request_id, lora_request)
@@ -134,14 +151,15 @@ class AsyncLLM(DrivenModel):
     async def _deltas(
         self, name: str, prompt: Any, params: Any, request_id: str | None, lora_request: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Yields deltas; the whole, of a request that `generate` cannot stream."""
+        """Yields deltas, or once the whole output if `generate` cannot stream the request."""
         request_id = f"request-{next(self._numbers)}" if request_id is None else request_id
         self._check_unused(request_id)
         prepare = self._prepare_one if name == "generate" else self._prepare_stream
         request = await asyncio.to_thread(prepare, name, prompt, params, lora_request)
         [handle] = await self._driver.submit([request], stream=_is_streamable(request))
         try:
-            self._check_unused(request_id)  # once more: another may have come in meanwhile
+            # Check again: another request may have taken the id meanwhile.
+            self._check_unused(request_id)
             self._running[request_id] = handle
             finished = False
             while not finished:
@@ -168,7 +186,7 @@ class AsyncLLM(DrivenModel):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """`generate` for a conversation, with what `chat_prompt` makes of it."""
+        """Generates for a conversation; see `chat_prompt` and `generate`."""
         prompt = await asyncio.to_thread(self.chat_prompt, messages, tools, chat_template_kwargs)
         async for output in self.generate(prompt, params, request_id, lora_request=lora_request):
             yield output
@@ -180,7 +198,10 @@ class AsyncLLM(DrivenModel):
     ) -> list[float] | list[list[float]]:
         """Scores continuations; see `LLM.score`.
 
-        Raises what `LLM.score` raises, QueueFull, EngineFailed and ShuttingDown.
+        Raises:
+            QueueFull: Too many requests wait.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of `LLM.score`.
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         prompts = [prompt + continuation for prompt, continuation in pairs]
@@ -195,26 +216,43 @@ class AsyncLLM(DrivenModel):
     async def embed(
         self, prompts: Any, *, pooling: Pooling = "last", normalize: bool = True
     ) -> npt.NDArray[np.float32]:
-        """Makes vectors of prompts; see `LLM.embed`. Each is computed between two steps of the engine, all with the weights of the first.
+        """Returns the vectors of prompts; see `LLM.embed`.
 
-        Raises what `LLM.embed` raises, EngineFailed and ShuttingDown.
+        Each is computed between two steps of the engine, all with the weights at the time of the
+        call.
+
+        Raises:
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of `LLM.embed`.
         """
         requests = await asyncio.to_thread(self._prepare_embedding, prompts, pooling)
         vectors = self._driver.vectors(requests, self._embedder, pooling)
         return stacked([vector async for vector in vectors], normalize=normalize)
 
     async def parameters(self) -> dict[str, jax.Array]:
-        """Returns the weights; see `LLM.parameters`. Raises what it raises, EngineFailed and ShuttingDown."""
+        """Returns the weights; see `LLM.parameters`.
+
+        Raises:
+            UnsupportedError: The weights are quantised.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down.
+        """
         weights = await asyncio.wrap_future(self._driver.weights())
         return await asyncio.to_thread(self._named, weights)
 
     async def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
-        """Takes other weights; see `LLM.update_parameters`. Requests that come in meanwhile wait, and have the new weights.
+        """Takes other weights; see `LLM.update_parameters`.
 
-        With the mode "abort" those that run raise WeightsReplaced. Raises what `LLM.update_parameters` raises; RuntimeError during
-        another update; EngineFailed, ShuttingDown.
+        Requests that come in meanwhile wait, and use the new weights. With the mode "abort",
+        running requests raise WeightsReplaced.
+
+        Raises:
+            RuntimeError: Another update is under way, or a prefix is pinned.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of
+                `LLM.update_parameters`.
         """
         weights = await asyncio.to_thread(
             self._prepare_weights, parameters, check_finite=check_finite, mode=mode
@@ -222,9 +260,15 @@ class AsyncLLM(DrivenModel):
         return await self._driver.replaced_weights(weights, abort=mode == "abort")
 
     async def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> AsyncPinnedPrefix:
-        """Computes a prefix and keeps its blocks; see `LLM.pin_prefix`. Use the result with `async with`, or `await` its `release()`.
+        """Computes a prefix and keeps its blocks; see `LLM.pin_prefix`.
 
-        Raises what `LLM.pin_prefix` raises, QueueFull, EngineFailed and ShuttingDown.
+        Use the result with `async with`, or `await` its `release()`.
+
+        Raises:
+            QueueFull: Too many requests wait.
+            EngineFailed: The engine has failed.
+            ShuttingDown: The engine is shutting down. The other errors are those of
+                `LLM.pin_prefix`.
         """
         prepared = await asyncio.to_thread(self._prepare_prefix, prefix, cache_salt)
         return await self._driver.pinned(prepared)
@@ -238,13 +282,16 @@ class AsyncLLM(DrivenModel):
         return await self._driver.memory_report(reset=reset)
 
     async def drain(self, timeout: float | None = None) -> bool:
-        """Takes no requests any more, and waits for those that are there; see `LLM.drain`."""
+        """Accepts no more requests, and waits until all have finished; see `LLM.drain`."""
         return await self._driver.drained(timeout)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends a request, or several; who reads one gets a last output with the finish reason "abort". Other ids are ignored.
+        """Ends a request, or several; other ids are ignored.
 
-        Raises TypeError for what is neither a string nor an iterable of strings.
+        The reader of such a request gets a last output with the finish reason "abort".
+
+        Raises:
+            TypeError: The argument is neither a string nor an iterable of strings.
         """
         ids = (
             [request_id]
@@ -260,7 +307,7 @@ class AsyncLLM(DrivenModel):
         )
 
     async def stats(self) -> Mapping[str, Any]:
-        """The current values of all metrics, by name."""
+        """Returns the current values of all metrics, by name."""
         return await self._driver.stats()
 
     async def shutdown(self) -> None:

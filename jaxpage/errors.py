@@ -1,61 +1,68 @@
-"""What can go wrong, as users see it. Every error of jaxpage is a `JaxpageError`; its text says what, with the numbers, and what to do."""
+"""Defines the errors that users see.
+
+Every error that jaxpage raises on purpose is a `JaxpageError`. Its text says what is wrong, with
+the numbers, and what to do.
+"""
 
 
 class JaxpageError(Exception):
-    """Base of every error that jaxpage raises on purpose."""
+    """Serves as the base of every error that jaxpage raises on purpose."""
 
 
 class ConfigError(JaxpageError, ValueError):
-    """An engine setting is unknown, out of range, or contradicts another."""
+    """Says that an engine setting is unknown, out of range, or contradicts another."""
 
 
 class UsageError(JaxpageError):
-    """The command line asks for something that cannot be; its exit status is 2."""
+    """Says that the command line asks for something impossible; its exit status is 2."""
 
 
 class CheckpointError(JaxpageError):
-    """A checkpoint does not fit; the text lists everything that is wrong with it at once."""
+    """Says that a checkpoint does not fit; the text lists everything that is wrong with it."""
 
 
 class ModelNotFoundError(JaxpageError):
-    """There is no model of this name: neither packaged, nor a local directory or GGUF file, nor on the hub."""
+    """Says that no model has this name.
+
+    It is no packaged model, no local directory or GGUF file, and not on the hub.
+    """
 
 
 class UnsupportedError(JaxpageError, NotImplementedError):
-    """A request or a setting is understood but cannot be honoured, so it is refused instead of ignored."""
+    """Refuses a request or setting that is understood but cannot be honoured."""
 
 
 class CapacityError(JaxpageError):
-    """Something does not fit in memory: a model, a pool, or a request that can never be scheduled."""
+    """Says that a model, a pool, a prefix or a request does not fit in memory."""
 
 
 class EventLogError(JaxpageError):
-    """An event log cannot be replayed: it is damaged, or of another engine than the one at hand."""
+    """Says that an event log is damaged, or belongs to another engine than the one at hand."""
 
 
 class NotInLogError(EventLogError):
-    """An event log does not have the step or the request that is asked for."""
+    """Says that an event log does not have the step or the request that is asked for."""
 
 
 class QueueFull(JaxpageError):
-    """As many requests wait as may wait. Later there is room again."""
+    """Refuses a request because as many wait as may wait; later there is room again."""
 
 
 class ShuttingDown(JaxpageError, RuntimeError):
-    """The engine was shut down or takes no requests any more, or has ended this one because its time to finish was over."""
+    """Says that the engine takes no more requests, or ended this one, because it shuts down."""
 
 
 class NativeError(JaxpageError):
-    """Native code of a library (a tokenizer, its regular expression) gave up on what it was given."""
+    """Says that native code of a library, such as a tokenizer, failed on its input."""
 
 
 class EngineFailed(JaxpageError):
-    """The engine could not go on with this request, or not at all."""
+    """Says that the engine could not go on with this request, or cannot go on at all."""
 
 
 class WeightsReplaced(JaxpageError):
-    """The request was ended because the model gets other weights."""
+    """Says that the request was ended because the model gets other weights."""
 
 
 class DeadlineExceeded(JaxpageError, TimeoutError):
-    """The request did not finish within `request_timeout_seconds`; it was ended."""
+    """Says that the request did not finish within `request_timeout_seconds` and was ended."""

@@ -1,4 +1,4 @@
-"""`LLM`: the Python interface."""
+"""Defines `LLM`, the Python interface."""
 
 from __future__ import annotations
 
@@ -33,26 +33,34 @@ LoRARequests = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class LLM(DrivenModel):
-    """A model with its KV cache and its compiled steps.
+    """Holds a model with its KV cache and its compiled steps, and generates text with it.
 
-    The constructor loads the weights and compiles every shape. After that nothing is compiled. Several threads may use the same object;
-    their requests share the batch. Use it as a context manager, or call `shutdown()`, to free the device memory.
+    The constructor loads the weights and compiles every shape. After that nothing is compiled.
+    Several threads may use the same object; their requests share the batch. Use it as a context
+    manager, or call `shutdown()`, to free the device memory.
 
-    The engine runs on a thread of its own, for which the calls wait. An exception in a call, such as Ctrl-C, ends the requests of that
-    call and no others. A signal handler may call the LLM in the middle of another call.
+    The engine runs on a thread of its own, for which the calls wait. An exception in a call, such
+    as Ctrl-C, ends the requests of that call and no others. A signal handler may call the LLM in
+    the middle of another call.
 
     Args:
-        model: "demo" (packaged), "smollm2" (of `jaxpage fetch`), a local directory, a GGUF file, or a Hugging Face hub id.
-        use_tqdm: show progress bars on standard error.
-        verbose: print how memory is divided and what was in the compile cache; None: as `use_tqdm`.
-        start: start the engine's thread. Without it a call takes the steps that it waits for itself, and the engine stands still between
-            calls, for tests and measurements that step by hand; the calls must come from one thread at a time.
-        settings: the other fields of `EngineConfig`, by name.
+        model: "demo" (packaged), "smollm2" (after `jaxpage fetch`), a local directory, a GGUF file,
+            or a Hugging Face hub id.
+        use_tqdm: Show progress bars on standard error.
+        verbose: Print how memory is divided and how many executables were in the compile cache;
+            None is the same as `use_tqdm`.
+        start: Start the engine's thread. Without it a call takes the steps that it waits for
+            itself, and the engine stands still between calls. This is for tests and measurements
+            that step by hand; the calls must come from one thread at a time.
+        settings: The other fields of `EngineConfig`, by name.
 
     Raises:
-        ConfigError, UnsupportedError: settings are wrong, or this version cannot honour them.
-        ModelNotFoundError, CheckpointError: the model does not exist, or its files are wrong; with all errors at once.
-        CapacityError: it does not fit in memory; with the numbers and what to change.
+        ConfigError: A setting is wrong.
+        UnsupportedError: This version cannot honour a setting.
+        ModelNotFoundError: The model does not exist.
+        CheckpointError: The model's files are wrong; the message lists all errors.
+        CapacityError: The model does not fit in memory; the message has the numbers and what to
+            change.
     """
 
     def __init__(
@@ -84,7 +92,18 @@ class LLM(DrivenModel):
         verbose: bool | None = None,
         **overrides: Unpack[LLMSettings],
     ) -> Self:
-        """An LLM with the settings of a YAML file; `overrides` win over the file. Raises ConfigError, which names the line."""
+        """Returns an LLM with the settings of a YAML file.
+
+        Args:
+            path: The path of the file.
+            use_tqdm: Show progress bars on standard error.
+            verbose: See `LLM`.
+            overrides: Fields of `EngineConfig` that replace those of the file.
+
+        Raises:
+            ConfigError: A setting is wrong; the message names the line. The other errors are those
+                of `LLM`.
+        """
         config = resolve_config(path, overrides).config
         return cls(**config.given(), use_tqdm=use_tqdm, verbose=verbose)
 
@@ -99,45 +118,60 @@ class LLM(DrivenModel):
         verbose: bool | None = None,
         **settings: Unpack[EngineSettings],
     ) -> Self:
-        """An LLM of weights that are in memory, as those of a trainer are. No file is read or written.
+        """Returns an LLM with weights that are in memory, such as a trainer's.
 
         Args:
-            config: what config.json of the model says, as a dict; or a config of transformers.
-            parameters: arrays of numpy or JAX under the names of Hugging Face, weights as [out, in]; a flat dict, or nested at the dots.
-                Or a Flax NNX module of `jaxpage.models` that has its arrays.
-            tokenizer: a tokenizer of transformers, or a directory with its files; None: prompts are token ids.
-            settings: fields of `EngineConfig`, by name.
+            config: The content of the model's config.json as a dict, or a config of transformers.
+            parameters: Arrays of numpy or JAX under the names of Hugging Face, weights as [out,
+                in]; a flat dict, or one that is nested at the dots. A Flax NNX module of
+                `jaxpage.models` with its arrays is accepted, too.
+            tokenizer: A tokenizer of transformers, or a directory with its files. With None,
+                prompts are token ids.
+            use_tqdm: Show progress bars on standard error.
+            verbose: See `LLM`.
+            settings: Fields of `EngineConfig`, by name.
 
-        Raises CheckpointError with all that does not fit, TypeError for what is neither of these, and the errors of the constructor.
+        Raises:
+            CheckpointError: Something does not fit; the message lists everything.
+            TypeError: An argument has another type. The other errors are those of `LLM`.
         """
         made, hooks = cls.__new__(cls), Hooks(progress=use_tqdm, verbose=verbose)
         made._use(*open_in_memory(config, parameters, tokenizer, settings, hooks))
         return made
 
     def parameters(self) -> dict[str, jax.Array]:
-        """The weights, in the types that they are computed in, by the names that they have in the checkpoint. Some are the arrays that the
-        engine uses: a program that donates them copies them first. Raises UnsupportedError for quantised weights.
+        """Returns the weights by their names in the checkpoint, in the types of the computation.
+
+        Some are the very arrays that the engine uses: a program that donates them must copy them
+        first.
+
+        Raises:
+            UnsupportedError: The weights are quantised.
         """
         return self._named(self._driver.wait(self._driver.weights()))
 
     def update_parameters(
         self, parameters: Parameters, *, check_finite: bool = False, mode: Mode = "wait"
     ) -> int:
-        """Takes other weights, without compiling anything. The prefix cache is emptied. If anything is wrong, the old weights stay in use.
+        """Takes other weights, without compiling anything, and empties the prefix cache.
+
+        If anything is wrong, the old weights stay in use.
 
         Args:
-            parameters: all of them, as of `from_parameters`.
-            check_finite: refuse numbers that are NaN or infinite.
-            mode: requests of other threads are finished first, with the old weights ("wait"), or end with what they have and the finish
-                reason "abort" ("abort").
+            parameters: All weights; see `from_parameters`.
+            check_finite: Refuse numbers that are NaN or infinite.
+            mode: With "wait", requests of other threads finish first, with the old weights. With
+                "abort", they end with what they have and the finish reason "abort".
 
-        Returns the version of the weights, which each later output has too (`RequestOutput.weights_version`).
+        Returns:
+            The version of the weights, which each later output has, too
+            (`RequestOutput.weights_version`).
 
         Raises:
-            ValueError: the mode is unknown.
-            CheckpointError: with all names, shapes and types that do not fit.
-            UnsupportedError: the weights are quantised, or events are logged.
-            RuntimeError: a prefix is pinned.
+            ValueError: The mode is unknown.
+            CheckpointError: Names, shapes or types do not fit; the message lists all.
+            UnsupportedError: The weights are quantised, or events are logged.
+            RuntimeError: A prefix is pinned.
         """
         weights = self._prepare_weights(parameters, check_finite=check_finite, mode=mode)
         replacement = self._driver.replace_weights(weights, abort=mode == "abort", queues=True)
@@ -157,17 +191,26 @@ class LLM(DrivenModel):
     ) -> list[RequestOutput]:
         """Generates for every prompt and returns the outputs in the order of the prompts.
 
-        Args:
-            prompts: a string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
-            params: one for all prompts, or one per prompt; None: those of the model's generation_config.json.
-            use_tqdm: show a progress bar on standard error.
-            lora_request: the adapter of all prompts, or of each, where None is the model without one; needs `enable_lora`.
+        Everything is checked before anything runs.
 
-        Raises, before anything runs:
-            TypeError, ValueError, UnsupportedError, CapacityError: naming the parameter and its value.
-            ModelNotFoundError, CheckpointError: an adapter is not there, or does not fit, with everything that is wrong.
-            TimeoutError: waiting for the grammar compiler took too long.
-            JaxpageError: the process that checks grammars was killed repeatedly, or does not answer.
+        Args:
+            prompts: A string, a list of token ids, {"prompt_token_ids": [...]}, or a list of those.
+            params: The parameters for all prompts, or a list with those of each. None takes those
+                of the model's generation_config.json.
+            use_tqdm: Show a progress bar on standard error.
+            lora_request: The adapter for all prompts, or a list with that of each, where None is
+                the model without one; needs `enable_lora`.
+
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: A parameter or prompt is refused; the message names it and its value.
+            UnsupportedError: A parameter cannot be honoured.
+            CapacityError: A request can never fit into the pool.
+            ModelNotFoundError: An adapter does not exist.
+            CheckpointError: An adapter does not fit; the message lists everything.
+            TimeoutError: Waiting for the grammar compiler took too long.
+            JaxpageError: The process that tries grammars was killed or does not answer, or the
+                engine has failed.
         """
         requests = self._prepare(prompts, params, lora_request)
         box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
@@ -194,12 +237,21 @@ class LLM(DrivenModel):
     def stream(
         self, prompt: Any, params: Params | None = None, *, lora_request: LoRARequest | None = None
     ) -> RequestStream:
-        """Generates for one prompt. Returns an iterator over chunks with the new text of each step; the last has the finish reason.
+        """Generates for one prompt and returns an iterator over chunks.
 
-        Closing the iterator (`close()`, or a `with` block) aborts the request and frees its blocks. Arguments are checked by this call,
-        not at the first chunk. With `n`, every chunk has an output for each sample. Log probabilities of the prompt are in one chunk only.
+        Each chunk has the new text of a step, and the last chunk has the finish reason. Closing the
+        iterator (`close()`, or a `with` block) aborts the request and frees its blocks. Arguments
+        are checked by this call, not at the first chunk. With `n`, every chunk has an output for
+        each sample. The log probabilities of the prompt are in one chunk only.
 
-        Raises UnsupportedError for `best_of` and beam search, whose results are known only at the end, and the errors of `generate`.
+        Args:
+            prompt: One prompt; see `generate`.
+            params: The parameters; None takes those of the model's generation_config.json.
+            lora_request: The adapter; needs `enable_lora`.
+
+        Raises:
+            UnsupportedError: The parameters ask for `best_of` or beam search, whose results are
+                known only at the end. The other errors are those of `generate`.
         """
         return RequestStream(
             self._driver, self._prepare_stream("stream", prompt, params, lora_request)
@@ -211,17 +263,25 @@ class LLM(DrivenModel):
         continuation_token_ids: Sequence[int] | Sequence[Sequence[int]],
         use_tqdm: bool = False,
     ) -> list[float] | list[list[float]]:
-        """Log probabilities of continuations: of each of their tokens, given the prompt and the tokens before it.
+        """Returns the log probability of each token of a continuation, given the tokens before it.
 
-        The executables of generation compute them: on a CPU they are those of `generate` to the last bit, in float32 and bfloat16.
+        The executables of generation compute them: on a CPU they equal those of `generate` to the
+        last bit, in float32 and bfloat16. Prompt and continuation together have at most
+        `max_model_len` tokens.
 
         Args:
-            prompt_token_ids: token ids, at least one; or a list of those.
-            continuation_token_ids: token ids, at least one; or one list for each prompt.
+            prompt_token_ids: At least one token id, or a list of such lists.
+            continuation_token_ids: At least one token id, or one list for each prompt.
+            use_tqdm: Show a progress bar on standard error.
 
-        Returns a number for each token of the continuation; for lists, a list for each.
+        Returns:
+            A number for each token of the continuation; for lists, a list for each.
 
-        Raises TypeError, ValueError and CapacityError as `generate` does. Prompt and continuation have at most `max_model_len` tokens.
+        Raises:
+            TypeError: An argument is no list of token ids.
+            ValueError: A list is empty or too long, or has an id that the model does not have.
+            CapacityError: A request can never fit into the pool.
+            RuntimeError: A step failed.
         """
         single, pairs = scored_pairs(prompt_token_ids, continuation_token_ids)
         outputs = self.generate(
@@ -237,17 +297,20 @@ class LLM(DrivenModel):
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> npt.NDArray[np.float32]:
-        """A vector [N, D] of each of N prompts: hidden states after the final norm.
+        """Returns the vectors [N, D] of N prompts: hidden states after the final norm.
 
-        The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024, and so on.
+        The first call compiles, and so does the first with a prompt of more than 512 tokens, 1,024,
+        and so on.
 
         Args:
-            prompts: as of `generate`.
-            pooling: "last", the state of the last token, or "mean", of all tokens.
-            normalize: to a length of 1.
-            use_tqdm: show a progress bar on standard error.
+            prompts: The prompts; see `generate`.
+            pooling: "last" takes the state of the last token, "mean" the mean of all tokens.
+            normalize: Scale each vector to length 1.
+            use_tqdm: Show a progress bar on standard error.
 
-        Raises TypeError, ValueError or CapacityError before anything runs.
+        Raises:
+            TypeError: An argument has another type.
+            ValueError: A prompt or an argument is refused, before anything runs.
         """
         requests = self._prepare_embedding(prompts, pooling)
         driver = self._driver
@@ -269,7 +332,16 @@ class LLM(DrivenModel):
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """`generate` for one conversation, or for a list of them, with what `chat_prompt` makes of it."""
+        """Generates for one conversation, or for a list of them; see `chat_prompt` and `generate`.
+
+        Args:
+            messages: The messages of a conversation, or a list of conversations.
+            params: See `generate`.
+            use_tqdm: Show a progress bar on standard error.
+            lora_request: See `generate`.
+            tools: See `chat_prompt`.
+            chat_template_kwargs: See `chat_prompt`.
+        """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [self.chat_prompt(one, tools, chat_template_kwargs) for one in conversations]
         return self.generate(prompts, params, use_tqdm, lora_request=lora_request)
@@ -277,19 +349,26 @@ class LLM(DrivenModel):
     def beam_search(
         self, prompts: Any, params: BeamSearchParams, use_tqdm: bool = True
     ) -> list[RequestOutput]:
-        """`generate` with beams. Each output has the hypotheses, the best first."""
+        """Generates by beam search; see `generate`.
+
+        Each output has the hypotheses, the best first.
+        """
         if isinstance(params, BeamSearchParams):
             return self.generate(prompts, params, use_tqdm)
         raise TypeError(f"params must be BeamSearchParams, not {type(params).__name__}")
 
     def stats(self) -> dict[str, Any]:
-        """The current values of all metrics, by name (docs/reference/metrics.md)."""
+        """Returns the current values of all metrics, by name (docs/reference/metrics.md)."""
         return self._driver.read(Engine.stats)
 
     def memory_report(self, *, reset: bool = False) -> MemoryReport:
-        """The use of the KV pool since the start, or since the last call with `reset`: means, peak, samples over time.
+        """Returns the use of the KV pool over time: means, peak, and at most 512 samples.
 
-        `print` it for a table. It has at most 512 samples. `reset` starts a new report with the next step.
+        It covers the time since the start, or since the last call with `reset`. `print` it for a
+        table.
+
+        Args:
+            reset: Start a new report with the next step.
         """
         return self._driver.read(lambda engine: engine.memory_report(reset=reset))
 
@@ -298,29 +377,34 @@ class LLM(DrivenModel):
         self._driver.wait(self._driver.call(Engine.reset_prefix_cache))
 
     def pin_prefix(self, prefix: Any, *, cache_salt: str | None = None) -> PinnedPrefix:
-        """Computes a prefix and keeps its blocks, for prompts that begin with it (a system prompt; PagedAttention, section 4.4).
+        """Computes a prefix, such as a system prompt, and keeps its blocks for later prompts.
 
-        A prompt that begins with the prefix, or ends within it, shares its blocks. A last block that is not full is copied on write. This
-        also works with `enable_prefix_caching=False`. Prefix and prompt are compared by tokens. If they differ, the full blocks before
-        the first difference are shared.
+        A prompt that begins with the prefix, or ends within it, shares its blocks (PagedAttention,
+        section 4.4). A last block that is not full is copied on write. This also works with
+        `enable_prefix_caching=False`. Prefix and prompt are compared by tokens. If they differ, the
+        full blocks before the first difference are shared.
 
         Args:
-            prefix: a string, a list of token ids, or {"prompt_token_ids": [...]}.
-            cache_salt: only requests with the same salt use it.
+            prefix: A string, a list of token ids, or {"prompt_token_ids": [...]}.
+            cache_salt: If it is given, only requests with the same salt use the prefix.
 
         Raises:
-            ValueError: the prefix is empty, or leaves no room for a prompt after it.
-            CapacityError: waiting or running requests need its blocks.
+            ValueError: The prefix is empty, or leaves no room for a prompt after it.
+            CapacityError: Waiting or running requests need its blocks.
         """
         return PinnedPrefix.of(self._driver, self._prepare_prefix(prefix, cache_salt))
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Takes no requests any more, and waits for those that are there; `shutdown` is what remains to be done.
+        """Accepts no more requests, and waits until all have finished.
+
+        Call `shutdown` afterwards.
 
         Args:
-            timeout: seconds, after which requests that have not finished end with ShuttingDown; None: wait as long as it takes.
+            timeout: The seconds after which unfinished requests end with ShuttingDown; None waits
+                without a limit.
 
-        Returns whether all requests finished.
+        Returns:
+            True if all requests finished.
         """
         try:
             self._driver.wait(self._driver.drain(), timeout)
@@ -331,7 +415,10 @@ class LLM(DrivenModel):
         return True
 
     def shutdown(self) -> None:
-        """Aborts running requests and frees the device memory. The object cannot be used after this. A second call has no effect."""
+        """Aborts running requests and frees the device memory.
+
+        The object cannot be used after this. A second call has no effect.
+        """
         self._driver.stop()
 
     def __enter__(self) -> Self:

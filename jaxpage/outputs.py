@@ -1,4 +1,4 @@
-"""What comes back from the engine: `RequestOutput` with one `CompletionOutput` per sequence, and log probabilities."""
+"""Defines the outputs of the engine: `RequestOutput`, with one `CompletionOutput` per sequence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token's log probability under the model (natural logarithm, before temperature and truncation) and its rank (1 = likeliest)."""
+    """Holds the log probability of one token.
+
+    Attributes:
+        logprob: The natural logarithm of its probability under the model, before temperature and
+            truncation.
+        rank: Its rank; the most likely token has rank 1.
+        decoded_token: Its text; None if the model has no tokenizer.
+    """
 
     logprob: float
     rank: int
@@ -17,7 +24,15 @@ class Logprob:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The chosen token of one position and the likeliest candidates there, as token ids."""
+    """Holds the chosen token of one position and the most likely ones there.
+
+    Attributes:
+        token_id: The chosen token.
+        logprob: Its log probability.
+        rank: Its rank; the most likely token has rank 1.
+        top_token_ids: The most likely tokens, in order.
+        top_logprobs: Their log probabilities.
+    """
 
     token_id: int
     logprob: float
@@ -28,7 +43,22 @@ class TokenLogprobs:
 
 @dataclass(kw_only=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of `time.monotonic`, how often it was preempted, and what came of drafts for it."""
+    """Holds the times and counts of one request; times are seconds of `time.monotonic`.
+
+    Attributes:
+        arrival_time: The time when the engine got it.
+        first_scheduled_time: The start of its first step.
+        first_token_time: The end of the step that drew its first token.
+        last_token_time: The end of the last step that drew a token for it.
+        finished_time: The time when it ended.
+        num_preemptions: The number of times it was preempted.
+        num_cached_tokens: The prompt tokens found in the prefix cache when it was first admitted.
+        num_drafts: The number of drafts, of one or more tokens each; a sequence has at most one per
+            step.
+        num_draft_tokens: The number of tokens in these drafts.
+        num_accepted_tokens: The number of draft tokens in the text: those that were right, and came
+            before whatever ended it.
+    """
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -36,42 +66,61 @@ class RequestMetrics:
     last_token_time: float | None = None
     finished_time: float | None = None
     num_preemptions: int = 0
-    # of the prompt, found in the prefix cache when the request was first admitted
     num_cached_tokens: int = 0
-    num_drafts: int = 0  # of a sequence in a step, one or more tokens each
+    num_drafts: int = 0
     num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0  # of them, those in the text: right, and before whatever ended it
+    num_accepted_tokens: int = 0
 
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One sequence of a request. In a stream `text`, `token_ids` and `logprobs` are what is new since the last chunk."""
+    """Holds the output of one sequence of a request.
+
+    In a stream, `text`, `token_ids` and `logprobs` have only what is new since the last chunk.
+
+    Attributes:
+        index: The index among the outputs of the request.
+        text: The text.
+        token_ids: The token ids.
+        cumulative_logprob: The sum of the log probabilities; None unless the request asks for some.
+        logprobs: The log probabilities of each token and of the most likely ones. Only the first
+            token of an echoed prompt has None in the list.
+        finish_reason: "stop", "length", "abort" or "error"; None while the sequence goes on.
+        stop_reason: The stop string or stop token id that ended it, or the message of an error.
+        score: The score of a hypothesis of beam search: cumulative_logprob / output length **
+            length_penalty.
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    # None stands for the first token of an echoed prompt alone
     logprobs: list[dict[int, Logprob] | None] | None = None
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "error"
-    stop_reason: int | str | None = None  # the stop string or stop token id that ended it
-    # of a beam search: cumulative_logprob / output length ** length_penalty
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
     score: float | None = None
 
     def __getitem__(self, name: str) -> Any:
-        """`output["text"]`, for scripts written for engines whose outputs are dicts."""
+        """Returns a field by its name, for scripts of engines whose outputs are dicts."""
         return getattr(self, name)
 
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A request and what has been generated for it.
+    """Holds a request and what has been generated for it.
 
-    `outputs` are in the order of their sample index; of `best_of` the likeliest first, of a beam search the best score first. A search
-    that was cut short has the beams that there were, with "abort" or "error" for a reason.
-
-    `prompt_logprobs` has an entry for each token of the prompt, None for the first; the token itself comes first in it.
-    `weights_version` counts the calls of `LLM.update_parameters` before it.
+    Attributes:
+        request_id: The id of the request.
+        prompt: The text of the prompt; None if it was given as token ids.
+        prompt_token_ids: The token ids of the prompt.
+        outputs: The outputs of its sequences in the order of their index. For `best_of` the most
+            likely comes first, for a beam search the best score. A search that was cut short has
+            the beams that it had, with the finish reason "abort" or "error".
+        finished: True if all sequences have ended.
+        prompt_logprobs: An entry for each token of the prompt, in which the token itself comes
+            first; None for the first token.
+        metrics: The times and counts of the request.
+        weights_version: The number of calls of `LLM.update_parameters` before it.
     """
 
     request_id: str
@@ -84,15 +133,17 @@ class RequestOutput:
     weights_version: int = 0
 
     def echoed(self, index: int = 0, *, prompt: str | None = None) -> CompletionOutput:
-        """Output `index` with the prompt before it: text, token ids and, where both were asked for, log probabilities (else None).
+        """Returns one output with the prompt before it, as `echo` does in OpenAI's completions.
 
-        What OpenAI's completions call `echo`. Of a stream it makes sense for the first chunk.
+        It has the text, the token ids and, if both were asked for, the log probabilities (else
+        None). In a stream, use it for the first chunk.
 
         Args:
-            prompt: the prompt's text, where the request was given token ids.
+            index: The index of the output.
+            prompt: The prompt's text, if the request was given token ids.
 
         Raises:
-            ValueError: there is text, and none is known for the prompt.
+            ValueError: The output has text, and the text of the prompt is not known.
         """
         completion = self.outputs[index]
         text = self.prompt if prompt is None else prompt

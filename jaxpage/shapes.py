@@ -1,4 +1,4 @@
-"""The key of letters that every array of jaxpage is named with (repeated in `pallas_kernels`, which stands alone).
+"""Defines the letters that name the axes of arrays; `pallas_kernels` has its own copy of them.
 
 | letter | axis | letter | axis |
 |---|---|---|---|
@@ -10,18 +10,20 @@
 | D | model width | V | vocabulary: the width of the logits |
 | F | feed-forward width | W | candidates kept per row |
 | E | entries of a bias | U | words of a mask over the vocabulary |
-| J | tokens that are guessed ahead (Medusa's heads) | X | branches that a drafter follows (Y = X * X: candidates) |
+| J | tokens guessed ahead (Medusa's heads) | X | branches of a drafter (Y = X * X: candidates) |
 | Z | cache groups | | |
 
-Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_ZBM`, `logits_BV`.
-Host lists and integers keep plain names. Lengths count tokens; any other unit stands in the name (`_bytes`, `_seconds`, `_blocks`).
+Arrays on the device, or bound for it, carry their axes as a suffix: `hidden_TD`, `block_table_ZBM`,
+`logits_BV`. Host lists and integers keep plain names. Lengths count tokens; any other unit is in
+the name (`_bytes`, `_seconds`, `_blocks`).
 """
 
-# In place of a drawn token id, when there is none:
-NOT_FINITE = -1  # the model's logits hold no number to choose by
-NOTHING_ALLOWED = -2  # all tokens are masked by what the request allows, forbids and penalises
+# These take the place of a drawn token id if there is none.
+NOT_FINITE = -1  # the model's logits are not finite
+NOTHING_ALLOWED = -2  # the parameters of the request mask all tokens
 
-# Of speculation:
-MOST_DRAFTS = 63  # of a sequence in a step: with the token before them, 64 query tokens
-# tokens of a distribution that drafts are drawn from, where its probabilities are looked at
+# Limits of speculation.
+MOST_DRAFTS = 63  # drafts of a sequence in a step; 64 query tokens with the token before them
+# The most tokens in a distribution that drafts are drawn from, if the acceptance reads its
+# probabilities.
 MOST_CANDIDATES = 32

@@ -1,4 +1,7 @@
-"""What works with what, parameter by parameter: the table that the tests make (docs/reference/support-matrix.md)."""
+"""Tells which parameters work with which features.
+
+The tests make the table, which is docs/reference/support-matrix.md.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ from importlib.resources import files
 
 @functools.cache
 def support_matrix() -> dict[str, dict[str, str]]:
-    """By parameter and feature: "yes", "refused" (an UnsupportedError that names both), or "no such field"."""
+    """Returns the support of each parameter by feature.
+
+    It is "yes", "refused" (an UnsupportedError names both), or "no such field".
+    """
     matrix: dict[str, dict[str, str]] = json.loads(
         files("jaxpage").joinpath("support_matrix.json").read_text("utf-8")
     )

@@ -1,4 +1,4 @@
-"""Tables of plain text, for whatever prints numbers."""
+"""Lays out tables of plain text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, num_words: int = 0) -> list[str]:
-    """Lines with columns as wide as they need. The first `num_words`, and those without a title, to the left, numbers to the right."""
+    """Returns lines with columns as wide as they need.
+
+    Args:
+        rows: The cells; the first row has the titles.
+        num_words: The number of columns at the left that have words. These, and columns without a
+            title, are aligned to the left, and numbers to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     left = [index < num_words or not title for index, title in enumerate(rows[0])]
     lines = []

@@ -1,7 +1,8 @@
-"""The forward pass of generation as a function that a trainer can differentiate: `TrainableModel`.
+"""Gives a trainer the forward pass of generation, as a differentiable function: `TrainableModel`.
 
-The layers, the parameters and their names are those of the engine. Attention is computed densely over whole rows of tokens in place of
-pages, so log probabilities differ from the engine's in the last bits: docs/guides/weights.md has measured differences.
+The layers, the parameters and their names are those of the engine. Attention is computed densely
+over whole rows of tokens and not over pages, so log probabilities differ from the engine's in the
+last bits: docs/guides/weights.md has measured differences.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Rec
 from jaxpage.layers.experts import Experts
 from jaxpage.models.base import abstract, make_model
 
-# a nested dict of arrays, some of them several of the checkpoint's in one
+# A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class TrainableModel:
-    """A model as functions of its parameters, which are a pytree. All functions may be jitted and differentiated."""
+    """Computes a model as functions of its parameters, which are a pytree.
+
+    All functions may be jitted and differentiated.
+
+    Attributes:
+        dtype: The type of the parameters.
+    """
 
     _files: ModelFiles
     _graph: Any
@@ -40,14 +47,18 @@ class TrainableModel:
     def load(
         cls, config: ModelConfig, parameters: Mapping[str, Any], *, dtype: str = "float32"
     ) -> tuple[Self, Parameters]:
-        """The model, and its parameters in `dtype`.
+        """Returns the model, and its parameters in `dtype`.
 
         Args:
-            config: what config.json says, as a dict; or a config of transformers.
-            parameters: arrays under the names of Hugging Face, as of `LLM.from_parameters`; those of `LLM.parameters()` do.
+            config: The content of the model's config.json as a dict, or a config of transformers.
+            parameters: Arrays under the names of Hugging Face, as for `LLM.from_parameters`; the
+                result of `LLM.parameters()` is accepted.
+            dtype: The type of the parameters.
 
-        Raises CheckpointError with all that does not fit, and UnsupportedError for quantised weights and mixtures of experts, whose loop
-        over the routed tokens has no derivative.
+        Raises:
+            CheckpointError: Something does not fit; the message lists everything.
+            UnsupportedError: The weights are quantised, or the model has a mixture of experts,
+                whose loop over the routed tokens has no derivative.
         """
         files = open_parameters(config, parameters)
         if files.quantization is not None:
@@ -63,15 +74,24 @@ class TrainableModel:
         return cls(files, graph, dtype), load_weights(files.plan, dtype, jnp.asarray)
 
     def named(self, parameters: Parameters) -> dict[str, jax.Array]:
-        """The parameters under the names of Hugging Face, as `LLM.update_parameters` takes them."""
+        """Returns the parameters by Hugging Face's names, for `LLM.update_parameters`."""
         return named_parameters(self._files.plan, parameters)
 
     def logits(
         self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]
     ) -> Float[Array, "R C V"]:
-        """Of rows of C tokens, each from position 0, as float32. Tokens after the end of a row (padding) change nothing before it.
+        """Returns the float32 logits of rows of C tokens, each from position 0.
 
-        Raises TypeError for what are no rows of integers; ValueError for ids that the model has not; traced ids are not checked.
+        Tokens after the end of a row (padding) change nothing before it. The ids are not checked
+        while they are traced.
+
+        Args:
+            parameters: The parameters.
+            token_ids_RC: The rows, of one length.
+
+        Raises:
+            TypeError: The token ids are no rows of integers.
+            ValueError: An id is none of the model's.
         """
         given = token_ids_RC
         token_ids_RC = jnp.asarray(token_ids_RC)
@@ -102,7 +122,10 @@ class TrainableModel:
     def log_probabilities(
         self, parameters: Parameters, token_ids_RC: Int[Array, "R C"]
     ) -> Float[Array, "R C-1"]:
-        """Of each token given those before it, from the second on: natural logarithms at temperature 1. Raises as `logits`."""
+        """Returns each token's log probability, from the second on, given those before it.
+
+        They are natural logarithms at temperature 1. The errors are those of `logits`.
+        """
         logprobs_RCV = jax.nn.log_softmax(self.logits(parameters, token_ids_RC)[:, :-1])
         return jnp.take_along_axis(logprobs_RCV, jnp.asarray(token_ids_RC)[:, 1:, None], axis=-1)[
             ..., 0
@@ -110,7 +133,10 @@ class TrainableModel:
 
 
 def dense_attend(num_rows: int) -> Attend:
-    """Attention of rows of equally many tokens, without pages: its definition, in float32, all scores in memory."""
+    """Returns attention over rows of equal length, without pages.
+
+    It computes the definition in float32, with all scores in memory.
+    """
 
     def attend(
         layer_index: int,
@@ -152,7 +178,7 @@ def dense_attend(num_rows: int) -> Attend:
 
 
 def dense_recur(num_rows: int) -> Recur:
-    """The recurrence of rows of equally many tokens, without pages."""
+    """Returns the recurrence over rows of equal length, without pages."""
 
     def recur(
         layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: Any, /

@@ -1,4 +1,7 @@
-"""The user's own directory for what can be made again: executables, measurements, models that were fetched."""
+"""Finds the user's directory for files that can be made again.
+
+These are executables, measurements, and fetched models.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,6 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """$JAXPAGE_CACHE_DIR, else `jaxpage` below $XDG_CACHE_HOME or ~/.cache."""
+    """Returns $JAXPAGE_CACHE_DIR, or else `jaxpage` in $XDG_CACHE_HOME or ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("JAXPAGE_CACHE_DIR") or base / "jaxpage")

@@ -1,4 +1,7 @@
-"""Runs a module of jaxpage as a process of its own that answers lines of JSON, and that can be killed with all that it does."""
+"""Runs a module of jaxpage as a process that answers lines of JSON.
+
+The process can be killed at any time, whatever it is doing.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +20,32 @@ from typing import Any
 
 from jaxpage.errors import JaxpageError
 
-# beyond its own deadlines the process is taken for dead: its start imports and reads
+# This is added to the process's own deadline, because its start has to import modules and read
+# files. After it the process counts as dead.
 _GRACE_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1
 
 
 class WorkerGoneError(JaxpageError):
-    """The process ended by itself, or was killed."""
+    """Says that the process ended by itself, or was killed."""
 
 
 class WorkerProcess:
-    """One process, for one caller at a time. It ends with `close`, with this object, and with the program.
+    """Runs one process, for one caller at a time.
+
+    The process ends with `close`, with this object, and with the program.
 
     Attributes:
-        kill: ends the process at once, from any thread.
-        close: ends it and closes its pipes, when nobody waits for an answer.
+        kill: Ends the process at once, from any thread.
+        close: Ends it and closes its pipes; nobody may be waiting for an answer.
     """
 
     def __init__(self, module: str, task: str) -> None:
         """Starts the process.
 
         Args:
-            module: the name of a module that reads lines of JSON and writes one for each.
-            task: what the process is called in errors.
+            module: The name of a module that reads lines of JSON and writes one for each.
+            task: The name of the process in errors.
         """
         path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         self._task = task
@@ -49,13 +55,17 @@ class WorkerProcess:
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,  # Ctrl-C is not meant for it
+            start_new_session=True,  # keeps Ctrl-C from it
         )
         self.kill = partial(_kill, self._process, os.getpid())
         self.close = weakref.finalize(self, _end, self._process, os.getpid())
 
     def say(self, line: str) -> None:
-        """Writes a line that has no answer. Raises WorkerGoneError."""
+        """Writes a line that has no answer.
+
+        Raises:
+            WorkerGoneError: The process has ended.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -67,7 +77,8 @@ class WorkerProcess:
         """Returns the answer to a question; both are values of JSON.
 
         Args:
-            seconds: what the process allows itself for the answer.
+            question: The question.
+            seconds: The time that the process allows itself for the answer.
 
         Raises:
             WorkerGoneError: The process has ended.
@@ -75,7 +86,7 @@ class WorkerProcess:
         """
         self.say(json.dumps(question))
         assert self._process.stdout is not None
-        # a program may have more files open than `select` can name
+        # A program may have more files open than `select` can handle.
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds + _GRACE_SECONDS):
@@ -87,17 +98,17 @@ class WorkerProcess:
 
 
 def die_with_parent() -> None:
-    """Ends the calling process as soon as its parent ends, where the system can do that (Linux)."""
+    """Makes the calling process end as soon as its parent ends, on Linux."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill(process: subprocess.Popen[str], creator_pid: int) -> None:
-    """Kills the process and its children. A program that was forked off the one that made it has no say in it."""
+    """Kills the process and its children, unless this program was forked off its creator."""
     if process.returncode is None and os.getpid() == creator_pid:
-        # macOS says the latter of the dead
+        # macOS raises the latter for a dead process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)  # a session of its own is a group
+            os.killpg(process.pid, signal.SIGKILL)  # its session is a process group, too
 
 
 def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
@@ -106,6 +117,6 @@ def _end(process: subprocess.Popen[str], creator_pid: int) -> None:
     _kill(process, creator_pid)
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
-        with contextlib.suppress(OSError):  # what was not written yet
+        with contextlib.suppress(OSError):  # a line was not written yet
             pipe.close()
     process.wait()

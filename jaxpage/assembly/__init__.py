@@ -3,21 +3,22 @@
 No step needs anything of this room, and the engine never imports it. Other rooms take:
 
     build_engine       makes an engine in four calls
-    Built, BuiltModel  the engine with what its callers need; the part of an LLM that knows its model
-    Hooks, NO_HOOKS    hear of the phases of a start; ignore them
+    Built, BuiltModel  the engine with what its callers need; the part of an LLM that knows its
+    model
+    Hooks, NO_HOOKS    listen to the phases of a start; ignore them
     PHASES             are the names of these phases
-    Described          says what a model is with these settings on a device
-    DeviceSpec, device_spec_of  what is known of a device
-    ModelLayout        the types of a model's numbers, and on how many devices they are
+    Described          describes a model with these settings on a device
+    DeviceSpec, device_spec_of  describe a device
+    ModelLayout        the types of a model's numbers, and the number of its devices
     EngineSpec, engine_spec_of  everything that is decided before anything is compiled
     choose_dtype, choose_kv_cache_dtype  decide what "auto" means
     notices, refused_settings  warn about settings; name those that cannot be honoured
-    refuse_recurrent   refuses what recurrent layers cannot do
+    refuse_recurrent   refuses recurrent layers
     lora_spec          says which adapters an engine takes
-    Drafting, open_drafting, drafter_directory  find what drafts, and describe it
+    Drafting, open_drafting, drafter_directory  find a model's drafter, and describe it
     shards_of_weights  says which part of a weight each device has
     Mode, given_weights, check_replaceable, weights_on_device  take other weights
-    chat_defaults      finds the sampling parameters that a model's files ask for
+    chat_defaults      gives the sampling parameters of a chat that a model's files do not set
 """
 
 from jaxpage.assembly.assembling import Built

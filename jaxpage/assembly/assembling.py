@@ -1,6 +1,6 @@
-"""The fourth call of a start: puts the parts of an engine together.
+"""Puts the parts of an engine together: the fourth call of a start.
 
-Where speculation needs to know how long steps take, they are measured here.
+If speculation needs to know how long steps take, they are measured here.
 """
 
 from __future__ import annotations
@@ -34,16 +34,25 @@ from jaxpage.step.strategy import Strategy
 
 @dataclass(frozen=True)
 class Built:
-    """Holds an engine and what the front doors need to know about its model."""
+    """Holds an engine and what the front doors need to know about its model.
+
+    Attributes:
+        engine: The engine.
+        tokenizer: The tokenizer; None if the model has none.
+        sampling_defaults: The values of `SamplingParams` in the model's generation_config.json.
+        spec: The decisions that the engine was made from.
+        model: The model's files.
+    """
 
     engine: Engine
     tokenizer: Any | None
-    sampling_defaults: dict[str, Any]  # as of `Opened`
+    sampling_defaults: dict[str, Any]
     spec: EngineSpec
     model: ModelFiles
 
     @property
     def memory(self) -> MemoryPlan:
+        """Returns how the memory of a device is divided."""
         return self.spec.memory
 
     def new_embedder(self) -> Embedder:
@@ -55,7 +64,11 @@ class Built:
 
 
 def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks) -> Built:
-    """Puts an engine together. Raises ConfigError where the host's blocks cannot be in a file."""
+    """Puts an engine together.
+
+    Raises:
+        ConfigError: The prefix cache's directory cannot hold the file of the host's blocks.
+    """
     files, tokenizer, mesh, lora = opened.files, opened.tokenizer, opened.mesh, spec.described.lora
     strategies: dict[int, Strategy] = {}
     parts: EngineParts = {

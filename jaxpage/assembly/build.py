@@ -26,13 +26,17 @@ def build_engine(
 
     Args:
         config: The settings.
-        hooks: What listens, and what takes part.
-        files: The model; None: that of the settings.
-        tokenizer: The tokenizer; None: that of the settings. With `files` there may be none.
+        hooks: The listeners, and parts that replace the engine's own.
+        files: The model's files; None opens those that the settings name.
+        tokenizer: The tokenizer; None loads the one that the settings name. A model that is given
+            as `files` may have none.
 
     Raises:
-        ModelNotFoundError, CheckpointError, UnsupportedError, CapacityError: The engine cannot be
-            made; nearly always before the devices hold anything.
+        ModelNotFoundError: There is no such model.
+        CheckpointError: The model's files cannot be used.
+        UnsupportedError: The model or the device does not take a setting.
+        CapacityError: The memory is too small. Nearly always, errors come before the devices hold
+            anything.
     """
     opened = describe(config, hooks, files, tokenizer)
     spec = decide_spec(opened, hooks)

@@ -1,4 +1,4 @@
-"""The base of `LLM` and `AsyncLLM`: what both know about their model."""
+"""Defines the base of `LLM` and `AsyncLLM`, which knows their model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class BuiltModel:
         self.tokenizer = built.tokenizer
         self.spec = built.spec
         self.memory = built.memory
-        # what the model's generation_config.json says of sampling
+        # The sampling parameters of the model's generation_config.json.
         self.sampling_defaults = built.sampling_defaults
         self._model = built.model
         self._embedder = built.new_embedder()
 
     @property
     def hf_config(self) -> dict[str, Any]:
-        """What config.json of the model says."""
+        """Returns the content of the model's config.json."""
         return dict(self._model.config)
 
     def chat_prompt(
@@ -39,34 +39,57 @@ class BuiltModel:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The prompt of a conversation.
+        """Returns the prompt of a conversation, by the model's chat template.
 
-        tools: functions as JSON schemas, or as OpenAI's client has them, for a template that knows tools.
-        chat_template_kwargs: variables of the template, such as enable_thinking.
+        Args:
+            messages: The messages, each a dict with "role" and "content".
+            tools: Functions as JSON schemas or in the form of OpenAI's client, if the template
+                takes tools.
+            chat_template_kwargs: Variables of the template, such as enable_thinking.
 
-        Raises ValueError if the model has no chat template, or if the template refuses the messages or has no such variables.
+        Raises:
+            ValueError: The model has no chat template, or the template refuses the messages or
+                lacks a variable.
+            TypeError: The messages are no list of dicts.
         """
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise ValueError(f"The model {self.config.model!r} has no chat template; use generate")
         return chat_prompt(self.tokenizer, messages, tools, chat_template_kwargs or {})
 
     def get_tokenizer(self) -> Any:
-        """That of transformers; None where the model has none."""
+        """Returns the tokenizer of transformers, or None if the model has none."""
         return self.tokenizer
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of tokens. token_ids: a list, or an array with one axis. Raises TypeError, ValueError."""
+        """Returns the text of tokens.
+
+        Args:
+            token_ids: A list of token ids, or an array with one axis.
+            skip_special_tokens: True leaves special tokens out.
+
+        Raises:
+            TypeError: The token ids are no list of integers.
+            ValueError: The model has no tokenizer, or has no such id.
+        """
         if self.tokenizer is None:
             raise ValueError(f"The model {self.config.model!r} has no tokenizer")
         checked = checked_token_ids(token_ids, self.spec.vocab_size)
         return str(self.tokenizer.decode(checked, skip_special_tokens=skip_special_tokens))
 
     def default_sampling_params(self, **overrides: Any) -> SamplingParams:
-        """What the model's generation_config.json says of sampling; `overrides` win over it."""
+        """Returns the sampling parameters of the model's generation_config.json.
+
+        Args:
+            **overrides: Fields of `SamplingParams` that replace those of the file.
+        """
         return SamplingParams(**{**self.sampling_defaults, **overrides})
 
     def _named(self, weights: dict[Any, Any]) -> dict[str, jax.Array]:
-        """weights: as they are on the device."""
+        """Returns weights by their names in the checkpoint.
+
+        Args:
+            weights: The weights as they are on the device.
+        """
         check_replaceable(self._model, None, "parameters")
         return named_parameters(self._model.plan, whole_weights(self._model, self.spec, weights))
 

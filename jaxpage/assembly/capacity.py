@@ -39,17 +39,18 @@ def plan_memory(
     longest_row: int,
     swaps: bool,
 ) -> MemoryPlan:
-    """Divides the memory of one device, and decides whether anything can be swapped.
+    """Divides the memory of one device, and decides whether blocks can be swapped.
 
     Args:
-        described: What the engine is planned with.
+        described: The model, the device and the settings.
         weights_bytes: The bytes of all weights on all devices.
-        groups: The cache groups, those first that see most.
+        groups: The cache groups; the one that sees the longest context comes first.
         menu: The shapes of the steps.
         longest_row: The most tokens that a sequence can have in a step.
-        swaps: See `engine_spec_of`.
+        swaps: True if the host's memory is planned, too; see `engine_spec_of`.
 
-    Raises CapacityError, with the numbers.
+    Raises:
+        CapacityError: The memory is too small; the message has the numbers.
     """
     config, device = described.config, described.device
     plan = choose_num_blocks(
@@ -67,7 +68,7 @@ def plan_memory(
                 f"({plan.num_blocks - 1} blocks of {plan.block_size}). {_how_to_fit_one(config, plan)}"
             )
         plan = replace(plan, max_model_len=plan.num_slots, most_sequence_blocks=None)
-    # One sequence recomputes, and with max_num_seqs = 1 there is never more than one.
+    # A group with one sequence recomputes, and with max_num_seqs = 1 every group has one.
     recomputes = config.preemption_mode == "recompute" or (
         config.preemption_mode == "auto" and config.max_num_seqs == 1
     )
@@ -94,7 +95,7 @@ def _without_blocks(
     menu: BucketMenu,
     longest_row: int,
 ) -> MemoryPlan:
-    """Returns what is known before the number of blocks. Arguments are those of `plan_memory`."""
+    """Returns the plan without the number of blocks; see `plan_memory`."""
     config, device, layout, drafting = (
         described.config,
         described.device,
@@ -146,9 +147,9 @@ def _without_blocks(
 
 
 def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
-    """Returns what lets a sequence of `max_model_len` tokens into the pool.
+    """Returns the part of a message that says how a sequence of `max_model_len` tokens would fit.
 
-    That is a shorter one, or a larger pool if there is room for it.
+    Either the sequence gets shorter, or the pool larger, if there is memory for it.
     """
     shorter = f"Lower max_model_len to {plan.num_slots} or less"
     num_blocks = 1 + plan.blocks_for(plan.max_model_len)
@@ -203,9 +204,10 @@ def _bytes_on_disk(prefix_cache_directory: str | None, most: int) -> int:
 
 
 def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ...]:
-    """Returns the settings that keep this version from running a model in that layout.
+    """Returns the settings that this version refuses together with that layout.
 
-    Raises ConfigError for what is no layout at all.
+    Raises:
+        ConfigError: The layout itself is not valid.
     """
     try:
         config.replace(**asdict(layout))
@@ -215,10 +217,10 @@ def refused_settings(config: EngineConfig, layout: ModelLayout) -> tuple[str, ..
 
 
 def _workspace_estimate(spec: ModelSpec, context: int, menu: BucketMenu) -> int:
-    """Estimates the workspace before anything is compiled.
+    """Estimates the workspace in bytes before anything is compiled.
 
-    It has logits with what draws or scores make of them, a dozen activations of the widest step, in
-    float32, and the arrays that stand in for inputs of logits processors.
+    It has the logits and the arrays that draws or scores make of them, a dozen float32 activations
+    of the widest step, and the arrays that take the place of unused inputs of logits processors.
     """
     num_draws = {bucket.num_draws for bucket in menu.buckets}
     tokens = max(bucket.num_tokens for bucket in menu.buckets)

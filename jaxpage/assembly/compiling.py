@@ -1,4 +1,4 @@
-"""The third call of a start: loads the weights, and compiles every shape of the menu."""
+"""Loads the weights and compiles every shape of the menu: the third call of a start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Compiled:
 def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     """Loads the weights and compiles the steps.
 
-    Raises UnsupportedError, with the reasons of all kernel sets, where none takes a step.
+    Raises:
+        UnsupportedError: No kernel set takes a step; the message has the reason of each.
     """
     files, mesh, drafting, lora = (
         opened.files,
@@ -72,7 +73,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             stored=stored_executables(mesh),
             progress=hooks.progress,
         )
-    except NotImplementedError as refusal:  # every backend's reason
+    except NotImplementedError as refusal:  # the message has every backend's reason
         raise UnsupportedError(
             f"attention_backend {spec.config.attention_backend!r}: {refusal}"
         ) from refusal
@@ -87,7 +88,15 @@ def load_model(
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """Loads the weights, each onto the device that computes with it, and adapters that are zero."""
+    """Loads each weight onto its device, and adds LoRA adapters that are zero.
+
+    Args:
+        files: The model's files.
+        spec: The engine's specification.
+        mesh: The devices.
+        adapters: The LoRA weights A and B of every layer that takes adapters.
+        progress: True shows a bar.
+    """
     dtype = spec.layout.dtype
     if spec.sharding.is_divided:
         divided = shards_of_weights(files, spec)
@@ -104,7 +113,7 @@ def load_model(
 
 
 def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight]:
-    """Returns the parameters of a divided model that have parts of each weight of the checkpoint."""
+    """Returns how each weight of the checkpoint is divided over the parameters of the model."""
     rule = with_sharding(spec.sharding, files.rule)
     _, shapes = abstract_model(files.family, files.spec, spec.layout.dtype, rule)
     return sharded_weights(

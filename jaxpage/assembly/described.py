@@ -1,4 +1,4 @@
-"""The records that an engine is planned with, before anything is loaded."""
+"""Defines the records that an engine is planned with, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,27 +17,39 @@ from jaxpage.settings.engine_config import EngineConfig
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """The device that an engine runs on, or one that `jaxpage plan` plans for."""
+    """Describes the device that an engine runs on, or one that `jaxpage plan` plans for.
 
-    name: str  # begins with the platform
+    Attributes:
+        name: The name, which begins with the platform.
+        available_bytes: The memory that the engine may use.
+        notice: A warning if that memory is not what the settings ask for, else empty.
+        has_bfloat16: True if the device computes in bfloat16.
+    """
+
+    name: str
     available_bytes: int
-    notice: str = ""  # where that is not what the settings say
+    notice: str = ""
     has_bfloat16: bool = True
 
     @property
     def is_cpu(self) -> bool:
+        """Returns whether the device is a CPU."""
         return self.name.startswith("cpu")
 
     @property
     def platform(self) -> str:
-        """Returns the platform whose kernel sets are asked: any device but a CPU is taken as a GPU."""
+        """Returns the platform whose kernel sets are asked; all devices but CPUs count as GPUs."""
         return "cpu" if self.is_cpu else "gpu"
 
 
 def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1) -> DeviceSpec:
-    """Returns what is known of a device.
+    """Describes a device.
 
-    num_devices: how many there are, all alike. Those that are made of one CPU share its memory.
+    Args:
+        device: The device.
+        utilization: The share of a GPU's memory that the engine may use.
+        num_devices: The number of devices, which are all alike. Devices that are made of one CPU
+            share its memory.
     """
     notice = gpu_memory.notice(utilization) if device.platform == "gpu" else ""
     available = available_bytes(device, utilization) // (
@@ -50,9 +62,17 @@ def device_spec_of(device: jax.Device, utilization: float, num_devices: int = 1)
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """Says in which types a model's numbers are kept, and on how many devices. The fields are settings."""
+    """Says in which types a model's numbers are kept, and on how many devices.
 
-    dtype: str  # never "auto"
+    The fields have the names of settings.
+
+    Attributes:
+        dtype: The type of weights and activations, never "auto".
+        kv_cache_dtype: The type of the KV cache; "auto" is the same type as `dtype`.
+        tensor_parallel_size: The number of devices.
+    """
+
+    dtype: str
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
 
@@ -63,16 +83,18 @@ class Described:
 
     Attributes:
         config: The settings.
-        model: The model, as its config.json says.
+        model: The model, as its config.json describes it.
         device: One of the devices, which are all alike.
         layout: The types of the model's numbers, and the number of devices, each of which has its
             part of the weights and its heads of every block.
         weights_bytes: The bytes of the whole model in `layout.dtype`.
-        drafting: What drafts; its layers take a part of every block, and each device has all of
-            its weights.
-        lora: Adapters, counted as if each shard had all of them; it has a part of either A or B.
-        kernels: The kernel set; None where the device is not at hand.
-        dtype_reason: Why the dtype is another than the checkpoint's, or depends on the machine.
+        drafting: The drafter. Its layers take a part of every block, and each device has all of its
+            weights.
+        lora: The LoRA adapters, counted as if each shard had all of A and B; in truth it has a part
+            of one of the two.
+        kernels: The kernel set; None if the device is not at hand.
+        dtype_reason: The reason why the dtype differs from the checkpoint's or depends on the
+            machine, or an empty text.
     """
 
     config: EngineConfig

@@ -1,4 +1,4 @@
-"""The first call of a start: describes the model and the devices. Nothing but headers is read."""
+"""Describes the model and the devices: the first call of a start. It reads headers only."""
 
 from __future__ import annotations
 
@@ -33,20 +33,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """Holds a model's files and the devices that it is for. Nothing is loaded."""
+    """Holds a model's files and the devices that it is for; no weight is loaded.
+
+    Attributes:
+        described: The description.
+        files: The model's files.
+        tokenizer: The tokenizer; None if the model has none.
+        sampling_defaults: The values of `SamplingParams` in the model's generation_config.json.
+        mesh: The devices.
+    """
 
     described: Described
     files: ModelFiles
     tokenizer: Any | None
-    sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
+    sampling_defaults: dict[str, Any]
     mesh: DeviceMesh
 
 
 def describe(
     config: EngineConfig, hooks: Hooks, files: ModelFiles | None, tokenizer: Any | None
 ) -> Opened:
-    """Finds the model and the devices. Arguments and errors are those of `build_engine`."""
-    open_devices(config.gpu_memory_utilization)  # before anything else asks JAX for them
+    """Finds the model and the devices; see `build_engine` for arguments and errors."""
+    open_devices(config.gpu_memory_utilization)  # before JAX opens them for anything else
     hooks.phase(PHASES[0])
     _use_compile_cache()
     files = opened_files(config) if files is None else files
@@ -76,7 +84,13 @@ def describe(
 
 
 def opened_files(config: EngineConfig) -> ModelFiles:
-    """Returns the model's files, after everything that can be refused before they are read."""
+    """Returns the model's files, after refusing what can be refused without reading weights.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+        CheckpointError: The model's files cannot be used.
+        ConfigError: The checkpoint has another format than `load_format`.
+    """
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     if config.load_format not in ("auto", files.plan.layout):
         raise ConfigError(
@@ -91,12 +105,19 @@ def opened_files(config: EngineConfig) -> ModelFiles:
 def choose_dtype(asked: str, device: DeviceSpec, stored: str, family: Family) -> str:
     """Returns the dtype of a model.
 
-    "auto" follows the checkpoint, but on CPU it is float32 unless the checkpoint is in bfloat16 and
-    that is faster there. On a GPU without bfloat16 it is float16, with a warning. A family whose
-    numbers float16 does not hold has bfloat16 or float32 in its place.
+    "auto" follows the checkpoint. On CPU it is float32, unless the checkpoint is in bfloat16 and
+    that is faster there. On a GPU without bfloat16 it is float16, with a warning. For a family
+    whose numbers overflow float16, bfloat16 or float32 takes its place.
 
-    Raises UnsupportedError where bfloat16 is asked for by name on such a GPU, or float16 for such a
-    family.
+    Args:
+        asked: The dtype in the settings.
+        device: The device.
+        stored: The dtype of the checkpoint.
+        family: The model family.
+
+    Raises:
+        UnsupportedError: The settings name bfloat16 and the GPU has none, or they name float16 and
+            it would overflow.
     """
     overflows = getattr(family, "OVERFLOWS_FLOAT16", False)
     instead = "float32" if overflows else "float16"
@@ -132,7 +153,7 @@ def choose_kv_cache_dtype(asked: str, spec: ModelSpec, quantization: Scheme | No
 
 
 def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
-    """Returns why "auto" is what it is, where that depends on the machine."""
+    """Returns the reason for the dtype that "auto" gives, if it depends on the machine."""
     if asked != "auto" or not device.is_cpu or stored == "float32":
         return ""
     if stored != "bfloat16":
@@ -148,23 +169,24 @@ def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
 
 
 def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:
-    """Returns the adapters that the settings ask for, or None where the model takes none."""
+    """Returns the LoRA adapters that the settings ask for, or None if they ask for none."""
     if not config.enable_lora:
         return None
     return LoRASpec(config.max_loras, config.max_lora_rank, lora_targets(family, spec))
 
 
 def _use_compile_cache() -> None:
-    # what a program has set stands
+    # A directory that the program has set stays.
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         use_compile_cache(compile_cache_directory())
 
 
 def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
-    """Returns the tokenizer, or None where the model has none.
+    """Returns the tokenizer, or None if the model has none.
 
-    Raises ModelNotFoundError or CheckpointError if one was asked for and is not there, or if it does
-    not fit the model.
+    Raises:
+        ModelNotFoundError: The tokenizer that the settings name does not exist.
+        CheckpointError: It has no files, or does not fit the model.
     """
     directory = resolve_tokenizer(asked) if asked else files.directory
     tokenizer = load_tokenizer(directory)
@@ -183,8 +205,8 @@ def _tokenizer(asked: str | None, files: ModelFiles) -> Any | None:
             f"{directory}: the tokenizer has token id {largest}, but the model's ids end at {last}"
         )
     if added := [token for token, token_id in tokenizer.get_vocab().items() if token_id > last]:
-        # Published models have such: special tokens that were never trained. A prompt that uses one
-        # is refused.
+        # Published models have such tokens: special ones that were never trained. A prompt that
+        # uses one is refused.
         logger.warning(
             "the tokenizer's added tokens %s lie beyond the model's ids, which end at %d",
             listed(added),

@@ -1,4 +1,7 @@
-"""Opens drafters that run on the device: which files each kind has, and what it needs of an engine."""
+"""Opens drafters that run on the device.
+
+It knows the files that each kind of drafter has, and what each kind needs of an engine.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +43,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Trees as EAGLE-2 grows them: 60 drafts of 10 branches and depth 6 for the largest models; fewer
-# branches where there are fewer drafts.
+# EAGLE-2 grows trees of 60 drafts, 10 branches and depth 6 for the largest models. Smaller trees
+# have fewer branches.
 DEEPEST_TREE = 6
 MOST_BRANCHES = 8
 
 
 class DrafterFiles(Protocol):
-    """A drafter that fits its target. Nothing of it but headers has been read, and nothing is on a device."""
+    """Holds a drafter that fits its target; only headers were read, and nothing is on a device."""
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Returns what its own layers keep; they follow the target's in every block."""
+        """Returns the KV caches of its own layers, which follow the target's in every block."""
         ...
 
     def num_bytes(self, dtype: str) -> int:
@@ -63,13 +66,13 @@ class DrafterFiles(Protocol):
         ...
 
     def make(self, spec: EngineSpec) -> DeviceDrafter:
-        """Makes it for the engine into which it is put."""
+        """Returns the drafter for the engine of this specification."""
         ...
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """Medusa's heads, and the tree of drafts that they make."""
+    """Holds Medusa's heads, and the tree of drafts that they make."""
 
     files: MedusaFiles
     choices: Choices
@@ -77,16 +80,19 @@ class HeadFiles:
 
     @property
     def num_candidates(self) -> int:
-        """Returns W, the candidates of each head that any draft uses."""
+        """Returns the number of candidates of each head that drafts use (W)."""
         return 1 + max(rank for path in self.choices for rank in path)
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the heads' weights."""
         return self.files.num_bytes(dtype)
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
+        """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
     def make(self, spec: EngineSpec) -> HeadDrafter:
+        """Returns the drafter for the engine of this specification."""
         return HeadDrafter(
             abstract(MedusaHeads(self.files.spec, dtype=spec.layout.dtype))[0], self.num_candidates
         )
@@ -94,40 +100,57 @@ class HeadFiles:
 
 @dataclass(frozen=True)
 class NoFiles:
-    """Stands for drafts from the target itself: its most likely tokens."""
+    """Makes drafts of the target's own most likely tokens; there are no files."""
 
     kvs: ClassVar[tuple[KVSpec, ...]] = ()
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns 0, since there are no weights."""
         return 0
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> None:
+        """Returns None, since there are no weights."""
         return None
 
     def make(self, spec: EngineSpec) -> TopIdsDrafter:
+        """Returns the drafter for the engine of this specification."""
         return TopIdsDrafter(min(NUM_RECYCLED, spec.vocab_size))
 
 
 @dataclass(frozen=True)
 class ModelDrafterFiles:
-    """A draft model or an EAGLE head."""
+    """Holds a draft model or an EAGLE head.
+
+    Attributes:
+        kv: The KV cache of its layers.
+        aux_layers: The target's layers whose hidden states it reads; see `models.drafter.Drafter`.
+        module: Makes the module, a `models.drafter.Drafter`, for a dtype.
+        num_bytes: Gives the bytes of its weights in a dtype.
+        load: Loads its parameters.
+    """
 
     kv: KVSpec
-    aux_layers: tuple[int, ...] | None  # see models.drafter.Drafter
-    module: Callable[[DTypeLike], nnx.Module]  # a models.drafter.Drafter
+    aux_layers: tuple[int, ...] | None
+    module: Callable[[DTypeLike], nnx.Module]
     num_bytes: Callable[[str], int]
     load: Callable[..., dict[str, Any]]
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
+        """Returns the KV cache of its own layers."""
         return (self.kv,)
 
     def graph(self, dtype: str, sharding: Sharding = UNDIVIDED) -> Any:
-        """Returns the graph for `models.drafter.join`. sharding: of the target, whose tables it may take."""
+        """Returns the graph for `models.drafter.join`.
+
+        Args:
+            dtype: The dtype of the model.
+            sharding: The sharding of the target, whose embedding the drafter may use.
+        """
         module = self.module(dtype)
 
         def divided(path: LayerPath, each: nnx.Module) -> nnx.Module | None:
-            if isinstance(each, Embedding) and each.name is None:  # it is the target's
+            if isinstance(each, Embedding) and each.name is None:  # it is the target's embedding
                 return ShardedEmbedding(each, sharding)
             return None
 
@@ -136,6 +159,7 @@ class ModelDrafterFiles:
         return abstract(module)[0]
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
+        """Returns the drafter for the engine of this specification."""
         shape, rule = tree_shape(spec.menu), spec.config.acceptance.name
         choice: Choice = "coupled" if rule == "coupled" else "likeliest"
         if rule == "rejection" and shape.num_branches == 1:
@@ -146,7 +170,10 @@ class ModelDrafterFiles:
 
 
 def tree_shape(menu: BucketMenu) -> TreeShape:
-    """Returns how far a drafter drafts for steps of these shapes, and how wide if they take trees."""
+    """Returns how deep and wide a drafter drafts for these step shapes.
+
+    It has one branch unless the shapes take trees.
+    """
     most_drafts = max(bucket.max_query_len - 1 for bucket in menu.verify)
     most_rows = max(bucket.num_rows for bucket in menu.verify)
     if not any(bucket.trees for bucket in menu.verify):
@@ -157,7 +184,13 @@ def tree_shape(menu: BucketMenu) -> TreeShape:
 
 
 def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
-    """Opens Medusa's heads. Raises ConfigError, too, where more is asked of the heads than they predict."""
+    """Opens Medusa's heads.
+
+    Raises:
+        ModelNotFoundError: There is no such directory.
+        CheckpointError: The heads do not fit the target.
+        ConfigError: The settings ask for more drafts than the heads can predict.
+    """
     directory, spec = drafter_directory(config), target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
     num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
@@ -196,6 +229,7 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
 
 
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    """Opens a draft model, which is a model of its own with the target's vocabulary."""
     files = open_model(drafter_directory(config))
     positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
     if positions < needed:
@@ -222,9 +256,10 @@ def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDraf
 
 
 def _check_padding(files: ModelFiles, target: ModelFiles) -> None:
-    """Checks that two vocabularies differ in padding alone: published models of one family may.
+    """Checks that two vocabularies differ in padding only, as those of one published family may.
 
-    Raises CheckpointError if they differ in more.
+    Raises:
+        CheckpointError: They differ in more.
     """
     sizes = (files.spec.vocab_size, target.spec.vocab_size)
     tokenizers = [load_tokenizer(model.directory) for model in (files, target)]
@@ -258,7 +293,11 @@ _HUB_FILES: Mapping[DrafterKind | None, Sequence[str]] = {
 
 
 def drafter_directory(config: SpeculativeConfig) -> Path:
-    """Returns the directory of a method that has weights of its own. Raises ModelNotFoundError."""
+    """Returns the directory of a method that has weights of its own.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+    """
     assert config.model is not None, "checked with the settings"
     return resolve_model(
         config.model, hub_files=_HUB_FILES.get(METHODS[config.method].drafter, HUB_FILES)
@@ -274,10 +313,13 @@ _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], Drafter
 
 
 def open_drafter(config: SpeculativeConfig, target: ModelFiles) -> DrafterFiles | None:
-    """Returns the drafter, or None for a method that drafts on the host. Nothing but headers is read.
+    """Returns the drafter, or None for a method that drafts on the host; reads headers only.
 
     Raises:
-        ModelNotFoundError, CheckpointError, UnsupportedError: there is no drafter, or it does not fit the target.
+        ModelNotFoundError: There is no such drafter.
+        CheckpointError: The drafter does not fit the target.
+        ConfigError: The settings ask for more drafts than the drafter can predict.
+        UnsupportedError: The drafter is of an unknown family.
     """
     kind = METHODS[config.method].drafter
     return None if kind is None else _OPENERS[kind](config, target)

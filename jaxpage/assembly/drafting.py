@@ -1,4 +1,4 @@
-"""Opens what drafts for a model, gives it room, and puts it into the steps and before the scheduler."""
+"""Opens a model's drafter, gives it memory, and makes the speculator of the scheduler."""
 
 from __future__ import annotations
 
@@ -32,9 +32,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drafting:
-    """Holds what drafts for an engine; without speculation all is None, and nothing changes.
+    """Holds the drafter of an engine; without speculation both fields are None.
 
     Nothing is on a device before `load`.
+
+    Attributes:
+        config: The settings of speculation.
+        drafter: The drafter on the device; None for a method that drafts on the host.
     """
 
     config: SpeculativeConfig | None = None
@@ -42,16 +46,17 @@ class Drafting:
 
     @property
     def kvs(self) -> tuple[KVSpec, ...]:
-        """Returns what the drafter's layers keep; they follow the model's in every block."""
+        """Returns the KV caches of the drafter's layers; they follow the model's in every block."""
         return self.drafter.kvs if self.drafter else ()
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of the drafter's layers that have a KV cache."""
         return sum(kv.num_layers for kv in self.kvs)
 
     @property
     def may_be_off(self) -> bool:
-        """Returns whether a drafter on the device may have no part in a step."""
+        """Returns whether some steps may run without the drafter on the device."""
         return (
             self.drafter is not None
             and self.config is not None
@@ -63,17 +68,24 @@ class Drafting:
         return self.drafter.num_bytes(dtype) if self.drafter else 0
 
     def num_scratch_blocks(self, menu: BucketMenu, block_size: int) -> int:
-        """Returns the blocks that each layer of a drafter has beyond the pool's."""
+        """Returns how many blocks each layer of a drafter has in addition to the pool's."""
         return tree_shape(menu).num_scratch_blocks(block_size) if self.kvs else 0
 
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
-        """Returns the drafter's parameters, each one `put(array)`, or None."""
+        """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike
     ) -> KVPages:
-        """Returns the shapes of the pages of the drafter's layers. num_blocks: of the pool of each layer."""
+        """Returns the shapes of the pages of the drafter's layers.
+
+        Args:
+            menu: The shapes of the steps.
+            num_blocks: The number of blocks of each layer's pool (P).
+            block_size: The slots of a block (S).
+            dtype: The type of the pages.
+        """
         counts = iter([count + self.num_scratch_blocks(menu, block_size) for count in num_blocks])
         return tuple(
             layer
@@ -84,7 +96,12 @@ class Drafting:
         )
 
     def speculator(self, spec: EngineSpec, strategies: Mapping[int, Strategy]) -> Speculator:
-        """Returns what proposes drafts to a scheduler. strategies: of the sequences, by their ids."""
+        """Returns the speculator, which proposes drafts to the scheduler.
+
+        Args:
+            spec: The engine's specification.
+            strategies: The decoding strategies by sequence id.
+        """
         if self.config is None:
             return NoSpeculation()
         limits = spec.limits
@@ -94,7 +111,7 @@ class Drafting:
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
         has_kv, depths = bool(self.kvs), cast(Sequence[int], ())
-        if self.drafter and not learns_top_ids:  # heads draft all at once
+        if self.drafter and not learns_top_ids:  # heads draft all depths at once
             depths = range(1, 1 + tree_shape(spec.menu).num_levels) if has_kv else (MOST_DRAFTS,)
         if self.config.num_speculative_tokens == "auto":
             unit, warm_up = proposer.num_together, proposer.warm_up_steps
@@ -113,10 +130,13 @@ class Drafting:
 
 
 def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Drafting:
-    """Opens what drafts for a model, as far as headers tell.
+    """Opens the drafter of a model; reads headers only.
 
     Raises:
-        ModelNotFoundError, CheckpointError, ConfigError, UnsupportedError: it is not there, or does not fit.
+        ModelNotFoundError: There is no such drafter.
+        CheckpointError: The drafter does not fit the target.
+        ConfigError: The settings ask for more drafts than the drafter can predict.
+        UnsupportedError: The drafter is of an unknown family.
     """
     if config is None:
         return Drafting()

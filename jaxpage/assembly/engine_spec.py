@@ -1,4 +1,4 @@
-"""The second call of a start: decides everything before anything is loaded or compiled.
+"""Decides everything before anything is loaded or compiled: the second call of a start.
 
 The result is frozen. `jaxpage plan` prints it, the event log begins with it, and the engine is made
 of it.
@@ -40,13 +40,24 @@ from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
 
-BATCHED_TOKENS_ON_CPU = 256  # keep a CPU busy
+BATCHED_TOKENS_ON_CPU = 256  # enough to keep a CPU busy
 BATCHED_TOKENS_ON_ACCELERATORS = 2048
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Holds what was decided about one engine, and what it was decided from."""
+    """Holds all decisions about one engine, and the facts that they were made from.
+
+    Attributes:
+        described: The model, the device and the settings.
+        sharding: The division of the model over devices.
+        groups: The cache groups.
+        menu: The shapes of the steps.
+        limits: The limits of these shapes, for the scheduler.
+        memory: The division of a device's memory.
+        attention: The kernel sets by kind of step; empty if the device is not at hand.
+        quantization: A description of the weights' quantisation; empty if there is none.
+    """
 
     described: Described
     sharding: Sharding
@@ -54,9 +65,8 @@ class EngineSpec:
     menu: BucketMenu
     limits: StepLimits
     memory: MemoryPlan
-    # the kernel sets that compute it, by kind of step; "": not known without the device
     attention: str = ""
-    quantization: str = ""  # of the weights, described; "": none
+    quantization: str = ""
 
     @property
     def config(self) -> EngineConfig:
@@ -70,34 +80,37 @@ class EngineSpec:
 
     @property
     def vocab_size(self) -> int:
+        """Returns the number of the model's token ids (V)."""
         return self.described.model.vocab_size
 
     @property
     def page_dtype(self) -> jnp.dtype:
+        """Returns the type of the numbers in the KV pages."""
         return kv_pages.page_dtype(self.layout.kv_cache_dtype, self.layout.dtype)
 
     @property
     def layer_groups(self) -> tuple[int, ...]:
-        """Returns the cache group of each layer, those of a drafter after the model's."""
+        """Returns the cache group of each layer, the model's layers first, then a drafter's."""
         return group_of_layers(self.groups)
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Returns P, the blocks on the device, of each cache group."""
+        """Returns the number of blocks on the device (P), for each cache group."""
         return self.memory.blocks_of_groups(self.memory.num_blocks)
 
     @property
     def blocks(self) -> list[range]:
-        """Returns the ids of each group's pool."""
+        """Returns the block ids of each cache group's pool."""
         return pool_ids(self.num_blocks)
 
     @property
     def host_blocks(self) -> list[range]:
-        """Returns the ids of each group's pool on the host."""
+        """Returns the block ids of each cache group's pool on the host."""
         return pool_ids(self.memory.blocks_of_groups(self.memory.num_host_blocks + 1))
 
     @property
     def tables(self) -> TableShape:
+        """Returns the shape of the block tables."""
         return TableShape(len(self.groups), -(-self.memory.max_model_len // self.memory.block_size))
 
     @property
@@ -112,8 +125,8 @@ class EngineSpec:
     def pages(self, mesh: DeviceMesh) -> KVPages:
         """Returns the shapes of the pages of all layers.
 
-        A divided model has those of each layer in each of a device's shards. Each device has all of a
-        drafter's.
+        A model that is divided has the pages of each layer once for each shard of a device. Each
+        device has all pages of a drafter.
         """
         pages = kv_pages.divided_shapes(self.pages_of_shard, self.sharding.num_local, mesh)
         if not (drafting := self.described.drafting).kvs:
@@ -128,7 +141,7 @@ class EngineSpec:
 
     @property
     def page_groups(self) -> tuple[int, ...]:
-        """Returns the cache group of each of `pages`: see `StepOptions.layer_groups`."""
+        """Returns the cache group of each element of `pages`; see `StepOptions.layer_groups`."""
         num_layers = self.described.model.kv.num_layers
         of_model = (
             group
@@ -166,7 +179,7 @@ class EngineSpec:
         return f"invariant, of {shards.num_shards} logical shards" if shards.invariant else "fast"
 
     def record(self) -> dict[str, Any]:
-        """Returns all that decides plans, for the event log."""
+        """Returns all decisions that plans depend on, for the event log."""
         memory = self.memory
         return {
             "dtype": self.layout.dtype,
@@ -187,7 +200,10 @@ class EngineSpec:
 def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
     """Decides everything about an engine, and logs warnings.
 
-    Raises UnsupportedError for settings that the device does not take, and as `engine_spec_of`.
+    Raises:
+        UnsupportedError: The device does not take a setting.
+        ConfigError: Settings contradict the model or each other; see `engine_spec_of`.
+        CapacityError: The memory is too small.
     """
     hooks.phase(PHASES[2])
     described, files, first = opened.described, opened.files, opened.mesh.first
@@ -218,7 +234,7 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Prints lines on standard error, where the bars are."""
+    """Prints lines on standard error, as the progress bars are."""
     for line in lines:
         print(f"  {line}", file=sys.stderr)
 
@@ -236,14 +252,16 @@ def _warnings_of_model(files: ModelFiles, layout: ModelLayout) -> Iterator[str]:
 def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
     """Decides what one device holds and runs.
 
-    swaps: whether the host's memory is planned as well; False for a device that is not at hand.
+    Args:
+        described: The model, the device and the settings.
+        swaps: True if the host's memory is planned as well; False for a device that is not at hand.
 
     Raises:
         ConfigError: `max_model_len` is beyond the model's positions, the heads cannot be divided
-            among the devices, or no step has room for the drafts that are asked for.
+            among the devices, or no step has room for the drafts that the settings ask for.
         UnsupportedError: Layers with sliding windows or recurrent layers do not take a setting.
         CapacityError: The weights leave no room, or one sequence of `max_model_len` does not fit;
-            with the numbers.
+            the message has the numbers.
     """
     config, model, layout = described.config, described.model, described.layout
     longest = model.max_position_embeddings
@@ -279,7 +297,11 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
 
 
 def choose_sharding(described: Described) -> Sharding:
-    """Returns how the model is divided. Raises ConfigError where the devices cannot share it."""
+    """Returns how the model is divided.
+
+    Raises:
+        ConfigError: The devices cannot share the model.
+    """
     asked, num_devices = (
         described.config.tensor_parallel_reduction,
         described.layout.tensor_parallel_size,
@@ -294,10 +316,10 @@ def choose_sharding(described: Described) -> Sharding:
 
 
 def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
-    """Returns whether prompt chunks and decodes share a step; by default, as the kernel set prefers.
+    """Returns whether prompt chunks and decodes share a step.
 
-    A GPU's kernel takes any rows in one launch. In plain XLA a step that mixes them pads every
-    single token to a tile of queries.
+    By default the kernel set decides. A GPU's kernel takes any rows in one launch. In plain XLA a
+    step that mixes them pads every single token to a tile of queries.
     """
     if config.enable_mixed_steps is not None:
         return config.enable_mixed_steps
@@ -305,9 +327,15 @@ def mixes(config: EngineConfig, device: DeviceSpec) -> bool:
 
 
 def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> BucketMenu:
-    """Returns the shapes of an engine's steps. mixed: see `mixes`.
+    """Returns the shapes of an engine's steps.
 
-    Raises ConfigError if none of them has room for drafts that are asked for.
+    Args:
+        config: The settings.
+        device: The device.
+        mixed: True if prompt chunks and decodes share a step; see `mixes`.
+
+    Raises:
+        ConfigError: No shape has room for the drafts that the settings ask for.
     """
     drafts, most = config.speculative_config, config.max_num_batched_tokens
     if most is None:
@@ -332,7 +360,7 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
 
 
 def step_limits(menu: BucketMenu, max_num_seqs: int, *, mixed: bool) -> StepLimits:
-    """Returns what the scheduler knows of the shapes."""
+    """Returns the limits of the shapes, for the scheduler."""
     return StepLimits(
         max_rows=max_num_seqs,
         max_tokens=menu.chunk[-1].num_tokens,

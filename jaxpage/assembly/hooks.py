@@ -1,4 +1,4 @@
-"""The hooks of a start: what listens to it, and what takes part in it."""
+"""Defines the hooks of a start: its listeners, and parts that replace the engine's own."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ PHASES = (
 
 @dataclass(frozen=True)
 class Hooks:
-    """The hooks of one start. Those that are left out show nothing and change nothing.
+    """Holds the hooks of one start; the defaults show nothing and change nothing.
 
     Attributes:
-        progress: Whether bars are shown on standard error.
-        verbose: Whether the table of the memory is printed, and what was in the compile cache;
-            None: as `progress`.
+        progress: True shows bars on standard error.
+        verbose: True prints the table of the memory, and how many executables were in the compile
+            cache; None is the same as `progress`.
         phase: Is called with each of `PHASES` when it begins.
         planned: Is called with the specification before anything is loaded, and returns settings
             with which the engine is planned again.
-        before_steps: Is called with the specification before any step runs; some are measured.
-        parts: Parts that replace the engine's own, as a replay has them.
+        before_steps: Is called with the specification before any step runs; the first steps are
+            those that are measured for speculation.
+        parts: Parts that replace the engine's own, for instance in a replay.
     """
 
     progress: bool = False

@@ -1,4 +1,4 @@
-"""Refuses, by name, what layers with sliding windows and recurrent layers do not take."""
+"""Refuses settings that layers with sliding windows, or recurrent layers, do not take."""
 
 from __future__ import annotations
 
@@ -13,9 +13,16 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 def check_recurrent(
     model: str, kv: KVSpec, layout: ModelLayout, drafters: Iterable[KVSpec] = ()
 ) -> None:
-    """Raises UnsupportedError for settings that recurrent layers do not take.
+    """Checks settings for recurrent layers.
 
-    model: its name, for the error. drafters: what their layers keep.
+    Args:
+        model: The name of the model, for the message.
+        kv: The KV cache of the model's layers.
+        layout: The types of the model's numbers.
+        drafters: The KV caches of a drafter's layers.
+
+    Raises:
+        UnsupportedError: Recurrent layers do not take a setting.
     """
     if any(any(each.states) for each in drafters):
         raise UnsupportedError(
@@ -32,7 +39,15 @@ def check_recurrent(
 
 
 def refuse_recurrent(what: str, kv: KVSpec) -> None:
-    """Raises UnsupportedError where a program counts keys and values alone. what: its name."""
+    """Refuses recurrent layers for a program that counts only keys and values.
+
+    Args:
+        what: The name of the program.
+        kv: The KV cache of the model's layers.
+
+    Raises:
+        UnsupportedError: The model has recurrent layers.
+    """
     if any(kv.states):
         raise UnsupportedError(
             f"{what} is not supported for a model with recurrent layers: it knows keys and values alone"
@@ -40,12 +55,18 @@ def refuse_recurrent(what: str, kv: KVSpec) -> None:
 
 
 def check_windows(config: SpeculativeConfig | None, model: str, kvs: Iterable[KVSpec]) -> None:
-    """Raises UnsupportedError for drafts that branch where layers have windows or states.
+    """Checks that drafts do not branch if layers have sliding windows or states.
 
-    Attention takes a tree or a sliding window, not both, and the states of recurrent layers follow no
-    branches.
+    Attention takes a tree or a sliding window, but not both, and the states of recurrent layers
+    follow no branches.
 
-    model: its name, for the error. kvs: of the model, and of a drafter.
+    Args:
+        config: The settings of speculation, if there are any.
+        model: The name of the model, for the message.
+        kvs: The KV caches of the model's and a drafter's layers.
+
+    Raises:
+        UnsupportedError: Drafts branch, and a layer has a window or a state.
     """
     if (
         config is None

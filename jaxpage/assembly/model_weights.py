@@ -1,4 +1,4 @@
-"""Replaces the weights of an engine that was built, and gives them back as the checkpoint has them."""
+"""Replaces the weights of an engine, and returns them in the checkpoint's layout."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.models.sharding import joined
 from jaxpage.settings.argument_checks import check_choice
 
-Mode = Literal["wait", "abort"]  # what happens to requests that run
+Mode = Literal["wait", "abort"]  # what happens to running requests
 
 
 def whole_weights(
     files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]
 ) -> dict[Any, Any]:
-    """Returns the weights as the checkpoint has them."""
+    """Returns the weights undivided, as the checkpoint has them."""
     return (
         joined(shards_of_weights(files, spec), parameters)
         if spec.sharding.is_divided
@@ -32,7 +32,16 @@ def whole_weights(
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
-    """Raises UnsupportedError where weights cannot be replaced. name: of what replaces them."""
+    """Checks that weights can be replaced.
+
+    Args:
+        model: The model's files.
+        event_log: The path of the event log, if there is one.
+        name: The name of the method that replaces them, for the message.
+
+    Raises:
+        UnsupportedError: The weights are quantised, or an event log is written.
+    """
     if model.quantization is not None:
         raise UnsupportedError(
             f"{name} is not supported for quantised weights ({model.quantization.described})"
@@ -44,9 +53,15 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
 
 
 def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
-    """Loads weights for `Engine.replace_weights`, while the old ones are on the device, too.
+    """Loads weights for `Engine.replace_weights`; the device then holds the old ones, too.
 
-    finite: raises CheckpointError for NaN and infinite numbers.
+    Args:
+        files: The model's files, with the other weights.
+        spec: The engine's specification.
+        finite: True refuses NaN and infinite numbers.
+
+    Raises:
+        CheckpointError: The weights do not fit the model, or are not finite.
     """
     weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
     if finite:
@@ -63,7 +78,21 @@ def given_weights(
     check_finite: bool,
     mode: Mode,
 ) -> Any:
-    """Loads what `update_parameters` is given, and raises what that raises: see `weights_on_device`."""
+    """Loads the weights that `update_parameters` is given; see `weights_on_device`.
+
+    Args:
+        model: The model's files.
+        spec: The engine's specification.
+        event_log: The path of the event log, if there is one.
+        parameters: The weights.
+        check_finite: True refuses NaN and infinite numbers.
+        mode: The treatment of running requests; it is only checked here.
+
+    Raises:
+        ValueError: The mode is unknown.
+        UnsupportedError: Weights cannot be replaced; see `check_replaceable`.
+        CheckpointError: The weights do not fit the model, or are not finite.
+    """
     check_choice("mode", mode, get_args(Mode))
     check_replaceable(model, event_log, "update_parameters")
     return weights_on_device(with_parameters(model, parameters), spec, finite=check_finite)

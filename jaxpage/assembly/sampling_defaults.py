@@ -1,4 +1,4 @@
-"""Reads a model's generation_config.json: the defaults of requests that bring no parameters."""
+"""Reads a model's generation_config.json: the sampling parameters of requests that have none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from jaxpage.settings.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 _NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # what no greedy request looks at
-# What changes the text in transformers and is no default here, and the values that change nothing.
+_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")  # ignored by greedy requests
+# These settings change the text in transformers, but cannot be defaults here. With one of the
+# neutral values they change nothing.
 _LEFT_OUT = (
     "num_beams",
     "no_repeat_ngram_size",
@@ -26,21 +27,25 @@ _LEFT_OUT = (
 )
 _NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {})
 
-# Of a chat, where generation_config.json is silent. Text drawn from the whole vocabulary at
-# temperature 1 is poor reading.
+# The defaults of a chat if generation_config.json has none. Text drawn from the whole vocabulary at
+# temperature 1 reads badly.
 CHAT = {"temperature": 0.7, "top_p": 0.9}
 
 
-# Numbers that transformers takes and a request cannot have: what may stay, and what is taken in
-# place of the others.
+# Numbers that transformers takes and a request cannot have: a test of what may stay, and the value
+# that replaces the others.
 _OUT_OF_RANGE: tuple[tuple[str, Callable[[float], bool], float], ...] = (
     ("temperature", lambda value: value <= 2.0, 2.0),
-    ("top_p", lambda value: value != 0.0, 1e-6),  # of all tokens the likeliest one
+    ("top_p", lambda value: value != 0.0, 1e-6),  # only the most likely token
 )
 
 
 def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults of a chat where the model has none. stated: as `read_sampling_defaults` gives it."""
+    """Returns the sampling parameters of a chat that the model's files do not set.
+
+    Args:
+        stated: The parameters that they set; see `read_sampling_defaults`.
+    """
     return (
         {}
         if stated.get("temperature") == 0
@@ -49,9 +54,10 @@ def chat_defaults(stated: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_sampling_defaults(directory: Path) -> dict[str, Any]:
-    """Returns fields of `SamplingParams`, and warns of what is not taken over.
+    """Returns fields of `SamplingParams`, and warns about values that are ignored or changed.
 
-    Raises CheckpointError when a value makes no sense.
+    Raises:
+        CheckpointError: A value is not valid.
     """
     asked = read_generation_config(directory)
     do_sample = asked.get("do_sample")

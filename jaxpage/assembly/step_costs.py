@@ -1,4 +1,4 @@
-"""Measures how long steps of each shape take: the controller of speculation starts from that."""
+"""Measures how long steps of each shape take; the controller of speculation starts from that."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.speculation.controller import Controller
 from jaxpage.step.plan import Row, Sample, StepPlan
 
-CONTEXT = 128  # tokens before those that are computed, whatever their blocks hold
-NUM_RUNS = 6  # of which the first may pay for more, and the fastest of the others counts
+CONTEXT = 128  # tokens before the computed ones; the content of their blocks does not matter
+NUM_RUNS = 6  # the first warms up, and the fastest of the others counts
 
 
 def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller) -> None:
-    """Measures full steps of every shape, from the plan to the draws, and what a drafter adds to them.
+    """Measures full steps of every shape, and the time that a drafter adds to them.
 
-    No block of the pool may be in use.
+    A step is measured from the plan to the draws. No block of the pool may be in use.
     """
     deepest, costs = max(controller.depths, default=0), controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
@@ -46,7 +46,10 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
 
 
 def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -> list[float]:
-    """Returns the shortest time of each plan. They run in turns, so that a busy machine slows all alike."""
+    """Returns the shortest time of each plan.
+
+    The plans run in turns, so that a busy machine slows them all alike.
+    """
 
     def seconds(plan: StepPlan) -> float:
         started = time.monotonic()
@@ -58,9 +61,9 @@ def _fastest(builder: BatchBuilder, runner: Runner, plans: Iterable[StepPlan]) -
 
 
 def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
-    """Returns a plan whose rows fill the bucket evenly, as far as a sequence can be so long.
+    """Returns a plan whose rows fill the bucket evenly, up to the longest possible sequence.
 
-    Rows have blocks of their own, as far as the pool has so many.
+    Each row has blocks of its own, unless the pool has too few.
     """
     longest = builder.tables.width * builder.block_size
     size = min(bucket.num_tokens // bucket.num_rows, longest)

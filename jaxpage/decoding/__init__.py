@@ -1,4 +1,19 @@
-"""How a request turns draws into text: strategies that see tokens and answer with edits, and never touch a block."""
+"""Turns the draws of a request into its text.
+
+A strategy decodes one request: it sees the tokens that were drawn, answers with edits, and never
+touches a block. Other rooms take:
+
+    SamplingStrategy  decodes by greedy decoding or sampling
+    BeamStrategy      decodes by beam search
+    hypothesis_score  is the score by which a beam search compares hypotheses
+    advance           gives the draws of a step to the strategies, and collects their edits
+    masks_of          asks the strategies for the token masks of a step
+    Grammar           holds a compiled grammar
+    Constraint        follows one sequence through its grammar
+    MaskBudget        bounds the processor time that grammars take
+    Stopping          finds the end of one sequence
+    Detokenizer       turns tokens into text as they come
+"""
 
 from jaxpage.decoding.advance import advance, masks_of
 from jaxpage.decoding.beam import BeamStrategy, hypothesis_score

@@ -1,4 +1,4 @@
-"""From what the device drew to what should happen: the draws of a request go to its strategy."""
+"""Gives the draws of a step to the strategies of their requests, and collects their edits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from jaxpage.step.token_masks import Mask
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: Mask = np.zeros(1, np.uint32)  # admits no token, as wide as it is made
+_NOTHING: Mask = np.zeros(1, np.uint32)  # admits no token; NumPy repeats its one word to any width
 
 
 def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Mask]:
-    """By place among the plan's samples: what the grammars of their requests admit. Requests without one are not asked.
+    """Returns the token masks of a step, keyed by the index of the draw in `plan.samples`.
 
-    An exception of one request leaves it nothing to draw, which ends it; other requests are not affected.
+    A request without a grammar is not asked. If a request's strategy raises an exception, its draw
+    gets a mask that admits no token, which ends the request; other requests are not affected.
     """
     masks = {}
     for index, sample in enumerate(plan.samples):
@@ -41,10 +42,13 @@ def masks_of(plan: StepPlan, strategies: Mapping[int, Strategy]) -> dict[int, Ma
 
 
 def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strategy]) -> list[Edit]:
-    """The edits of a step: what its rows scored, then what its samples lead to, in their order.
+    """Returns the edits of a step: first the scores of its rows, then the edits of its draws.
 
     Args:
-        strategies: by sequence id. Draws of a sequence that has none (its request was aborted) are passed over.
+        plan: The plan of the step.
+        result: The result that the device returned for it.
+        strategies: The strategy of each sequence, by sequence id. The draws of a sequence that has
+            none are ignored: its request was aborted.
     """
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
     for strategy, drawn in groupby(
@@ -59,7 +63,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
                 edits.append(Fork(parent_id, sample.sequence_id, sample.sample_index))
         try:
             edits += strategy.advance(draws)
-        except Exception as error:  # of one request: it ends; other requests are not affected
+        except Exception as error:  # an error of one request must end no other request
             logger.exception(
                 "sequence %d ends with an error, and with it its request", draws[0].sequence_id
             )
@@ -72,9 +76,9 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
 
 
 def _that_count(plan: StepPlan, result: StepResult) -> Iterator[tuple[int, Sample, bool]]:
-    """The draws, by their place among the plan's samples, and whether a draft that is the same token follows.
+    """Yields the draws that count, with their index and whether a right draft follows.
 
-    Of a row with drafts only those count that stand behind right drafts.
+    In a row with drafts only the draws on the path of accepted drafts count.
     """
     if result.paths is None:
         yield from ((index, sample, False) for index, sample in enumerate(plan.samples))
@@ -106,7 +110,10 @@ def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw
 
 
 def _logprobs(result: StepResult, start: int, stop: int, num_top: int) -> Iterator[TokenLogprobs]:
-    """Of the entries `start` to `stop`. A list of Python numbers at once costs less than one by one."""
+    """Yields the log probabilities of the entries `start` to `stop - 1`.
+
+    One `tolist` for all of them costs less than converting them one by one.
+    """
     top_token_ids = map(tuple, result.top_token_ids[start:stop, :num_top].tolist())
     top_logprobs = map(tuple, result.top_logprobs[start:stop, :num_top].tolist())
     columns = (result.token_ids, result.logprobs, result.ranks)

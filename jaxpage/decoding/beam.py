@@ -1,6 +1,7 @@
-"""Beam search: of all continuations of all beams the likeliest go on, and what ended competes by its score.
+"""Implements beam search: the most likely continuations of all beams go on.
 
-The tokens and scores are those of Hugging Face's `generate(num_beams=...)`; its `_beam_search` is the definition.
+A hypothesis that has ended competes with the others by its score. Tokens and scores are those of
+Hugging Face's `generate(num_beams=...)`; its `_beam_search` is the definition.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from jaxpage.step.strategy import Draw, refusal
 
 
 def hypothesis_score(cumulative_logprob: float, num_tokens: int, length_penalty: float) -> float:
-    """What hypotheses of several lengths are compared by. `num_tokens` are those of the output, the one that ended it included."""
+    """Returns the score by which hypotheses of different lengths are compared.
+
+    Args:
+        cumulative_logprob: The sum of the log probabilities of the output tokens.
+        num_tokens: The number of output tokens, the ending one included.
+        length_penalty: The exponent of the length; larger values prefer longer hypotheses.
+    """
     return cumulative_logprob / math.pow(num_tokens, length_penalty)
 
 
 class _Beam(NamedTuple):
-    """A sequence that goes on."""
+    """Holds a sequence that goes on."""
 
     sequence_id: int
     cumulative_logprob: float
@@ -30,26 +37,28 @@ class _Beam(NamedTuple):
 
 
 class _Candidate(NamedTuple):
-    """A beam and one more token."""
+    """Holds a beam and one more token for it."""
 
     parent: _Beam
-    token: TokenLogprobs  # without the candidates beside it
+    token: TokenLogprobs  # without the other candidates
     cumulative_logprob: float
 
 
 class _Hypothesis(NamedTuple):
-    """What has ended: a sequence, or a candidate that becomes one if it is kept."""
+    """Holds an ended hypothesis: a sequence, or a candidate that becomes one if it is kept."""
 
     score: float
     ended: int | _Candidate
 
 
 class BeamStrategy:
-    """Beam search of one request.
+    """Decodes one request by beam search.
 
-    Every beam is a sequence, and so is every hypothesis that has ended and is among the best so far. A hypothesis ends with one of the
-    best `beam_width` candidates of a step or not at all; the others beyond them only make sure that as many beams go on. Where there are
-    fewer continuations than beams, fewer go on, and fewer hypotheses than asked for may come out. A single beam is greedy decoding.
+    Every beam is a sequence, and so is every ended hypothesis among the best so far. A hypothesis
+    can end only with one of the best `beam_width` candidates of a step; the further candidates only
+    make sure that enough beams go on. If there are fewer continuations than beams, fewer beams go
+    on, and the request may return fewer hypotheses than it asked for. A search with one beam is
+    greedy decoding.
     """
 
     def __init__(
@@ -58,19 +67,26 @@ class BeamStrategy:
         sequence_ids: Sequence[int],
         new_detokenizer: Callable[[], Detokenizer],
     ) -> None:
-        """sequence_ids: that of the first sequence, then those that its forks may have: as many as `Request.num_sequence_ids`."""
+        """Starts the search with one beam.
+
+        Args:
+            request: A request with beam search parameters.
+            sequence_ids: The id of the first sequence, then the ids that forks may take;
+                `Request.num_sequence_ids` in all.
+            new_detokenizer: Makes the detokenizer of the first beam.
+        """
         assert request.beam is not None and len(sequence_ids) == request.num_sequence_ids
         self._beam = request.beam
         self._ending_token_ids = request.ending_token_ids
         self._most_tokens = request.max_total_tokens - len(request.prompt_token_ids)
         self._sequence_ids = tuple(sequence_ids)
-        self._num_tokens = 0  # of the output of each beam
-        # the likeliest first
+        self._num_tokens = 0  # the output tokens of each beam
+        # The most likely beam comes first.
         self._beams = [_Beam(sequence_ids[0], 0.0, Stopping(request, new_detokenizer()))]
-        self._best: list[_Hypothesis] = []  # the best that have ended, the best of them first
+        self._best: list[_Hypothesis] = []  # the best ended hypotheses, in order
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
-        """One more token for every beam. The order of the draws makes no difference."""
+        """Returns the edits that give every beam one more token; draws may come in any order."""
         bad = next((draw for draw in draws if draw.token_id < 0), None)
         if bad is not None:
             return self._fail(refusal(bad))
@@ -87,10 +103,13 @@ class BeamStrategy:
         return self._edits(going, best)
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> None:
-        """No grammar goes with beams."""
+        """Returns None: beam search takes no grammar."""
 
     def _ranked(self, draws: Sequence[Draw]) -> list[_Candidate]:
-        """The candidates of all beams, the likeliest first; of equals that of the likelier beam."""
+        """Returns the candidates of all beams, the most likely first.
+
+        Of two equal candidates, the one of the more likely beam comes first.
+        """
         drawn = {draw.sequence_id: draw.logprobs for draw in draws}
         assert drawn.keys() == {beam.sequence_id for beam in self._beams}, "beams draw together"
         candidates = [c for beam in self._beams for c in _candidates(beam, drawn[beam.sequence_id])]
@@ -100,7 +119,7 @@ class BeamStrategy:
         return candidate.token.token_id in self._ending_token_ids
 
     def _merged(self, ended: Iterable[_Candidate]) -> list[_Hypothesis]:
-        """The best of what had ended and of what ends now."""
+        """Returns the best hypotheses, both those that had ended and those that end now."""
         new = [
             _Hypothesis(self._score(candidate.cumulative_logprob, self._num_tokens), candidate)
             for candidate in ended
@@ -110,13 +129,19 @@ class BeamStrategy:
         ]
 
     def _is_over(self, likeliest: _Candidate, best: list[_Hypothesis]) -> bool:
-        """Whether nothing is expected of the beams any more; `likeliest` is the first of those that could go on."""
+        """Returns whether no beam can improve the result any more.
+
+        Args:
+            likeliest: The most likely candidate that could go on.
+            best: The best hypotheses that have ended.
+        """
         width, early = self._beam.beam_width, self._beam.early_stopping
         if len(best) < width:
             return False
         if early is True or width == 1:
             return True
-        longest = early == "never" and self._beam.length_penalty > 0.0  # then length can only help
+        # A longer text can only score better.
+        longest = early == "never" and self._beam.length_penalty > 0.0
         num_tokens = self._most_tokens if longest else self._num_tokens
         return self._score(likeliest.cumulative_logprob, num_tokens) <= best[-1].score
 
@@ -124,7 +149,16 @@ class BeamStrategy:
         return hypothesis_score(cumulative_logprob, num_tokens, self._beam.length_penalty)
 
     def _edits(self, going: list[_Candidate], best: list[_Hypothesis]) -> list[Edit]:
-        """Who is not continued is dropped, then sequences are forked, then all grow: a fork is its parent as it was before."""
+        """Returns the edits of a step, in order: drops, then forks, then appends.
+
+        Forks come before appends, so that a fork copies its parent without the new token. With two
+        beams:
+
+            beams      candidates, best first      edits
+            A  -0.5    A+x  -0.7   goes on         Drop(B)
+            B  -0.9    A+y  -1.0   goes on         Fork(A to B)     the id of B is free again
+                       B+z  -1.6   is dropped      Append(A, x), Append(B, y)
+        """
         continued = [
             *going,
             *(hypothesis.ended for hypothesis in best if isinstance(hypothesis.ended, _Candidate)),
@@ -144,9 +178,10 @@ class BeamStrategy:
         return edits
 
     def _placed(self, continued: list[_Candidate], kept: set[int]) -> tuple[list[int], list[Edit]]:
-        """The sequence of each candidate, and the forks for it: the first continuation of a beam keeps the beam's own.
+        """Returns the sequence id of each candidate, and the forks that this takes.
 
-        Drops come before, so that twice as many ids as beams are enough.
+        The first continuation of a beam keeps the beam's own sequence. Because drops come before
+        forks, twice as many ids as beams are enough.
         """
         free_ids = iter(
             [sequence_id for sequence_id in self._sequence_ids if sequence_id not in kept]
@@ -162,7 +197,10 @@ class BeamStrategy:
         return sequence_ids, forks
 
     def _grown(self, sequence_id: int, candidate: _Candidate) -> list[Edit]:
-        """The candidate's token becomes its sequence's. Whether that ends it, and what text it has, is as in sampling."""
+        """Returns the edits that append the candidate's token to its sequence.
+
+        The token ends the sequence, and gives it text, just as in sampling.
+        """
         stopping = candidate.parent.stopping.fork()
         verdict = stopping.push(candidate.token.token_id)
         append = Append(sequence_id, candidate.token.token_id, verdict.text, candidate.token)
@@ -172,13 +210,13 @@ class BeamStrategy:
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
 
     def _fail(self, reason: Finish) -> list[Edit]:
-        """No search goes on beside a beam that cannot: all of them end so, and nothing else comes out."""
+        """Ends all beams with this reason and drops the hypotheses, because one beam failed."""
         ends = [Finish(beam.sequence_id, reason.reason, reason.stop_reason) for beam in self._beams]
         return [*(Drop(sequence_id) for sequence_id in sorted(_sequences(self._best))), *ends]
 
 
 def _candidates(beam: _Beam, logprobs: TokenLogprobs | None) -> Iterator[_Candidate]:
-    """The likeliest tokens behind a beam, but for those that cannot come."""
+    """Yields the most likely next tokens of a beam, without those of probability zero."""
     assert logprobs is not None
     for rank, (token_id, logprob) in enumerate(
         zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True), 1
@@ -190,5 +228,5 @@ def _candidates(beam: _Beam, logprobs: TokenLogprobs | None) -> Iterator[_Candid
 
 
 def _sequences(hypotheses: Iterable[_Hypothesis]) -> set[int]:
-    """The hypotheses among these that are sequences already."""
+    """Returns the ids of the hypotheses that are sequences already."""
     return {hypothesis.ended for hypothesis in hypotheses if isinstance(hypothesis.ended, int)}

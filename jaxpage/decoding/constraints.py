@@ -1,4 +1,4 @@
-"""Where a sequence stands in a grammar: which tokens may come next, and when there is an end to it."""
+"""Follows a sequence through its grammar: which tokens may come next, and when it ends."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _NOT_ALLOWED = "no token of allowed_token_ids continues the grammar"
 
 
 class End(NamedTuple):
-    """Why a sequence ends that no stop ended."""
+    """Says why a grammar ends a sequence."""
 
     reason: str
     stop_reason: str | None
 
 
 class Grammar:
-    """A compiled grammar over a model's V token ids. Sequences share it, and what it has learned of its own states."""
+    """Holds a compiled grammar over a model's V token ids.
+
+    Sequences share it. They also share the lexer states that it has computed so far.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, end_id: int, vocab_size: int, source: str) -> None:
         self._tokenizer = tokenizer
@@ -45,20 +48,23 @@ class Grammar:
         self._is_quick = time.thread_time() - begun < _AGAIN_SECONDS
 
     def at_start(self) -> tuple[LLMatcher, Mask]:
-        """A matcher of one's own, and what it admits first: computed once."""
+        """Returns a new matcher at the start of the grammar, and its first mask."""
         return self._start.deep_copy(), self._first
 
     def may_be_crowded(self, matcher: LLMatcher) -> bool:
-        """Returns whether a matcher failed at the limit of states, to which those of other requests count.
+        """Returns whether a matcher may have failed because of states that other requests added.
 
-        Only then is another try (`alone`) worth its time, and only where that is short: it is the engine's thread that waits.
+        The limit of states counts those of all requests that share the grammar. Another try
+        (`alone`) takes time on the engine's thread, so the answer is True only if compiling the
+        grammar is quick.
         """
         return self._is_quick and is_out_of_states(matcher)
 
     def alone(self, token_ids: Iterable[int]) -> LLMatcher:
-        """After these tokens, as if no other request had used the grammar: the states that others find count to its limits.
+        """Returns a matcher after these tokens, on a newly compiled copy of the grammar.
 
-        Who comes later begins anew as well.
+        The copy has none of the states that other requests added, so they do not count to the
+        limit. Requests that start later use the new copy as well.
         """
         self._begin()
         matcher = self._compiled()
@@ -68,13 +74,14 @@ class Grammar:
         return matcher
 
     def admitted(self, matcher: LLMatcher) -> Mask:
-        """Without an end: the tokens that go on. Ids that the tokenizer lacks are never among them."""
+        """Returns the tokens that continue the text, without the end and ids that have no text."""
         mask = self.mask_of(())
         given = np.frombuffer(matcher.compute_bitmask(), np.uint32)[: len(mask)]
         mask[: len(given)] = given
         return mask & ~self._no_text
 
     def mask_of(self, token_ids: Iterable[int]) -> Mask:
+        """Returns the mask that admits these token ids."""
         return mask_of(token_ids, self.vocab_size)
 
     def _compiled(self) -> LLMatcher:
@@ -82,10 +89,11 @@ class Grammar:
 
 
 class Constraint:
-    """One sequence of a request, in its grammar. `mask` is what may be drawn next.
+    """Follows one sequence through its grammar; `mask` holds the tokens that may be drawn next.
 
-    Where the grammar may end, the request's end-of-sequence and stop ids are admitted; elsewhere no end-of-sequence id is, and a stop id
-    only as the text that it is. If there is none of them to draw, the sequence ends when the grammar can go no further.
+    Where the grammar may end, the mask admits the request's end-of-sequence and stop ids. Elsewhere
+    it admits no end-of-sequence id, and a stop id only if its text continues the grammar. A
+    sequence that has no such id to draw ends when the grammar cannot continue.
     """
 
     def __init__(self, grammar: Grammar, request: Request) -> None:
@@ -101,24 +109,30 @@ class Constraint:
         self._min_tokens = params.min_tokens
         self._token_ids: list[int] = []
         self._matcher, first = grammar.at_start()
-        self._is_alone = False  # with its states of the grammar
-        self._ahead: dict[
-            tuple[int, ...], Constraint | None
-        ] = {}  # behind drafts that were asked about; None: see `behind`
+        self._is_alone = False  # no other sequence shares its states
+        # The constraint after each tuple of drafts that was asked for; None where `behind` returns
+        # None.
+        self._ahead: dict[tuple[int, ...], Constraint | None] = {}
         self._look(first)
 
     @property
     def may_stop(self) -> bool:
-        """Whether the text may end as it is, without a token for it."""
+        """Returns whether the text may end here without a token that ends it."""
         return self._may_end and len(self._token_ids) >= self._min_tokens
 
     def behind(self, token_ids: tuple[int, ...]) -> Mask | None:
-        """What may be drawn behind these tokens; None where they cannot follow, or end the sequence. Changes nothing."""
+        """Returns the mask after these tokens, or None if they cannot follow.
+
+        It is None as well if the tokens end the sequence. The constraint itself does not change.
+        """
         place = self._behind(token_ids)
         return None if place is None else place.mask
 
     def _behind(self, token_ids: tuple[int, ...]) -> Constraint | None:
-        """Each place is looked at once, however many drafts lead through it."""
+        """Returns the constraint after these tokens.
+
+        Each result is kept, so that drafts with a common beginning share its cost.
+        """
         if not token_ids:
             return self
         if token_ids not in self._ahead:
@@ -128,7 +142,7 @@ class Constraint:
 
     def copied(self) -> Constraint:
         """Returns another constraint at the same place, which goes on by itself."""
-        self._is_alone = False  # a copy adds what it finds to the states of both
+        self._is_alone = False  # from now on both add states to the same grammar
         other = copy.copy(self)
         other._matcher, other._token_ids, other._ahead = (
             self._matcher.deep_copy(),
@@ -138,17 +152,18 @@ class Constraint:
         return other
 
     def _followed_by(self, token_id: int) -> Constraint | None:
-        """Another one, a token further, if it goes on there."""
+        """Returns a constraint one token further, or None if the text cannot go on there."""
         if not _has(self._text, token_id):
             return None
         ahead = self.copied()
         return None if ahead.advance(token_id) else ahead
 
     def advance(self, token_id: int) -> End | None:
-        """The sequence gains a token that the mask admitted. Returns why it cannot go on behind it, if it cannot."""
+        """Takes a token that the mask admitted, and returns an `End` if nothing can follow it."""
         if _has(self._ends_V, token_id) and not _has(self._text, token_id):
-            return None  # an end
-        if (ahead := self._ahead.get((token_id,))) is not None:  # it has been there
+            return None  # the token ends the sequence, and is no text of the grammar
+        # A draft was right: its constraint is computed already.
+        if (ahead := self._ahead.get((token_id,))) is not None:
             vars(self).update(vars(ahead), _ahead={})
             return None
         self._ahead = {}
@@ -158,7 +173,7 @@ class Constraint:
         return self._end()
 
     def _look(self, admitted: Mask) -> None:
-        """What comes next: computed once, when a token is known."""
+        """Computes the mask of the next token. This is done once for each token."""
         if (
             self._matcher.is_error()
             and not self._is_alone

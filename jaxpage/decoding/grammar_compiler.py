@@ -1,4 +1,7 @@
-"""Compiles the grammars of requests, within a time and a memory, on the caller's thread: never while the engine is held."""
+"""Compiles the grammars of requests, within limits of time and memory, on the caller's thread.
+
+The engine's thread never waits for it.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +23,46 @@ from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 
 COMPILE_SECONDS = 2.0  # for one grammar
 COMPILE_BYTES = 256 << 20
-WAIT_SECONDS = 10.0  # for the grammars of other requests before it
-# of the grammars that are kept for the next who asks, by what their compilation took
+WAIT_SECONDS = 10.0  # to wait while the grammars of other requests are compiled
+# Compiled grammars are kept for later requests. Their size is taken to be the memory that compiling
+# them took.
 CACHED_BYTES = 128 << 20
 CACHED_GRAMMARS = 64
-REFUSED_SECONDS = 60.0  # for so long the same grammar is refused without another try
-_LEAST_BYTES = 1 << 18  # what a grammar counts at least
+REFUSED_SECONDS = 60.0  # a refused grammar is not tried again for this long
+_LEAST_BYTES = 1 << 18  # the smallest size that a kept grammar counts as
 
 
 class GrammarCompiler:
-    """Grammars by the parameter that asks for them. A grammar is first tried by a process of its own, then compiled here.
+    """Compiles and caches grammars, keyed by the parameter that asks for them.
 
-    For several threads at once. llguidance lets other threads run while it compiles and while it computes masks.
+    A separate process tries each grammar first, and only then it is compiled here. Several threads
+    may use a compiler at once: llguidance lets other threads run while it compiles and while it
+    computes masks.
     """
 
     def __init__(self, tokenizer: Any | None, vocab_size: int) -> None:
         self._hf_tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiling = threading.Lock()
-        self._caching = threading.Lock()  # never held for long
-        # the last used last; with bytes
+        self._caching = threading.Lock()  # held for short times only
+        # The grammar that was used last comes last. The number is its size in bytes.
         self._cache: OrderedDict[tuple[str, str], tuple[Grammar, int]] = OrderedDict()
-        # the last one last; with times
+        # The latest refusal comes last. The number is the time of the refusal.
         self._refusals: OrderedDict[tuple[str, str], tuple[str, float]] = OrderedDict()
         self._worker: _Worker | None = None
         self._closed = False
         self._tokenizer: tuple[LLTokenizer, int] | None = None
-        self._unsupported: str | None = None  # what is wrong with the tokenizer
+        self._unsupported: str | None = None  # why llguidance cannot take the tokenizer
 
     def compiled(self, asked: tuple[str, str]) -> Grammar:
-        """Raises ValueError with what is wrong with the grammar; TimeoutError if others keep the compiler busy for too long;
-        UnsupportedError if llguidance cannot take the tokenizer; JaxpageError if the processes that try it are killed; RuntimeError
-        after `close`.
+        """Returns the grammar that a parameter asks for; it may take seconds.
+
+        Raises:
+            ValueError: Something is wrong with the grammar.
+            TimeoutError: Other requests kept the compiler busy for too long.
+            UnsupportedError: llguidance cannot take the tokenizer.
+            JaxpageError: The process that tries grammars was killed twice, or gave no answer.
+            RuntimeError: The compiler is closed.
         """
         if (found := self.found(asked)) is not None:
             return found
@@ -66,11 +77,12 @@ class GrammarCompiler:
             self._compiling.release()
 
     def close(self) -> None:
-        """For good: ends the worker, and what it is trying."""
-        # first: a worker that starts now is seen below, or its starter sees this
+        """Ends the worker process, even while it tries a grammar; nothing is compiled any more."""
+        # This comes first: a worker that starts now is either seen below, or its starter sees this
+        # flag.
         self._closed = True
         if (worker := self._worker) is not None:
-            worker.kill()  # before the lock, which who waits for an answer holds
+            worker.kill()  # before the lock: a thread that waits for the worker holds it
         with self._compiling:
             self._end_worker()
 
@@ -91,7 +103,11 @@ class GrammarCompiler:
         return Grammar(*self._tokenizer, self._vocab_size, source_of(kind, value)), num_bytes
 
     def _tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What the worker answers. A worker that was killed from outside is started again once: the grammar may not be the cause."""
+        """Returns the worker's answer.
+
+        A worker that was killed from outside is started once more, since the grammar may not be the
+        cause.
+        """
         for is_last in (False, True):
             try:
                 return self._started().tried(kind, value)
@@ -102,7 +118,7 @@ class GrammarCompiler:
                     raise
             except (
                 BaseException
-            ):  # an interrupt as well: its answer would be taken for the next one's
+            ):  # even an interrupt: the late answer would be read as that to the next question
                 self._end_worker()
                 raise
         raise AssertionError("unreachable")
@@ -112,7 +128,8 @@ class GrammarCompiler:
             raise UnsupportedError(self._unsupported)
         if self._worker is None or self._tokenizer is None:
             description = _description(self._hf_tokenizer)
-            self._worker = _Worker(description)  # first: both read the tokenizer at the same time
+            # First, so that both processes read the tokenizer at once.
+            self._worker = _Worker(description)
             self._tokenizer = self._tokenizer or tokenizer_of(description)
         self._check_open()
         return self._worker
@@ -123,7 +140,11 @@ class GrammarCompiler:
             self._worker = None
 
     def found(self, asked: tuple[str, str]) -> Grammar | None:
-        """What is known without waiting for anybody: None if that is nothing. Raises ValueError if it was refused a while ago."""
+        """Returns the grammar if it is cached, else None; never waits for a compilation.
+
+        Raises:
+            ValueError: The grammar was refused a short time ago.
+        """
         with self._caching:
             message, since = self._refusals.get(asked, ("", -math.inf))
             if time.monotonic() - since < REFUSED_SECONDS:
@@ -134,7 +155,11 @@ class GrammarCompiler:
             return self._cache[asked][0]
 
     def _kept(self, asked: tuple[str, str], grammar: Grammar, num_bytes: int) -> Grammar:
-        """The grammar, cached. What was not used for the longest time leaves; requests that use it keep it."""
+        """Caches the grammar and returns it.
+
+        The grammars that were not used for the longest time are dropped; requests that use one keep
+        it.
+        """
         with self._caching:
             self._cache[asked] = grammar, max(num_bytes, _LEAST_BYTES)
             while (
@@ -145,7 +170,10 @@ class GrammarCompiler:
         return grammar
 
     def _refused(self, asked: tuple[str, str], message: str) -> str:
-        """Returns the message, and keeps it for a while for the same grammar: a grammar may time out only because of the load."""
+        """Keeps a refusal for a while, and returns its message.
+
+        It is forgotten later, because a grammar may time out only because the machine was busy.
+        """
         with self._caching:
             self._refusals[asked] = message, time.monotonic()
             self._refusals.move_to_end(asked)
@@ -155,7 +183,7 @@ class GrammarCompiler:
 
 
 class _Worker(WorkerProcess):
-    """The process in which grammars are tried: see jaxpage/decoding/grammar_worker.py."""
+    """Runs the process that tries grammars; see `jaxpage.decoding.grammar_worker`."""
 
     def __init__(self, tokenizer_description: str) -> None:
         super().__init__(
@@ -164,7 +192,11 @@ class _Worker(WorkerProcess):
         self.say(tokenizer_description)
 
     def tried(self, kind: str, value: str) -> tuple[str | None, int]:
-        """What is wrong with a grammar, if anything, and the bytes that it took. Raises JaxpageError if there is no answer."""
+        """Returns the problem of a grammar or None, and the number of bytes that compiling it took.
+
+        Raises:
+            JaxpageError: The process gave no answer.
+        """
         problem, num_bytes = self.asked(
             [kind, value, COMPILE_SECONDS, COMPILE_BYTES], COMPILE_SECONDS
         )
@@ -172,7 +204,7 @@ class _Worker(WorkerProcess):
 
 
 def _description(tokenizer: Any) -> str:
-    """tokenizer.json, in one line, with the tokens that other files added."""
+    """Returns the content of tokenizer.json in one line, with the tokens that other files added."""
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()

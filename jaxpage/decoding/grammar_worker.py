@@ -1,10 +1,12 @@
-"""A process that tries grammars before the engine compiles them: `python -m jaxpage.decoding.grammar_worker`, started by the engine.
+"""Tries grammars in a process of its own, before the engine compiles them.
 
-llguidance's limits bound a mask, not the time and the memory that building a matcher takes ({"multipleOf": 1234567} took half a minute
-and 700 MB), and a thread in native code cannot be ended. Here each grammar is tried by a child that is killed when it has had its
-time of the processor.
+The engine starts it with `python -m jaxpage.decoding.grammar_worker`. llguidance's limits bound the
+cost of a mask, but not the time and the memory of building a matcher ({"multipleOf": 1234567} took
+half a minute and 700 MB), and a thread in native code cannot be ended. So a child of this process
+tries each grammar, and is killed when its processor time is used up.
 
-Lines of JSON: first the tokenizer comes in; then for each [kind, value, seconds, bytes] that comes in [problem or null, bytes] goes out.
+Messages are lines of JSON. The tokenizer comes first. Then each line [kind, value, seconds, bytes]
+is answered by a line [problem or null, bytes].
 """
 
 from __future__ import annotations
@@ -23,15 +25,17 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.worker_process import die_with_parent
 
 _MAX_REPORT = 1 << 16
-# times the seconds: a machine that is busy with others gives a child less than all of its time
+# The wait is this many times the allowed seconds, because a busy machine gives a child only a part
+# of its processor time.
 _PATIENCE = 4
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes
 
 
 def main() -> None:
+    """Answers each grammar that comes in, until the engine closes the pipe."""
     try:
         tokenizer = tokenizer_of(sys.stdin.readline())
-    except UnsupportedError:  # the engine has found the same, and says it
+    except UnsupportedError:  # the engine finds the same problem and reports it
         return
     for line in sys.stdin:
         kind, value, seconds, num_bytes = json.loads(line)
@@ -41,15 +45,15 @@ def main() -> None:
 def _tried(
     tokenizer: Any, kind: str, value: str, seconds: float, num_bytes: int
 ) -> tuple[str | None, int]:
-    """What is wrong with a grammar, if anything, and how much memory it took."""
+    """Returns the problem of a grammar or None, and the number of bytes that compiling it took."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        # of the processor's time; SIGPROF ends it, wherever it is
+        # This counts processor time. SIGPROF ends the child wherever it is.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        # Where the system ends no children with their parent: a little after the parent would have
-        # killed it.
+        # Some systems do not end a child with its parent. There the alarm ends it, a little after
+        # the parent would have killed it.
         signal.alarm(math.ceil(_PATIENCE * seconds) + 1)
         die_with_parent()
         _try(tokenizer, kind, value, num_bytes, writer)
@@ -68,10 +72,11 @@ def _tried(
 
 
 def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> NoReturn:
-    """In the child: never returns."""
+    """Tries a grammar in the child process; never returns."""
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what native code says before it aborts
-        # what any grammar takes
+        # Hides what native code prints before it aborts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # Compile a small grammar first, so that memory which every grammar needs is not counted.
         problem_of(matcher_of(tokenizer[0], source_of("regex", '"a"')), tokenizer[1])
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

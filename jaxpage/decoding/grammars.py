@@ -1,6 +1,7 @@
-"""Structured outputs in llguidance's terms: the text of a grammar, a tokenizer with an end of its own, and matchers within limits.
+"""Translates structured outputs for llguidance: grammars, tokenizers, and matchers with limits.
 
-Imported by the engine and by the process that tries grammars (`jaxpage.decoding.grammar_worker`), which must find the same.
+The engine and the process that tries grammars (`jaxpage.decoding.grammar_worker`) both import it,
+because they must come to the same result.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from llguidance.gbnf_to_lark import any_to_lark
 from jaxpage.decoding.json_schemas import enforceable, overlapping
 from jaxpage.errors import UnsupportedError
 
-# Of JSON. A model may put one space where JSON allows any; more of it could go on for ever. A
-# schema's "x-guidance" wins over it.
+# A model may write at most one space where JSON allows white space; without a bound it could write
+# spaces for ever. A schema's "x-guidance" overrides this.
 WHITESPACE = " "
-# What bounds one mask, which is computed between two steps: about a quarter of a second for the
-# worst regexes found. llguidance's own limits allow ten times that. No limit bounds what building a
-# matcher takes: the process that tries it does.
+# These bound the time of one mask, which is computed between two steps, to about a quarter of a
+# second for the worst regexes found. llguidance's own limits allow ten times that. No limit bounds
+# the time of building a matcher; the process that tries grammars does that.
 LEXER_FUEL = 200_000
 MAX_LEXER_STATES = 50_000
 DEAD_END = "no token of the model continues the grammar"
-# Where a grammar leaves one text, llguidance would admit the tokenizer's own spelling of it alone;
-# but that may be an added token which it then refuses, since a text never stands for those. Last,
-# so that it wins over lines of the user's.
+# If only one text can follow, llguidance would admit only the tokenizer's own spelling of it. That
+# spelling may be an added token, which llguidance then refuses, because added tokens are no text to
+# it. This line comes last, so that it overrides lines in the user's grammar.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
@@ -36,9 +37,13 @@ _NUM_WALKS, _WALK_TOKENS = 2, 24
 
 
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
-    """A tokenizer and the id of one more token, which a mask holds where the grammar may end: no model has it.
+    """Returns llguidance's tokenizer, and the id of one more token that marks the end of a grammar.
 
-    Which tokens end a text is a matter of the request, not of the tokenizer. Raises UnsupportedError with llguidance's reason.
+    No model has that token; a mask holds it where the grammar may end. The request, not the
+    tokenizer, decides which tokens end a text.
+
+    Raises:
+        UnsupportedError: llguidance cannot take the tokenizer.
     """
     try:
         description = json.loads(tokenizer_json)
@@ -53,11 +58,13 @@ def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:
 
 
 def _with_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]]) -> int:
-    """Adds the token that ends, and special tokens, which are no text, for the ids that a vocabulary leaves out.
+    """Adds the end token to a vocabulary, and returns its id.
 
-    An added token's number is how many tokens come before it, whatever its "id" says, unless the vocabulary has it too; so it gets them.
+    Ids that the vocabulary leaves out get special tokens, which have no text. They are needed
+    because llguidance numbers an added token by the count of tokens before it and ignores its "id",
+    unless the vocabulary has the token too.
     """
-    numbered = vocabulary if isinstance(vocabulary, dict) else {}  # a list leaves out none
+    numbered = vocabulary if isinstance(vocabulary, dict) else {}  # a list has no gaps
     token_ids = set(numbered.values() or range(len(vocabulary)))
     end_id: int = 1 + max(*token_ids, *(token["id"] for token in added))
     names = {token["id"]: token["content"] for token in added}
@@ -71,7 +78,15 @@ def _with_end(vocabulary: dict[str, int] | list[Any], added: list[dict[str, Any]
 
 
 def source_of(kind: str, value: str) -> str:
-    """What llguidance compiles. The value is JSON, as `SamplingParams` keeps it. Raises ValueError if it is no grammar."""
+    """Returns the grammar in llguidance's language.
+
+    Args:
+        kind: The kind of the structured output, such as "json" or "regex".
+        value: Its value as JSON, as `SamplingParams` keeps it.
+
+    Raises:
+        ValueError: The value is no grammar of this kind.
+    """
     if kind == "json":
         return _source_of_schema(value)
     if kind == "json_object":
@@ -80,19 +95,20 @@ def source_of(kind: str, value: str) -> str:
     if kind == "regex":
         (grammar,) = json.loads(LLMatcher.grammar_from_regex(given))["grammars"]
         return str(grammar["lark_grammar"]) + _NO_FORCING
-    # a terminal: thousands of alternatives of a rule would be as many places to be in
+    # Use a terminal: thousands of alternatives in a rule would give the parser as many states.
     if kind == "choice":
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, given)) + _NO_FORCING
     try:
         return any_to_lark(given) + _NO_FORCING
-    except (
-        Exception
-    ) as error:  # the converter of GBNF raises its own, and whatever its recursion leads to
+    except Exception as error:  # the GBNF converter raises many kinds of errors
         raise ValueError(f"neither Lark nor GBNF: {error}"[:_MAX_MESSAGE]) from None
 
 
 def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
-    """What is wrong with the names of a schema's properties, if anything: see `overlapping`. It may take long, as any pattern may."""
+    """Returns the problem of a schema whose property names match a pattern, or None.
+
+    See `overlapping`. It may take long, as any pattern may.
+    """
     for name, pattern in overlapping(schema):
         matcher = matcher_of(
             tokenizer, source_of("json", json.dumps({"type": "string", "pattern": pattern}))
@@ -114,7 +130,7 @@ def _source_of_schema(schema: str) -> str:
 
 
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
-    """Never raises for a grammar: see `problem_of`."""
+    """Returns a matcher at the start of a grammar; it never raises, see `problem_of`."""
     limits = LLParserLimits(
         initial_lexer_fuel=LEXER_FUEL, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
     )
@@ -122,8 +138,10 @@ def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:
 
 
 def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
-    """What keeps a new matcher from being used. Computes its first mask, which may take longer than building it, and follows a few
-    texts: a grammar may be too large for the parser only behind its first token.
+    """Returns the reason why a new matcher cannot be used, or None.
+
+    It computes the first mask, which may take longer than building the matcher. Then it follows a
+    few random texts, because a grammar may be too large for the parser only after its first token.
     """
     words = b"" if matcher.is_error() else matcher.compute_bitmask()
     if matcher.is_error():
@@ -145,7 +163,10 @@ def problem_of(matcher: LLMatcher, end_id: int) -> str | None:
 
 
 def _problem_on_a_walk(matcher: LLMatcher, end_id: int, seed: int) -> str | None:
-    """The parser's error, if it comes to one. The lexer's depend on the text, and are the request's when it comes to them."""
+    """Returns the parser's error if a random text leads to one, else None.
+
+    Errors of the lexer depend on the text; they end the request that comes to them.
+    """
     choice = random.Random(seed)
     for _ in range(_WALK_TOKENS):
         words = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -162,11 +183,14 @@ def _is_of_parser(matcher: LLMatcher) -> bool:
 
 
 def is_out_of_states(matcher: LLMatcher) -> bool:
-    """Returns whether the lexer's limits ended it, not those of the parser, which know nothing of other requests."""
+    """Returns whether a limit of the lexer ended the matcher.
+
+    Only the lexer's states are shared with other requests; the parser's are not.
+    """
     return matcher.is_error() and not _is_of_parser(matcher)
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """llguidance's message, short, in one line."""
+    """Returns llguidance's message, shortened, in one line."""
     message = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
     return DEAD_END if message.startswith("NoExtension") else message[:_MAX_MESSAGE]

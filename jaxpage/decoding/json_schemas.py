@@ -1,7 +1,7 @@
-"""Rewrites JSON schemas into what llguidance enforces to the letter, or refuses them by the keyword that it would not.
+"""Rewrites JSON schemas so that llguidance enforces them exactly, or refuses them.
 
-A rewritten schema admits nothing that the given one does not. It may admit less where numbers are concerned: llguidance
-calculates with floats, which are exact up to 2^53.
+A rewritten schema admits nothing that the given one does not admit. It may admit less where it has
+numbers: llguidance calculates with floats, which are exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-_MOST = 2**53 - 1  # the integers of which each has a float of its own
-_STEP = 1e-9  # from a bound that a number may not have to the first that it may
+_MOST = 2**53 - 1  # up to here each integer has a float of its own
+_STEP = 1e-9  # the distance from an exclusive bound to the first allowed number
 _LOWER = ("minimum", "exclusiveMinimum")
 _UPPER = ("maximum", "exclusiveMaximum")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -22,8 +22,7 @@ _SINGLE = (
     *("items", "additionalProperties", "additionalItems", "not", "contains", "if", "then", "else"),
     *("propertyNames", "unevaluatedProperties", "unevaluatedItems"),
 )
-# Formats that restrict nothing, or nothing that the text shows: they tell a program what to make of
-# it.
+# Formats that restrict nothing in the text: they only tell a program how to use the value.
 _LABELS = frozenset(
     (
         "password",
@@ -39,7 +38,7 @@ _LABELS = frozenset(
     )
 )
 _UUID = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
-_PATTERNS = {  # of formats that llguidance does not have; pydantic writes them
+_PATTERNS = {  # formats that pydantic writes and llguidance lacks
     **{f"uuid{version}": f"^{_UUID % version}$" for version in (1, 3, 4, 5, 6, 7, 8)},
     "base64": "^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^([A-Za-z0-9_-]{4})*([A-Za-z0-9_-]{2}(==)?|[A-Za-z0-9_-]{3}=?)?$",
@@ -47,7 +46,11 @@ _PATTERNS = {  # of formats that llguidance does not have; pydantic writes them
 
 
 def enforceable(schema: str) -> str:
-    """Returns the schema as llguidance shall read it. Raises ValueError with the keyword that it could not enforce."""
+    """Returns the schema in the form that llguidance enforces.
+
+    Raises:
+        ValueError: llguidance could not enforce a keyword, which the message names.
+    """
     try:
         return json.dumps(_rewritten(json.loads(schema)))
     except RecursionError:
@@ -55,9 +58,10 @@ def enforceable(schema: str) -> str:
 
 
 def overlapping(schema: str) -> Iterator[tuple[str, str]]:
-    """Yields properties with the patterns of `patternProperties` that stand beside them.
+    """Yields each property of a schema with each pattern of `patternProperties` in the same object.
 
-    A name that both cover would have to satisfy two schemas, and llguidance gives up on it while it generates.
+    A name that both cover would have to satisfy two schemas, and llguidance fails on that while it
+    generates.
     """
     for part in _parts(json.loads(schema)):
         names, patterns = part.get("properties"), part.get("patternProperties")
@@ -80,7 +84,12 @@ def _parts(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
-    """is_merged: bounds that stand elsewhere may come to those of the schema."""
+    """Returns a part of a schema in the form that llguidance enforces.
+
+    Args:
+        schema: The part; anything but an object is returned unchanged.
+        is_merged: True if bounds from elsewhere in the schema may apply to this part too.
+    """
     if not isinstance(schema, dict):
         return schema
     part = dict(schema)
@@ -113,7 +122,7 @@ def _check_values(part: dict[str, Any]) -> None:
 
 
 def _inexact(value: Any) -> int | None:
-    """The first integer in a value that llguidance would round, if there is one."""
+    """Returns the first integer in a value that llguidance would round, or None."""
     if isinstance(value, dict | list):
         inside = value.values() if isinstance(value, dict) else value
         return next((found for one in inside if (found := _inexact(one)) is not None), None)
@@ -130,7 +139,7 @@ def _rewrite_counts(part: dict[str, Any]) -> None:
     if part.get("uniqueItems") is False:
         del part["uniqueItems"]
     if "contains" not in part:
-        part.pop("minContains", None)  # without `contains` they say nothing
+        part.pop("minContains", None)  # without `contains` both have no effect
         part.pop("maxContains", None)
     elif part.get("minContains") == 0 and "maxContains" not in part:
         del part["contains"], part["minContains"]
@@ -162,7 +171,7 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
                 )
             part[name] = sign * _MOST
     if part.get("type") == "integer":
-        return  # of an exclusive bound the next integer is meant, which llguidance gets right
+        return  # llguidance handles exclusive bounds of integers correctly
     lower, upper = (_bound(part, names) for names in (_LOWER, _UPPER))
     is_pair = lower is not None and upper is not None
     if (
@@ -173,8 +182,8 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
         return
     if not (is_pair or is_merged):
         return
-    # llguidance 1.9.1 takes an exclusive bound for an inclusive one if it is an integer and the
-    # other one has its integer part.
+    # llguidance 1.9.1 treats an exclusive bound as inclusive if it is an integer that equals the
+    # integer part of the other bound.
     for name, sign in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
         if _is_number(part.get(name)) and part[name] == math.trunc(part[name]):
             bound = part.pop(name)
@@ -189,7 +198,7 @@ def _rewrite_bounds(part: dict[str, Any], *, is_merged: bool) -> None:
 
 
 def _bound(part: dict[str, Any], names: tuple[str, str]) -> float | None:
-    """The tighter of an inclusive and an exclusive bound."""
+    """Returns the tighter of an inclusive and an exclusive bound, or None if there is neither."""
     given: list[float] = [part[name] for name in names if _is_number(part.get(name))]
     if not given:
         return None

@@ -8,18 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-# A mask usually takes less than a millisecond. What is allowed is far more than honest grammars
+# A mask usually takes less than a millisecond. These limits are far above what ordinary grammars
 # need, and short enough that the streams of other clients hardly notice.
 REQUEST_SECONDS = 0.1
-SEQUENCE_SECONDS = 0.004  # in addition, for each sequence of the request
-# for all requests; beyond it a request may take no more than its sequences' share
+SEQUENCE_SECONDS = 0.004  # added for each sequence of the request
+# The limit for all requests together. After it, a request may use only SEQUENCE_SECONDS for each of
+# its sequences.
 STEP_SECONDS = 1.0
 
 
 class MaskBudget:
-    """Counts the time of the calling thread by request.
+    """Counts the processor time of the calling thread for each request.
 
-    Processor time, not the clock's: a busy machine ends nobody's request.
+    It counts no wall-clock time, so that a busy machine ends nobody's request.
     """
 
     def __init__(
@@ -27,15 +28,17 @@ class MaskBudget:
     ) -> None:
         self._step_seconds = step_seconds
         self._request_seconds = request_seconds
-        self._spent: Counter[str] = Counter()  # in this step, by request id
+        self._spent: Counter[str] = Counter()  # seconds in this step, by request id
         self._total = 0.0
 
     def begin_step(self) -> None:
+        """Sets all counts back to zero."""
         self._spent.clear()
         self._total = 0.0
 
     @contextlib.contextmanager
     def spending(self, request_id: str) -> Iterator[None]:
+        """Adds the processor time of its `with` block to the request's count."""
         begun = time.thread_time()
         try:
             yield
@@ -53,7 +56,7 @@ class MaskBudget:
 
 
 class Unlimited(MaskBudget):
-    """For a strategy without an engine."""
+    """Limits nothing, for a strategy without an engine."""
 
     def __init__(self) -> None:
         super().__init__(math.inf, math.inf)

@@ -1,4 +1,4 @@
-"""The plain strategy: every draw is the next token of its sequence, until it stops."""
+"""Implements greedy decoding and sampling: each draw is the next token of its sequence."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ _TOO_SLOW = "following the grammar takes too long for the number of sequences of
 
 
 class SamplingStrategy:
-    """Greedy decoding and sampling of one request. Keeps, for each of its sequences, how far its text has come, and its place in
-    the request's grammar if there is one."""
+    """Decodes one request by greedy decoding or sampling.
+
+    It keeps, for each sequence, how much of the text is out and, if the request has a grammar, the
+    place in the grammar.
+    """
 
     def __init__(
         self,
@@ -28,24 +31,33 @@ class SamplingStrategy:
         grammar: Grammar | None = None,
         budget: MaskBudget | None = None,
     ) -> None:
-        """budget: of the engine's steps. A request whose grammar uses up more than its part ends with an error."""
+        """Starts without sequences; each sequence is added when it first draws.
+
+        Args:
+            request: The request.
+            new_detokenizer: Makes the detokenizer of a sequence.
+            grammar: The request's compiled grammar, if it has one.
+            budget: The time budget of the engine's steps; None for no limit. A request whose
+                grammar uses more than its share ends with an error.
+        """
         self._request = request
         self._new_detokenizer = new_detokenizer
         self._stopping_of: dict[int, Stopping] = {}  # by sequence id
         self.grammar = grammar
         self._budget = budget or Unlimited()
-        self._beginning: Constraint | None = None  # made once; each sequence begins with a copy
+        self._beginning: Constraint | None = None  # made once; each sequence starts with a copy
         self._constraint_of: dict[int, Constraint] = {}  # by sequence id
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
+        """Returns the edits that the draws of the request's sequences lead to."""
         edits: list[Edit] = []
         ended: set[int] = set()
         seen: set[int] = set()
         for draw in draws:
             if draw.sequence_id in ended:
-                continue  # behind a stop in a run of right drafts
+                continue  # an accepted draft has ended the sequence
             if draw.sequence_id not in seen and self._is_too_slow():
-                edits.append(self._too_slow(draw.sequence_id))  # in place of all that it drew
+                edits.append(self._too_slow(draw.sequence_id))  # replaces all draws of the sequence
             else:
                 edits += self._advance(draw) if draw.token_id >= 0 else [self._last(draw)]
             seen.add(draw.sequence_id)
@@ -54,16 +66,20 @@ class SamplingStrategy:
         return edits
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> Mask | None:
+        """Returns the tokens that the grammar admits after these drafts, or None for no mask."""
         if self.grammar is None:
             return None
         if drafts and self._is_too_slow():
-            return self.grammar.mask_of(())  # it draws nothing, and ends
+            return self.grammar.mask_of(())  # the sequence draws no token, which ends it
         with self._spending():
             constraint = self._constraint(sequence_id)
             return None if constraint is None else constraint.behind(drafts)
 
     def _constraint(self, sequence_id: int) -> Constraint | None:
-        """A sequence begins at the start of the grammar, also one that is forked off a prompt."""
+        """Returns the sequence's constraint, which starts at the beginning of the grammar.
+
+        This holds for a sequence that was forked off the prompt, too.
+        """
         if self.grammar is not None and sequence_id not in self._constraint_of:
             if self._beginning is None:
                 self._beginning = Constraint(self.grammar, self._request)
@@ -84,7 +100,7 @@ class SamplingStrategy:
         return Finish(sequence_id, "error", f"structured_outputs: {_TOO_SLOW}")
 
     def _advance(self, draw: Draw) -> list[Edit]:
-        """The edits that one drawn token leads to: it is appended, and may end the sequence."""
+        """Returns the edits of one drawn token: it is appended, and may end the sequence."""
         sequence_id, token_id = draw.sequence_id, draw.token_id
         stopping = self._stopping(sequence_id)
         constraint = self._constraint(sequence_id)
@@ -102,11 +118,14 @@ class SamplingStrategy:
         return [append, Finish(sequence_id, verdict.reason, verdict.stop_reason, verdict.last_text)]
 
     def _last(self, draw: Draw) -> Finish:
-        """The end of a sequence that drew no token. Where its grammar may end, that is what it does."""
+        """Returns the end of a sequence that drew no token.
+
+        If its grammar may end there, this is an ordinary stop, else an error.
+        """
         constraint = self._constraint_of.get(draw.sequence_id)
         if draw.token_id != NOTHING_ALLOWED or constraint is None or not constraint.may_stop:
             return refusal(draw)
-        # with the text that was held back
+        # The verdict has the text that was held back.
         verdict = self._stopping(draw.sequence_id).end("", "stop", None)
         return Finish(
             draw.sequence_id, verdict.reason or "stop", verdict.stop_reason, verdict.last_text

@@ -4,24 +4,36 @@ from __future__ import annotations
 
 
 class StopStrings:
-    """Cuts a stream of text at the stop string that is complete first; of several that end there, the longest.
+    """Cuts a stream of text at the stop string that is complete first.
 
-    Where the pieces begin and end makes no difference to the text that comes out, only to when it does.
+    Of several stop strings that end at the same character the longest counts. The borders of the
+    pieces have no influence on the text that comes out, only on when it comes out.
     """
 
     def __init__(self, stops: tuple[str, ...], *, include: bool) -> None:
-        """`include`: the stop string belongs to the text; then nothing has to be held back."""
+        """Starts with an empty text.
+
+        Args:
+            stops: The stop strings.
+            include: True if the stop string belongs to the text; then nothing has to be held back.
+        """
         self._stops = stops
         self._include = include
-        # characters of the past that a stop string may begin in
+        # A stop string may begin this many characters before a piece.
         self._reach = max(map(len, stops), default=1) - 1
         self._recent = ""  # the last `reach` characters
-        self._num_held = 0  # how many of them have not come out
+        self._num_held = 0  # how many of them are held back
 
     def push(self, piece: str, *, may_stop: bool = True) -> tuple[str, str | None]:
-        """Takes the next piece; returns the text that may be shown now, and the stop string that ended it, if any.
+        """Takes the next piece of the text.
 
-        With `may_stop` false a stop string that is complete within this piece counts as text.
+        Args:
+            piece: The piece.
+            may_stop: False if a stop string that is complete within this piece counts as ordinary
+                text.
+
+        Returns:
+            The text that may be shown now, and the stop string that ended the text, or None.
         """
         if not self._stops:
             return piece, None
@@ -36,13 +48,13 @@ class StopStrings:
         return text[shown : len(text) - self._num_held], None
 
     def flush(self) -> str:
-        """What is held back, to be shown because no more text comes."""
+        """Returns the text that is held back, because no more text comes."""
         held = self._recent[len(self._recent) - self._num_held :]
         self._num_held = 0
         return held
 
     def _find(self, text: str) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the first to end behind the recent text."""
+        """Returns (end, start, stop string) of the first one that ends in the new text, or None."""
         found = []
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._recent) + 1 - len(stop)))
@@ -51,7 +63,7 @@ class StopStrings:
         return min(found, default=None)
 
     def _num_to_hold(self, text: str) -> int:
-        """Length of the longest end of the text that a stop string could begin with."""
+        """Returns how long the longest end of the text is with which a stop string begins."""
         for num_held in range(min(self._reach, len(text)), 0, -1):
             end = text[-num_held:]
             if any(len(stop) > num_held and stop.startswith(end) for stop in self._stops):

@@ -1,4 +1,7 @@
-"""When a sequence ends and what of its text may be shown: end-of-sequence and stop ids, stop strings, lengths."""
+"""Decides when a sequence ends, and which part of its text may be shown.
+
+A sequence ends by an end-of-sequence id, a stop id, a stop string, its grammar, or its length.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +15,33 @@ from jaxpage.step.request import Request
 
 
 class Detokenizer(Protocol):
-    """Turns one sequence's tokens into text as they come. It may keep text back until a character is complete."""
+    """Turns the tokens of one sequence into text as they come.
+
+    It may hold text back until a character is complete.
+    """
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token; may be empty."""
+        """Returns the text that is certain with this token; it may be empty."""
         ...
 
     def flush(self) -> str:
-        """The rest, incomplete characters included, when no more tokens come."""
+        """Returns the rest, incomplete characters included, because no more tokens come."""
         ...
 
     def fork(self) -> Self:
-        """Another one with the same past, which goes on by itself."""
+        """Returns a detokenizer with the same past, which goes on by itself."""
         ...
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one token brings: text to show, and whether the sequence ends with it (`reason` None: it goes on).
+    """Says what one more token does to a sequence.
 
-    `last_text` is what was kept back and comes out because the sequence ends.
+    Attributes:
+        text: The text to show.
+        reason: The reason why the sequence ends; None if it goes on.
+        stop_reason: The stop string or stop token id that ended it, or the message of an error.
+        last_text: The text that was held back, and comes out because the sequence ends.
     """
 
     text: str
@@ -41,11 +51,12 @@ class Verdict:
 
 
 class Stopping:
-    """The end of one sequence. Feed it every output token once, until a verdict has a reason.
+    """Finds the end of one sequence; takes each output token once, until a verdict has a reason.
 
-    An end-of-sequence or stop id stays a token of the output and brings no text. Up to `min_tokens` output tokens nothing
-    but the length ends a sequence; a stop string must be complete after them. A stop string wins over an id or a length
-    that ends the sequence at the same token, and the end of a grammar over a length.
+    An end-of-sequence or stop id is a token of the output and has no text. Within the first
+    `min_tokens` output tokens only the length or the grammar ends a sequence; a stop string must be
+    complete after them. If several ends come with the same token, a stop string takes precedence
+    over all others, and the grammar's end over the length.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
@@ -59,7 +70,12 @@ class Stopping:
         self._max_tokens = request.max_total_tokens - len(request.prompt_token_ids)
 
     def push(self, token_id: int, end: End | None = None) -> Verdict:
-        """The verdict on the next output token. `end`: why the sequence cannot go on behind it, whatever it may be."""
+        """Returns the verdict on the next output token.
+
+        Args:
+            token_id: The token.
+            end: The reason why the grammar cannot go on after this token; None if it can.
+        """
         self._num_tokens += 1
         may_stop = self._num_tokens > self._min_tokens
         if may_stop and token_id in self._eos_token_ids:
@@ -76,13 +92,17 @@ class Stopping:
         return Verdict(text)
 
     def fork(self) -> Self:
-        """Of a sequence that begins as this one."""
+        """Returns the `Stopping` of a sequence that has the same tokens so far."""
         other = copy.copy(self)
         other._detokenizer, other._strings = self._detokenizer.fork(), copy.copy(self._strings)
         return other
 
     def end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:
-        """The sequence ends here; what comes out of the detokenizer now may still complete a stop string."""
+        """Returns the verdict for a sequence that ends here.
+
+        The text that the detokenizer held back may still complete a stop string, which then is the
+        reason.
+        """
         last_text, stop = self._strings.push(
             self._detokenizer.flush(), may_stop=self._num_tokens > self._min_tokens
         )

@@ -37,15 +37,23 @@ from jaxpage.errors import JaxpageError, ShuttingDown
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
 
-# A wait looks up so often: a signal that the system gave to another thread does not end it.
+# A wait is interrupted this often, because a signal that another thread received does not end it.
 WAKE_SECONDS = 0.5
 
 
 class Driver:
     """Drives an engine for many callers.
 
-    The driver ends when it is stopped, or when nobody refers to it any more; streams and pins do.
-    Until `start` is called it is driven by hand: whoever waits for something takes the turns.
+    The driver ends when it is stopped, or when nobody refers to it any more; streams and pins refer
+    to it. Until `start` is called it is driven by hand: a thread that waits for something takes the
+    turns.
+
+    Attributes:
+        engine: The engine.
+        timeout_seconds: The time from the arrival to the end of a request; infinite without a
+            limit.
+        turns: The work of the driver's thread.
+        is_by_hand: True until `start` is called.
     """
 
     def __init__(
@@ -59,9 +67,9 @@ class Driver:
         """Makes a driver that is not started.
 
         Args:
-            engine: The engine. From now on others may only call what changes nothing, such as
-                `Engine.prepare` and `Engine.compiled`.
-            num_places: How many requests may be there at once. More are refused. None: any number.
+            engine: The engine. From now on others may only call methods that change nothing, such
+                as `Engine.prepare` and `Engine.compiled`.
+            num_places: The most requests at a time; more are refused. None means any number.
             request_timeout_seconds: The time from the arrival to the end of a request.
             stalled_after_seconds: A turn that takes longer makes `healthy` false.
         """
@@ -84,50 +92,57 @@ class Driver:
         self._thread.start()
 
     def step(self) -> bool:
-        """Takes one turn on this thread, of a driver that was not started.
+        """Takes one turn on this thread, for a driver that was not started.
 
-        Returns whether anything was to be done.
+        Returns:
+            True if there was anything to do.
         """
         return self.turns.turn(waits=False)
 
-    # How it is.
+    # The state of the driver.
 
     @property
     def healthy(self) -> bool:
-        """Returns whether the thread lives, and waits for work or began its turn not long ago."""
+        """Returns whether the thread lives, and is idle or began its turn not long ago."""
         lives = self._thread is not None and self._thread.is_alive()
         return lives and not self.turns.is_over and (self.step_age or 0.0) < self._stalled_after
 
     @property
     def ready(self) -> bool:
-        """Returns whether requests are taken in."""
+        """Returns whether new requests are accepted."""
         return self.healthy and self.turns.draining is None
 
     @property
     def step_age(self) -> float | None:
-        """Returns the seconds since this turn began; None while nothing is to be done."""
+        """Returns the seconds since this turn began, or None while there is nothing to do."""
         began = self.turns.began
         return None if began is None else time.monotonic() - began
 
     @property
     def ended(self) -> Future[None]:
-        """Returns a future that ends with the thread, with EngineFailed if an exception ended it."""
+        """Returns a future that ends with the thread; it has EngineFailed if an error ended it."""
         return self.turns.ended
 
     @property
     def num_open(self) -> int:
-        """Returns how many requests have a place."""
+        """Returns how many requests have a place; 0 if the number of places has no limit."""
         return self.turns.num_open
 
     def check_open(self) -> None:
-        """Raises in a forked process and after the driver's end."""
+        """Checks that the driver can be used.
+
+        Raises:
+            RuntimeError: This is a forked process.
+            ShuttingDown: The driver was stopped.
+            EngineFailed: The engine has failed.
+        """
         check_process()
         if self.turns.refusal is not None:
             raise copy_error(self.turns.refusal)
 
     @property
     def before_step(self) -> Callable[[Callable[[], bool]], bool] | None:
-        """Returns the listener that may hold the next step back; None: there is none.
+        """Returns the listener that may hold the next step back, or None.
 
         It is called before each step with a function that tells whether orders wait, and returns
         whether to step now.
@@ -138,12 +153,15 @@ class Driver:
     def before_step(self, listener: Callable[[Callable[[], bool]], bool] | None) -> None:
         self.turns.before_step = listener
 
-    # What others ask of it. Each method posts an order and returns at once.
+    # Orders. Each method posts one and returns at once.
 
     def call(
         self, function: Callable[[Engine], _Result], *, waits_for_weights: bool = False
     ) -> Answer[_Result]:
-        """Calls a function of the engine between two steps. It is quick, or everybody waits."""
+        """Calls a function of the engine between two steps.
+
+        It must be quick, because everybody waits for it.
+        """
         answer: Answer[_Result] = Answer()
         self.turns.post(Order(function, answer, waits_for_weights))
         return answer
@@ -158,8 +176,10 @@ class Driver:
             name: The beginning of their ids, before a number.
 
         Raises:
-            QueueFull, CapacityError: There are not so many places, now or ever.
-            ShuttingDown, EngineFailed: No request is taken in any more.
+            QueueFull: There are too few free places now.
+            CapacityError: There are too few places for so many requests at once.
+            ShuttingDown: The driver accepts no more requests.
+            EngineFailed: The engine has failed.
         """
         turns = self.turns
         turns.take_places(len(handles))
@@ -174,14 +194,14 @@ class Driver:
         self.turns.end(handles)
 
     def pin(self, prefix: PreparedRequest) -> Pinning:
-        """Computes a prefix and keeps it in place. Raises what `add` raises."""
+        """Computes a prefix and keeps it in place; raises the same errors as `add`."""
         pinning = Pinning(self.turns, prefix)
         self.turns.take_places(1)
         self.turns.post(Order(pinning.begin, pinning.pin_id, waits_for_weights=True))
         return pinning
 
     def unpin(self, pin_id: int) -> Answer[None]:
-        """Releases a pin. A pin that is gone is no error."""
+        """Releases a pin. A pin that is lost or released is no error."""
         return self.call(lambda engine: engine.unpin(pin_id))
 
     def is_pinned(self, pin_id: int) -> bool:
@@ -195,9 +215,9 @@ class Driver:
 
         Args:
             weights: The weights as they are on the device.
-            abort: End what runs or waits, instead of waiting for it.
-            tells: What is ended ends with WeightsReplaced, and not with a last output.
-            queues: Wait for others that are on their way already, instead of being refused.
+            abort: True ends the running and waiting requests, and does not wait for them.
+            tells: True ends them with WeightsReplaced, False with a last output.
+            queues: True waits if another replacement is under way; False then raises an error.
         """
         turns, replacement = self.turns, Replacement(weights)
 
@@ -218,10 +238,10 @@ class Driver:
         return self.call(lambda engine: embedder.embed(weights, token_ids, pooling))
 
     def drain(self, what: str = "The engine") -> Answer[None]:
-        """Takes no request in any more, and answers when none is left.
+        """Accepts no more requests, and answers when none is left.
 
         Args:
-            what: What is shutting down, for the error of later requests.
+            what: The thing that is shutting down, for the error of later requests.
         """
         turns, answer = self.turns, Answer[None]()
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
@@ -234,13 +254,14 @@ class Driver:
         return self.call(lambda engine: turns.end_all(why))
 
     def fail(self, death: BaseException) -> None:
-        """Ends everything with EngineFailed, also while a step is taken that may never end."""
+        """Ends everything with EngineFailed, even while a step runs that may never end."""
         self.turns.fail(death)
 
     def stop(self, timeout: float | None = None) -> bool:
         """Ends everything and frees the device.
 
-        Returns False if a step took longer than `timeout` seconds: it is still being taken.
+        Returns:
+            False if the thread still runs a step after `timeout` seconds.
         """
         turns, thread = self.turns, self._thread
         turns.post(Order(turns.stop))
@@ -257,7 +278,8 @@ class Driver:
     def wait(self, answer: Answer[_Result], timeout: float | None = None) -> _Result:
         """Returns the answer to an order, or raises its error.
 
-        Raises TimeoutError after `timeout` seconds.
+        Raises:
+            TimeoutError: There is no answer after `timeout` seconds.
         """
         self.taken(answer.box, timeout)
         return answer.result()
@@ -265,8 +287,9 @@ class Driver:
     def taken(self, box: queue.SimpleQueue[_Item], timeout: float | None = None) -> _Item:
         """Returns the next item of a box that the driver fills.
 
-        Raises TimeoutError after `timeout` seconds, and RuntimeError where the driver would wait
-        for itself.
+        Raises:
+            TimeoutError: There is no item after `timeout` seconds.
+            RuntimeError: The driver would wait for itself, or has nothing left to do.
         """
         check_process()
         if self.turns.taker == threading.get_ident():
@@ -287,10 +310,10 @@ class Driver:
                     raise TimeoutError(f"the engine has not answered for {timeout:g} s") from None
 
     def read(self, function: Callable[[Engine], _Result]) -> _Result:
-        """Returns what a function finds between two steps.
+        """Returns the result of a function that is called between two steps.
 
-        On the thread that takes a turn, and after the driver's end, it is what is found at once:
-        the function must change nothing.
+        It is called at once on the thread that takes a turn, and after the driver's end. So the
+        function must change nothing.
         """
         if self.turns.is_over or self.turns.taker == threading.get_ident():
             return function(self.engine)

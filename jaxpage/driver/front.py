@@ -24,7 +24,7 @@ Params = SamplingParams | BeamSearchParams
 
 
 class DrivenModel(BuiltModel):
-    """A model whose engine a driver drives.
+    """Prepares the requests of a model whose engine a driver drives.
 
     The methods here run on the thread of the caller, while the engine works for others.
     """
@@ -38,7 +38,7 @@ class DrivenModel(BuiltModel):
     def _prepare(
         self, prompts: Any, params: Any, lora_request: Any = None
     ) -> list[PreparedRequest]:
-        """Encodes and checks everything, so that a bad argument is refused before anything runs."""
+        """Encodes and checks all prompts, so that a bad one is refused before anything runs."""
         self._driver.check_open()
         normalised = normalise(prompts)
         each = one_each(
@@ -46,7 +46,7 @@ class DrivenModel(BuiltModel):
         )
         adapters = self._adapters(one_each(lora_request, len(normalised), "lora_request"))
         requests = []
-        checked: dict[int, CheckedParams] = {}  # by the id of parameters that prompts may share
+        checked: dict[int, CheckedParams] = {}  # keyed by `id()`: prompts may share parameters
         for index, (prompt, one, lora) in enumerate(zip(normalised, each, adapters, strict=True)):
             if not isinstance(one, SamplingParams | BeamSearchParams):
                 raise TypeError(
@@ -66,7 +66,11 @@ class DrivenModel(BuiltModel):
     def _prepare_stream(
         self, name: str, prompt: Any, params: Any, lora_request: Any
     ) -> PreparedRequest:
-        """Prepares one prompt whose chunks are shown. Raises UnsupportedError where none can be."""
+        """Prepares one prompt whose output comes in chunks.
+
+        Raises:
+            UnsupportedError: Nothing can be shown before the end; see `check_streamable`.
+        """
         request = self._prepare_one(name, prompt, params, lora_request)
         check_streamable(request.params)
         return request
@@ -83,7 +87,12 @@ class DrivenModel(BuiltModel):
     def _adapters(self, asked: Sequence[Any]) -> list[NamedAdapter | None]:
         """Returns the adapter of each prompt; each is read once.
 
-        Raises TypeError, and what `Engine.opened_adapter` raises.
+        Raises:
+            TypeError: An element is no LoRARequest.
+            UnsupportedError: The engine has no adapters.
+            ValueError: A number belongs to another adapter.
+            ModelNotFoundError: There is no such directory.
+            CheckpointError: An adapter does not fit the model.
         """
         if wrong := [one for one in asked if not isinstance(one, LoRARequest | None)]:
             raise TypeError(
@@ -111,14 +120,14 @@ class DrivenModel(BuiltModel):
         return requests[0]
 
     def _prepare_embedding(self, prompts: Any, pooling: Pooling) -> list[PreparedRequest]:
-        """Prepares prompts of which vectors are made."""
+        """Prepares prompts whose vectors are computed."""
         check_choice("pooling", pooling, get_args(Pooling))
         if requests := self._prepare(prompts, SamplingParams(max_tokens=1)):
             return requests
         raise ValueError("embed needs at least one prompt")
 
     def _prepare_weights(self, parameters: Parameters, *, check_finite: bool, mode: Mode) -> Any:
-        """Returns other weights as they are on the device. Raises what `given_weights` raises."""
+        """Returns other weights as they are on the device; see `given_weights`."""
         self._driver.check_open()
         about = self._model, self.spec, self.config.event_log
         return given_weights(*about, parameters, check_finite=check_finite, mode=mode)
@@ -127,6 +136,11 @@ class DrivenModel(BuiltModel):
 def stacked(
     vectors: Sequence[npt.NDArray[np.float32]], *, normalize: bool
 ) -> npt.NDArray[np.float32]:
-    """Returns the vectors [N, D] of N prompts, with a length of 1 if that is asked for."""
+    """Returns the vectors [N, D] of N prompts.
+
+    Args:
+        vectors: The vector [D] of each prompt.
+        normalize: True scales each to length 1.
+    """
     found = np.stack(vectors)
     return normalized(found) if normalize else found

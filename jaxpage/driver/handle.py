@@ -1,4 +1,4 @@
-"""A handle stands for a request that a driver has, or had."""
+"""Follows a request that a driver has, or had."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Error = TypeVar("_Error", bound=JaxpageError)
 
 
 def copy_error(error: _Error) -> _Error:
-    """Returns the same error for one more receiver.
+    """Returns a copy of the error for one more receiver.
 
     Each receiver raises its own copy: raising one object in several places would lengthen one
     traceback for all of them. The cause and the notes are kept.
@@ -29,23 +29,23 @@ def copy_error(error: _Error) -> _Error:
 
 
 class Handle:
-    """A request, and where what is new of it goes.
+    """Holds a request, and delivers its new outputs.
 
     The output of a request is made on the driver's thread: either whole, when the request has
-    finished, or as deltas. Deltas are either pushed, one for each step that changed the request, or
-    made when the reader asks for one, of all steps since the last; then a slow reader costs nothing
-    but the place of its request.
+    finished, or as deltas. A delta is either pushed after each step that changed the request, or
+    made when the reader asks for one, for all steps since the last. With the second way a slow
+    reader costs nothing but the place of its request.
 
     Attributes:
         request_id: The id that the driver gave the request; empty until then.
         request: The request as it was prepared.
-        deadline: When the driver ends the request, by `time.monotonic`.
+        deadline: The time when the driver ends the request, by `time.monotonic`.
         deliver: Gets lists of updates, on the driver's thread. Updates of handles whose `deliver`
             is equal come in one list.
-        is_stream: Deltas are made, and not the whole at the end.
-        is_wanted: The reader waits for an output.
-        is_updated: The request has changed since the last delta.
-        is_over: The request has ended, and its place and its blocks are free.
+        is_stream: True if the reader gets deltas; False if it gets the whole at the end.
+        is_wanted: True while the reader waits for an output.
+        is_updated: True if the request has changed since the last delta.
+        is_over: True if the request has ended, and its place and its blocks are free.
         reporter: Makes the outputs, once the engine has the request.
     """
 
@@ -88,7 +88,7 @@ Update = tuple[Handle, RequestOutput | JaxpageError]
 
 
 def send(updates: Iterable[Update]) -> None:
-    """Wakes each receiver once, for all that is new of its requests."""
+    """Calls each receiver once, with all updates of its requests."""
     by_receiver: defaultdict[Callable[[list[Update]], object], list[Update]] = defaultdict(list)
     for update in updates:
         by_receiver[update[0].deliver].append(update)

@@ -1,4 +1,4 @@
-"""Orders to a driver, which obeys them between two steps of its engine, and the answers to them."""
+"""Defines the orders to a driver, which obeys them between two steps, and the answers to them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from jaxpage.engine.engine import Engine
 
 _Result = TypeVar("_Result")
 
-# A function returns this where the answer to its order is given later.
+# A function returns this if the answer to its order comes later.
 LATER: Final = object()
 
 
 class Answer(Future[_Result]):
-    """The answer to an order.
+    """Holds the future answer to an order.
 
-    An event loop awaits it with `asyncio.wrap_future`. A thread waits for its box instead of for
-    the future: a signal handler of the program may run at any moment of a wait, and must not run
-    while this thread has the lock of a future that the driver's thread is about to fill.
+    An event loop awaits it with `asyncio.wrap_future`. A thread waits for its box and not for the
+    future: a signal handler of the program may run at any moment of a wait, and must not run while
+    this thread has the lock of a future that the driver's thread is about to fill.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Answer(Future[_Result]):
 
 
 class Order(NamedTuple):
-    """A function of the engine, and the answer that gets what it returns or raises.
+    """Holds a function of the engine, and the answer that gets what it returns or raises.
 
     Attributes:
         function: The function, which the driver calls between two steps.
-        answer: Gets the result; None: nobody waits, and an exception ends the driver.
-        waits_for_weights: The order waits while other weights are on their way.
+        answer: Gets the result. If it is None, nobody waits, and an exception ends the driver.
+        waits_for_weights: True if the order waits while other weights are on their way.
     """
 
     function: Callable[[Engine], Any]
@@ -62,7 +62,7 @@ class Order(NamedTuple):
 
 
 class Replacement:
-    """Other weights for the model, which wait until nothing runs with the old ones."""
+    """Holds other weights for the model, which wait until nothing runs with the old ones."""
 
     def __init__(self, weights: Any) -> None:
         self.weights = weights

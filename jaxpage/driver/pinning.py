@@ -13,7 +13,7 @@ from jaxpage.outputs import RequestOutput
 
 
 class Pinning(Handle):
-    """A prefix that is computed, and pinned after the step that ends its computation.
+    """Follows a prefix that is computed, and pinned after the step that ends its computation.
 
     Attributes:
         pin_id: Gets the id of the pin.
@@ -25,7 +25,7 @@ class Pinning(Handle):
         self._turns = turns
 
     def begin(self, engine: Engine) -> object:
-        """Gives the prefix to the engine. The function of the order that `pin_id` answers."""
+        """Gives the prefix to the engine; this is the function of an order."""
         try:
             self._turns.add([self], "prefix")
         except Exception:
@@ -57,7 +57,7 @@ class Pinning(Handle):
         return None
 
     def _ended(self, updates: Sequence[Update]) -> None:
-        """Fails after a request that ended without a pin."""
+        """Answers with an error if the request ended without a pin."""
         for _, update in updates:
             error: Exception
             if isinstance(update, RequestOutput):

@@ -18,8 +18,15 @@ def prepared(
 
     Any thread may call this while the engine runs.
 
+    Args:
+        engine: The engine.
+        prompt: The prompt.
+        checked: The checked parameters.
+        add_special_tokens: True if the tokenizer adds its special tokens to a text.
+
     Raises:
-        TypeError, ValueError: The prompt is refused, or the tokenizer gives up on it.
+        TypeError: A token id is no integer.
+        ValueError: The prompt is refused, or the tokenizer fails on it.
     """
     token_ids = prompt.token_ids
     if token_ids is None:
@@ -33,15 +40,19 @@ def _encoded(tokenizer: Any, text: str | None, *, add_special_tokens: bool) -> t
     try:
         return tuple(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except BaseException as panic:
-        # A regular expression of tokenizer.json that gives up raises what is no Exception, from
-        # Rust.
+        # If a regular expression of tokenizer.json fails, Rust raises an error that is no
+        # Exception.
         if isinstance(panic, Exception) or type(panic).__name__ != "PanicException":
             raise
         raise ValueError("prompt: the model's tokenizer gives up on this text") from None
 
 
 def check_streamable(params: SamplingParams | BeamSearchParams) -> None:
-    """Raises UnsupportedError where nothing can be shown before the end."""
+    """Checks that outputs can be shown before the end.
+
+    Raises:
+        UnsupportedError: The parameters choose the best outputs, which are known only at the end.
+    """
     if isinstance(params, BeamSearchParams):
         raise UnsupportedError(
             f"streaming cannot show beam_width={params.beam_width}: "

@@ -1,4 +1,4 @@
-"""Binds drivers to their process: forked processes are refused, and the exit ends the threads."""
+"""Binds drivers to their process: forked processes are refused, and exit ends the threads."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ def _first_process() -> int:
 
 
 def check_process() -> None:
-    """Raises RuntimeError in a process that was forked from one in which an LLM was made.
+    """Checks that this process was not forked from one in which an LLM was made.
 
-    A step would wait there for XLA's threads for ever.
+    A step in a forked process would wait for XLA's threads for ever.
+
+    Raises:
+        RuntimeError: The process was forked.
     """
     if os.getpid() != _first_process():
         raise RuntimeError(
@@ -37,7 +40,7 @@ def check_process() -> None:
 
 
 def new_thread(turns: Turns) -> threading.Thread:
-    """Returns a thread for the turns. The interpreter's exit ends it between two steps."""
+    """Returns a thread for the turns; the interpreter's exit ends it between two steps."""
     _end_at_exit()
     thread = threading.Thread(target=_run, args=(turns,), name="jaxpage-engine", daemon=True)
     _running[thread] = turns
@@ -55,7 +58,8 @@ def _run(turns: Turns) -> None:
 def _end_at_exit() -> None:
     """Registers `_end_all`, once, after JAX has registered its own exit.
 
-    What is registered last is called first, so no step runs when JAX takes its devices down.
+    The function that is registered last is called first, so no step runs when JAX takes its devices
+    down.
     """
     atexit.register(_end_all)
 
@@ -63,7 +67,7 @@ def _end_at_exit() -> None:
 def _end_all() -> None:
     """Ends the threads of all drivers.
 
-    Python would stop a daemon thread inside a step, in the middle of native code.
+    Otherwise Python would stop a daemon thread inside a step, in the middle of native code.
     """
     running = dict(_running)
     for turns in running.values():

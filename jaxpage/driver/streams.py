@@ -1,4 +1,4 @@
-"""Gives a caller of `LLM` something to hold: a stream of outputs, or a pinned prefix."""
+"""Defines the objects that `LLM` gives its callers: a stream of outputs, and a pinned prefix."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jaxpage.outputs import RequestOutput
 
 
 class RequestStream(Iterator[RequestOutput]):
-    """The chunks of one request, one for each step that changed it.
+    """Yields the chunks of one request, one for each step that changed it.
 
     Closing the stream, or losing the last reference to it, ends the request.
     """
 
     def __init__(self, driver: Driver, request: PreparedRequest):
-        """Gives the request to the engine. Raises what `Driver.add` raises or answers."""
+        """Gives the request to the engine; raises the same errors as `Driver.add`."""
         self._driver = driver
         self._box: queue.SimpleQueue[list[Update]] = queue.SimpleQueue()
         self._updates: Iterator[Update] = iter(())
@@ -32,7 +32,7 @@ class RequestStream(Iterator[RequestOutput]):
             raise
 
     def __next__(self) -> RequestOutput:
-        """Returns the next chunk, and waits for it if need be."""
+        """Returns the next chunk; waits until it is there."""
         if self._handle is None:
             raise StopIteration
         chunk: RequestOutput | None = None
@@ -52,7 +52,7 @@ class RequestStream(Iterator[RequestOutput]):
         return chunk
 
     def close(self) -> None:
-        """Ends the request if it has not finished. Its blocks are free before the next step."""
+        """Ends the request if it has not finished; its blocks are free before the next step."""
         handle = self._handle
         self._handle = None
         if handle is not None:
@@ -70,10 +70,13 @@ class RequestStream(Iterator[RequestOutput]):
 
 
 class PinnedPrefix:
-    """A prefix whose keys and values stay in place until `release()` or the end of a `with` block.
+    """Keeps a prefix's keys and values in place until `release()` or the end of a `with` block.
 
-    Unlike a stream it does not end when the object is dropped: prompts find it by their tokens. It
-    ends with its engine, too.
+    Unlike a stream, the pin does not end when the object is dropped: prompts find it by their
+    tokens. It ends with its engine, too.
+
+    Attributes:
+        num_tokens: The number of tokens of the prefix.
     """
 
     def __init__(self, driver: Driver, pin_id: int, num_tokens: int):
@@ -83,7 +86,7 @@ class PinnedPrefix:
 
     @classmethod
     def of(cls, driver: Driver, prefix: PreparedRequest) -> Self:
-        """Computes a prefix and pins it. Raises what `Driver.pin` raises or answers."""
+        """Computes a prefix and pins it; raises the same errors as `Driver.pin`."""
         pinning = driver.pin(prefix)
         try:
             pin_id = driver.wait(pinning.pin_id)
@@ -94,7 +97,7 @@ class PinnedPrefix:
 
     @property
     def released(self) -> bool:
-        """Returns whether the blocks were given free, or lost in a failed step with the pages."""
+        """Returns whether the pin was released, or lost with the pages in a failed step."""
         return not self._driver.is_pinned(self._pin_id)
 
     def release(self) -> None:

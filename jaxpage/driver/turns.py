@@ -1,7 +1,7 @@
-"""Takes the turns of a driver: it obeys orders, takes a step, and sends what came of it.
+"""Takes the turns of a driver: obeys orders, runs a step, and sends the outputs.
 
-Everything here but `post`, `want`, `end`, `leave`, `take_places` and `fail` happens on the thread
-that takes the turns, and nothing else touches the engine.
+All methods but `post`, `want`, `end`, `leave`, `take_places` and `fail` run on the thread that
+takes the turns. Nothing else touches the engine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """Everything that a driver's thread does.
+    """Does everything that a driver's thread does.
 
     The methods for other threads take no lock: a finaliser or a signal handler may call them in the
     middle of another of them, on the same thread.
@@ -46,50 +46,54 @@ class Turns:
 
         Args:
             engine: The engine, which belongs to the turns from now on.
-            num_places: How many requests may be there at once; None: any number.
+            num_places: The most requests at a time; None means any number.
             timeout_seconds: The time of a request that has a deadline, for the message.
         """
         self.engine = engine
         self.inbox: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        # Ends with the turns; with EngineFailed and its cause, if an exception ended them.
+        # This future ends with the turns. If an exception ended them, it has EngineFailed with that
+        # cause.
         self.ended: Future[None] = Future()
-        # a waiter that is cancelled leaves it to the others
+        # The future counts as running, so that a waiter that is cancelled does not cancel it for
+        # others.
         self.ended.set_running_or_notify_cancel()
-        self.began: float | None = None  # when this turn began; None: there is nothing to do
+        self.began: float | None = None  # the start of this turn; None if there is nothing to do
         self.before_step: Callable[[Callable[[], bool]], bool] | None = None
         self.live: dict[str, Handle] = {}
         self.replacement: Replacement | None = None
-        self.draining: ShuttingDown | None = None  # why no request is taken in any more
-        self.refusal: JaxpageError | None = None  # the same, and nothing else either
-        self.is_over = False  # the inbox is not read any more
+        self.draining: ShuttingDown | None = None  # why new requests are refused
+        self.refusal: JaxpageError | None = None  # why everything is refused
+        self.is_over = False  # nobody reads the inbox any more
         self.taker: int | None = None  # the thread that takes a turn now
         self._num_places = num_places
-        self._places = deque([None] * (num_places or 0))  # a request takes one out
+        self._places = deque([None] * (num_places or 0))  # each request takes one out
         self._timeout_seconds = timeout_seconds
         self._numbers = itertools.count()
         self._updates: list[Update] = []
         self._drained: list[Answer[None]] = []
-        self._later: list[Answer[Any]] = []  # answers that were begun, and are not given yet
+        self._later: list[Answer[Any]] = []  # the answers that will come later
         self._held: list[Order] = []  # orders that wait for other weights
         self._is_stopping = False
         self._keeps_engine = False
-        self._is_closing = threading.Lock()  # is taken once and never given back
+        self._is_closing = threading.Lock()  # is acquired once and never released
 
-    # Asked by anybody.
+    # Methods for any thread.
 
     @property
     def num_open(self) -> int:
-        """Returns how many requests have a place, of a driver that has a number of places."""
+        """Returns how many requests have a place; 0 if the number of places has no limit."""
         return 0 if self._num_places is None else self._num_places - len(self._places)
 
     def post(self, order: Order) -> None:
         """Puts an order into the inbox. It is refused if nobody reads the inbox any more."""
         self.inbox.put(order)
-        if self.is_over:  # looked at after the put: who closes the inbox reads it after that
+        # Check after the put: the thread that closes the inbox sets `is_over` first and then
+        # empties it.
+        if self.is_over:
             self._refuse_orders()
 
     def want(self, one: Handle) -> None:
-        """Asks for the next output of a request. Raises the error that ended the driver."""
+        """Asks for the next output of a request; raises the error that ended the driver, if any."""
         self.post(Order(lambda engine: self._wanted(one)))
         if self.is_over and self.refusal is not None:
             raise copy_error(self.refusal)
@@ -101,16 +105,16 @@ class Turns:
             self.inbox.put(Order(lambda engine: self._end_each(unfinished)))
 
     def leave(self) -> None:
-        """Ends the turns, and leaves the engine as it is. Only later orders are refused."""
+        """Ends the turns, and leaves the engine as it is. Later orders are refused."""
         self.inbox.put(Order(self._leave))
 
     def take_places(self, number: int) -> None:
-        """Takes places for so many requests, all or none. Ending a request gives its place back.
+        """Takes places for some requests, all or none. Ending a request gives its place back.
 
         Raises:
-            JaxpageError: No request is taken in any more.
-            CapacityError: So many could never be there at once.
-            QueueFull: There are not so many places now.
+            JaxpageError: New requests are refused.
+            CapacityError: There are too few places for so many requests at once.
+            QueueFull: There are too few free places now.
         """
         if (refusal := self.refusal or self.draining) is not None:
             raise copy_error(refusal)
@@ -132,12 +136,12 @@ class Turns:
             ) from None
 
     def fail(self, death: BaseException) -> None:
-        """Ends everything with EngineFailed, also while a step is taken that may never end."""
+        """Ends everything with EngineFailed, even while a step runs that may never end."""
         error = EngineFailed("The engine has failed")
-        error.__cause__ = death  # not itself: event loops end when they meet a SystemExit
+        error.__cause__ = death  # as a cause only, because a SystemExit would end an event loop
         self._close(error)
 
-    # On the thread that takes the turns.
+    # Methods for the thread that takes the turns.
 
     def run(self) -> None:
         """Takes turns until an order ends them."""
@@ -156,12 +160,13 @@ class Turns:
             self.fail(death)
 
     def turn(self, *, waits: bool = True) -> bool:
-        """Obeys the orders that are there, takes a step, and sends what came of it.
+        """Obeys the orders in the inbox, runs a step, and sends the outputs.
 
         Args:
-            waits: Whether to wait for an order if nothing is to be done.
+            waits: True waits for an order if there is nothing to do.
 
-        Returns whether anything was to be done.
+        Returns:
+            True if there was anything to do.
         """
         self.taker = threading.get_ident()
         try:
@@ -186,7 +191,7 @@ class Turns:
         return True
 
     def obey_orders(self) -> bool:
-        """Obeys the orders that are there, without a step. Returns whether there were any."""
+        """Obeys the orders in the inbox without a step, and returns whether there were any."""
         number = self.inbox.qsize()
         for _ in range(number):
             self._obey(self.inbox.get())
@@ -220,10 +225,10 @@ class Turns:
                 self._offer(one)
 
     def _recover(self, error: Exception) -> None:
-        """Ends all requests after a step that could neither be taken nor be failed.
+        """Ends all requests after a step that raised an error outside the engine's own handling.
 
-        What the step moved may be in the block tables and not in the pages, so the pages are made
-        anew. An engine that does not come out of this empty and whole is not used any more.
+        The block tables may have what the step moved while the pages lack it, so the pages are made
+        anew. If the engine is not empty and whole afterwards, it is not used any more.
         """
         logger.error("a step failed; all requests end with an error", exc_info=error)
         failure = EngineFailed("The engine failed during generation")
@@ -301,11 +306,11 @@ class Turns:
             self.end_one(one)
 
     def end_one(self, one: Handle, why: JaxpageError | None = None) -> None:
-        """Ends a request, whose place and blocks are free from now on.
+        """Ends a request; its place and blocks are free from now on.
 
         Args:
-            one: The request. One that has ended, or was never added, has nothing to give back.
-            why: The error for its reader; None: a last output, if the reader waits for one.
+            one: The request. One that has ended or was never added has nothing to give back.
+            why: The error for its reader. If it is None, a reader that waits gets a last output.
         """
         if one.is_over:
             return
@@ -327,7 +332,7 @@ class Turns:
             self.end_one(one, why and copy_error(why))
 
     def begin_drain(self, answer: Answer[None]) -> object:
-        """Answers when no request is left."""
+        """Gives the answer when no request is left."""
         self._drained.append(answer)
         self._later.append(answer)
         self._answer_drains()
@@ -338,28 +343,28 @@ class Turns:
             self.answer(self._drained.pop(), None)
 
     def begin_later(self, answer: Answer[Any]) -> object:
-        """Notes an answer that is given later, or with an error when the turns end."""
+        """Notes an answer that is given later; it becomes an error if the turns end before."""
         self._later.append(answer)
         return LATER
 
     def answer(self, answer: Answer[Any], result: Any) -> None:
-        """Gives an answer that was begun."""
+        """Gives an answer that came later."""
         self._later.remove(answer)
         answer.set_result(result)
 
     def fail_later(self, answer: Answer[Any], error: Exception) -> None:
-        """Gives an error as an answer that was begun. One that was given stays."""
+        """Gives an error as an answer that came later, unless the answer was given already."""
         if answer in self._later:
             self._later.remove(answer)
             answer.set_exception(error)
 
     def begin_replacing(self, replacement: Replacement, *, abort: bool, tells: bool) -> object:
-        """Lets other weights wait until nothing runs, and every later request wait for them.
+        """Holds other weights until nothing runs, and makes later requests wait for them.
 
         Args:
             replacement: The other weights.
-            abort: End what runs or waits now, instead of waiting for it.
-            tells: What is ended ends with WeightsReplaced, and not with a last output.
+            abort: True ends the running and waiting requests, and does not wait for them.
+            tells: True ends them with WeightsReplaced, False with a last output.
         """
         if self.replacement is not None:
             raise RuntimeError("Other weights are on their way already")
@@ -371,9 +376,10 @@ class Turns:
         return LATER
 
     def _replace_weights(self) -> bool:
-        """Takes the weights that wait, if nothing runs, and then obeys what waits for them.
+        """Takes the other weights if nothing runs, and then obeys the orders that waited for them.
 
-        Returns whether weights waited, and wait no more.
+        Returns:
+            True if weights waited and do not wait any more: they were taken, refused or withdrawn.
         """
         replacement = self.replacement
         if replacement is None or (self._has_work and not replacement.is_withdrawn):
@@ -402,28 +408,28 @@ class Turns:
         self.engine.grammars.close()
 
     def stop(self, engine: Engine) -> None:
-        """Ends the turns after this one. The function of an order."""
+        """Ends the turns after this one; this is the function of an order."""
         self._is_stopping = True
 
     def _leave(self, engine: Engine) -> None:
         self._is_stopping = self._keeps_engine = True
 
     def _leave_off(self, error: JaxpageError) -> None:
-        """Refuses what is asked from now on.
+        """Refuses later orders without an answer to earlier ones.
 
-        Nobody waits after the last reference, and at the interpreter's exit only threads that it
-        ends anyway, which an error would make print a traceback.
+        After the last reference is gone, nobody waits. At the interpreter's exit only threads wait
+        that end anyway, and an error would make them print a traceback.
         """
         self.refusal = error
         self.is_over = True
 
     def _close(self, error: JaxpageError) -> None:
-        """Refuses everything from now on. Only the first call does anything."""
+        """Refuses everything from now on; only the first call has an effect."""
         if not self._is_closing.acquire(blocking=False):
             return
         self.refusal = error
         self.is_over = True
-        # Before anybody hears of it.
+        # End this future before any reader gets its error.
         self.ended.set_exception(error if isinstance(error, EngineFailed) else None)
         self._updates += [(one, copy_error(error)) for one in list(self.live.values())]
         self._send_updates()
@@ -438,7 +444,7 @@ class Turns:
         with contextlib.suppress(queue.Empty):
             while True:
                 self.inbox.get_nowait().refuse(copy_error(self.refusal))
-        self.inbox.put(Order(self.stop))  # for a thread that waits
+        self.inbox.put(Order(self.stop))  # wakes a thread that waits
 
     def _send_updates(self) -> None:
         updates = self._updates

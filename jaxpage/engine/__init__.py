@@ -1,1 +1,1 @@
-"""One step of the engine after another: the only place where the host packages and the device packages meet."""
+"""Runs the engine's steps; only here do the host packages and the device packages meet."""

@@ -1,4 +1,4 @@
-"""The LoRA adapters of an engine: which are read, and which stand in the slots of the device."""
+"""Keeps the LoRA adapters of an engine: those that are read, and those in slots on the device."""
 
 from __future__ import annotations
 
@@ -19,32 +19,43 @@ from jaxpage.models.replacing import Path as LayerPath
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.step.plan import StepPlan
 
-# Writes A and B of a layer into a slot, from 1; None: zeros.
+# Writes A and B of a layer into a slot, or zeros for None. Slots count from 1.
 WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], None]
-_Version = tuple[tuple[int, int], ...]  # of each file, when it was changed and how long it is
+_Version = tuple[tuple[int, int], ...]  # each file's modification time and size
 
 
 class Adapters:
-    """An adapter is known by its numbers: files that have changed are another adapter. It stays in its slot until that is needed; the
-    scheduler sees to it that the running requests have no more adapters than there are slots."""
+    """Reads adapters, and gives each adapter of a step a slot on the device.
+
+    An adapter is known by the digest of its numbers, so that files which have changed are another
+    adapter. It keeps its slot until another one needs it. The scheduler makes sure that running
+    requests have no more adapters than there are slots.
+
+    Attributes:
+        spec: The layers that take adapters, and the number of slots.
+    """
 
     def __init__(self, spec: LoRASpec, write: WriteLayer):
         self.spec = spec
         self._paths = {target.path for target in spec.targets.values()}
         self._write = write
-        self._lock = threading.Lock()  # of the next two
+        self._lock = threading.Lock()  # guards the next two
         self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
-        # by path, the latest last
+        # Adapters by path; the one that was used last comes last.
         self._read: OrderedDict[str, tuple[_Version, Adapter]] = OrderedDict()
-        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest, the latest last
-        self._held: dict[str, Adapter] = {}  # by id of a request that has not finished
+        self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
+        self._held: dict[str, Adapter] = {}  # by id of an unfinished request
 
     def opened(self, asked: LoRARequest) -> Adapter:
-        """The adapter of a request. On any thread.
+        """Returns the adapter of a request; any thread may call it.
+
+        Args:
+            asked: The adapter that the request names.
 
         Raises:
-            ValueError: lora_int_id stands for another adapter.
-            ModelNotFoundError, CheckpointError: it is not there; it does not fit, with all that is wrong.
+            ValueError: The number lora_int_id belongs to another adapter.
+            ModelNotFoundError: There is no such directory.
+            CheckpointError: The adapter does not fit the model; the message lists all problems.
         """
         directory, this = directory_of(asked), (asked.lora_name, asked.lora_path)
         with self._lock:
@@ -60,20 +71,24 @@ class Adapters:
             self._meant[asked.lora_int_id] = this
             self._read[asked.lora_path] = known
             self._read.move_to_end(asked.lora_path)
-            while len(self._read) > self.spec.num_slots:  # kept in memory for the next requests
+            # The rest stays in memory for later requests.
+            while len(self._read) > self.spec.num_slots:
                 self._read.popitem(last=False)
         return known[1]
 
     def hold(self, request_id: str, adapter: Adapter) -> None:
-        """A request is added that has this adapter."""
+        """Keeps the adapter of a request that was added."""
         self._held[request_id] = adapter
 
     def release(self, request_id: str) -> None:
-        """A request has ended."""
+        """Gives up the adapter of a request that has ended."""
         self._held.pop(request_id, None)
 
     def placed(self, plan: StepPlan) -> Mapping[str, int]:
-        """Puts the adapters of a step on the device, unless they are there. Their slots by digest. Between two steps."""
+        """Puts the adapters of a step on the device, and returns the slots by digest.
+
+        It is called between two steps. Adapters that have a slot stay there.
+        """
         needed = dict.fromkeys(row.lora for row in plan.rows if row.lora is not None)
         for digest in needed:
             if digest not in self._slots:
@@ -88,19 +103,23 @@ class Adapters:
         self._slots[digest] = slot
 
     def _free_slot(self, needed: Container[str]) -> int:
-        """One that is empty, or that of the adapter whose last step is longest ago."""
+        """Returns an empty slot, or that of the adapter that was not used for the longest time."""
         if free := set(range(1, 1 + self.spec.num_slots)) - set(self._slots.values()):
             return min(free)
         return self._slots.pop(next(digest for digest in self._slots if digest not in needed))
 
     def forget(self, lora_int_id: int) -> None:
-        """The number may stand for another adapter."""
+        """Allows that the number is given to another adapter."""
         with self._lock:
             self._meant.pop(lora_int_id, None)
 
 
 def directory_of(asked: LoRARequest) -> Path:
-    """Raises ModelNotFoundError if it is not there."""
+    """Returns the directory of an adapter.
+
+    Raises:
+        ModelNotFoundError: There is no such directory.
+    """
     if not (directory := Path(asked.lora_path)).is_dir():
         raise ModelNotFoundError(
             f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}"

@@ -1,4 +1,7 @@
-"""Turns what a caller asks into a `Request`, or refuses it with the parameter, its value and the limit, before anything runs."""
+"""Turns what a caller asks for into a `Request`, or refuses it before anything runs.
+
+A refusal names the parameter, its value and the limit.
+"""
 
 from __future__ import annotations
 
@@ -16,49 +19,68 @@ from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 from jaxpage.step.request import LoRAAdapter, Request
 
-Words = tuple[tuple[int, ...], ...]  # each as its tokens
+Words = tuple[tuple[int, ...], ...]  # each word as its token ids
 
-REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of them is a float32
+REPETITION_PENALTIES = (1e-9, 1e9)  # a logit times or divided by any of these fits into float32
 
 
 class CheckedParams(NamedTuple):
-    """Parameters that fit the model. They are checked once, however many prompts share them."""
+    """Holds parameters that fit the model; they are checked once, however many prompts share them.
+
+    Attributes:
+        asked: The parameters of the caller.
+        sampling: The same as sampling parameters. For a beam search they have only its lengths and
+            its ends, and are neutral otherwise.
+        bad_word_token_ids: The token ids of each bad word.
+    """
 
     asked: SamplingParams | BeamSearchParams
-    sampling: SamplingParams  # of a beam search: neutral but for its lengths and its ends
+    sampling: SamplingParams
     bad_word_token_ids: Words
 
     @property
     def beam(self) -> BeamSearchParams | None:
+        """Returns the parameters of the beam search, or None for sampling."""
         return self.asked if isinstance(self.asked, BeamSearchParams) else None
 
 
 class NamedAdapter(NamedTuple):
-    """A LoRA adapter that was read and fits the model."""
+    """Holds a LoRA adapter that was read and fits the model."""
 
     name: str
     adapter: Adapter
 
 
 class PreparedRequest(NamedTuple):
-    """A request that can be added to the engine: nothing of it is left to check, to tokenize or to compile."""
+    """Holds a request that is checked, tokenized and compiled, and can be added to the engine.
+
+    Attributes:
+        prompt: The text of the prompt, if there is one.
+        token_ids: The token ids of the prompt.
+        checked: The parameters.
+        grammar: The compiled grammar; None if there is none, or if `Engine.add` shall compile it.
+        is_prefix: True if the prompt is computed in order to be pinned.
+        lora: The adapter, if the request has one.
+    """
 
     prompt: str | None
     token_ids: tuple[int, ...]
     checked: CheckedParams
     grammar: Grammar | None = None
-    is_prefix: bool = False  # it is computed to be pinned
+    is_prefix: bool = False
     lora: NamedAdapter | None = None
 
     @property
     def params(self) -> SamplingParams | BeamSearchParams:
+        """Returns the parameters of the caller."""
         return self.checked.asked
 
 
 class Admission:
-    """The limits of one engine's model, and the seeds of requests that bring none.
+    """Knows the limits of one engine's model, and gives seeds to requests that have none.
 
-    `check_params` and `prepare` take time that grows with the request, and may be called from any thread; `admit` is quick.
+    `check_params` and `prepare` take time that grows with the request; any thread may call them.
+    `admit` is quick.
     """
 
     def __init__(
@@ -71,7 +93,16 @@ class Admission:
         has_priorities: bool,
         seed: int,
     ):
-        """spell: gives the tokens of words; None if the model has no tokenizer."""
+        """Sets the limits.
+
+        Args:
+            vocab_size: The number of token ids (V).
+            max_model_len: The most tokens of a sequence, prompt and output together.
+            eos_token_ids: The end-of-sequence ids of the model.
+            spell: Gives the tokens of words; None if the model has no tokenizer.
+            has_priorities: True if the scheduling policy uses the priorities of requests.
+            seed: The engine's seed, from which the seeds of requests are made.
+        """
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = eos_token_ids
@@ -81,7 +112,12 @@ class Admission:
         self._num_admitted = 0
 
     def check_params(self, asked: SamplingParams | BeamSearchParams) -> CheckedParams:
-        """Everything that does not depend on the prompt. Raises ValueError or UnsupportedError."""
+        """Checks everything that does not depend on the prompt.
+
+        Raises:
+            ValueError: A parameter does not fit the model.
+            UnsupportedError: A parameter cannot be honoured.
+        """
         params = asked
         if isinstance(params, BeamSearchParams):
             self._check_width(params)
@@ -106,11 +142,21 @@ class Admission:
     def prepare(
         self, prompt: str | None, token_ids: Sequence[int], checked: CheckedParams
     ) -> PreparedRequest:
-        """Raises ValueError: the prompt is empty, is too long, or has ids that the model has not."""
+        """Returns a request for `admit`, without a grammar.
+
+        Args:
+            prompt: The text of the prompt, if there is one.
+            token_ids: The token ids of the prompt.
+            checked: The parameters, which `check_params` returned.
+
+        Raises:
+            ValueError: The prompt is empty or too long, or has ids that the model does not have.
+        """
         if not token_ids:
             raise ValueError("The prompt has no tokens; at least one is needed")
         longest = self._longest(checked.sampling)
-        if len(token_ids) >= longest > self._max_model_len:  # nothing is generated
+        # Such a prompt is only scored, so the message speaks of no output.
+        if len(token_ids) >= longest > self._max_model_len:
             raise ValueError(
                 f"{len(token_ids)} tokens are more than max_model_len = {self._max_model_len}"
             )
@@ -130,7 +176,11 @@ class Admission:
         return PreparedRequest(prompt, tuple(token_ids), checked)
 
     def _longest(self, params: SamplingParams) -> int:
-        """Tokens, prompt and output together. Where a prompt is scored, the one token behind it is drawn and never computed."""
+        """Returns the most tokens of a sequence, prompt and output together.
+
+        If a prompt is scored, the one token after it is drawn but never computed, so it needs no
+        room.
+        """
         return self._max_model_len + (params.max_tokens == 1 and params.prompt_logprobs is not None)
 
     def _check_width(self, beam: BeamSearchParams) -> None:
@@ -142,6 +192,7 @@ class Admission:
             )
 
     def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
+        """Returns the request, with a seed if it has none."""
         checked, params = prepared.checked, prepared.checked.sampling
         self._num_admitted += 1
         longest = self._longest(params)
@@ -175,7 +226,7 @@ class Admission:
             )
 
     def _words(self, params: SamplingParams) -> Words:
-        """`bad_words` as tokens."""
+        """Returns the token ids of each bad word."""
         if not params.bad_words:
             return ()
         if self._spell is None:
@@ -185,7 +236,11 @@ class Admission:
         return self.checked_words(self._spell(params.bad_words))
 
     def checked_words(self, words: Words) -> Words:
-        """Raises ValueError for a word without tokens, or with ids that the model has not."""
+        """Returns these words.
+
+        Raises:
+            ValueError: A word has no tokens, or has ids that the model does not have.
+        """
         for word in words:
             self._check_token_ids("bad_words", word)
             if not word:
@@ -193,7 +248,11 @@ class Admission:
         return words
 
     def _check_choice(self, params: SamplingParams, words: Words) -> None:
-        """Raises ValueError if nothing can be drawn at the very beginning, whatever the logits are."""
+        """Checks that a first token can be drawn, whatever the logits are.
+
+        Raises:
+            ValueError: The parameters mask all tokens.
+        """
         forbidden = {word[0] for word in words if len(word) == 1}
         why = [
             "every token of the vocabulary"
@@ -214,7 +273,7 @@ class Admission:
         return frozenset() if params.ignore_eos else self._eos_token_ids
 
     def _drawn_seed(self) -> int:
-        """A function of the engine's seed and the request's ordinal, so that a run can be repeated."""
+        """Returns a seed that depends on the engine's seed and the number of the request only."""
         return int(
             np.random.SeedSequence((self._seed, self._num_admitted)).generate_state(1, np.uint64)[0]
         )
@@ -239,7 +298,10 @@ def _check_length_penalty(beam: BeamSearchParams, longest: int) -> None:
 
 
 def _neutral(beam: BeamSearchParams) -> SamplingParams:
-    """What a beam search has in common with sampling: its lengths and its ends. It draws nothing at random."""
+    """Returns what a beam search has in common with sampling: its lengths and its ends.
+
+    The rest is neutral, since a beam search draws nothing at random.
+    """
     return SamplingParams(
         temperature=0.0,
         seed=0,

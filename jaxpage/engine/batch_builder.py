@@ -1,6 +1,7 @@
-"""Turns a plan into the arrays of a step: the only code that pads, and the last that looks at every id before the device does.
+"""Turns a plan into the arrays of a step. This is the only code that pads.
 
-JAX clamps or drops an index that is out of range, without a word; so token ids, slots and blocks are checked here.
+It also checks token ids, slots and blocks, because JAX silently clamps or drops an index that is
+out of range.
 """
 
 from __future__ import annotations
@@ -22,30 +23,44 @@ from jaxpage.step.plan import Row, Sample, StepPlan, depths_of
 from jaxpage.step.token_masks import Mask
 
 Pairs = npt.NDArray[np.int32]
-Move = tuple[int, Pairs]  # of a cache group
+Move = tuple[int, Pairs]  # the index of a cache group, and pairs of its blocks
 NO_SLOTS: Mapping[str, int] = MappingProxyType({})
 NO_MASKS: Mapping[int, Mask] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A step ready for the device: which executable, its one input, and what moves blocks before it, in the plan's order."""
+    """Holds a step that is ready for the device: its executable's shape, its inputs, and its moves.
+
+    The moves of blocks come before the step, in the order of the fields.
+
+    Attributes:
+        bucket: The shape of the step.
+        packed: All other inputs in one array, so that one transfer is enough.
+        processor_inputs: The inputs of logits processors; None for each that no draw asks for.
+        swap_out: Arrays [num_swapped, 2] of (block, host block), padded with null blocks.
+        swap_in: Arrays [num_swapped, 2] of (host block, block), padded with null blocks.
+        copies: Arrays [num_copies, 2] of (source, destination), padded with the null block.
+        num_draws: The number of draws without padding.
+        num_rows: The number of rows without padding.
+        num_scored: The number of tokens of the stream up to the last one that is scored.
+        draft_depth: The depth to which the step drafts; see `StepPlan`.
+    """
 
     bucket: Bucket
     packed: npt.NDArray[np.int32]
-    processor_inputs: ProcessorInputs  # None for each that no draw asks for
-    # each [num_swapped, 2]: (block, host block), padded with the null blocks of both sides
+    processor_inputs: ProcessorInputs
     swap_out: tuple[Move, ...]
-    swap_in: tuple[Move, ...]  # each [num_swapped, 2]: (host block, block), padded likewise
-    copies: tuple[Move, ...]  # each [num_copies, 2], padded with the null block
+    swap_in: tuple[Move, ...]
+    copies: tuple[Move, ...]
     num_draws: int
     num_rows: int
-    num_scored: int  # tokens of the stream up to the last that is scored
-    draft_depth: int | None  # see `StepPlan`
+    num_scored: int
+    draft_depth: int | None
 
 
 class BatchBuilder:
-    """Knows the menu of shapes and the limits of every id."""
+    """Builds batches, and knows the menu of shapes and the limits of every id."""
 
     def __init__(
         self,
@@ -58,7 +73,17 @@ class BatchBuilder:
         host_blocks: Sequence[range] = (),
         max_loras: int = 0,
     ):
-        """blocks, host_blocks: the ids of each cache group's pools. In the arrays of a group they count from 1."""
+        """Sets the shapes and the limits.
+
+        Args:
+            menu: The compiled shapes.
+            table_width: The number of blocks in a row of a block table (M).
+            block_size: The slots of a block (S).
+            blocks: The block ids of each cache group's pool. The arrays of a group count from 1.
+            vocab_size: The number of token ids (V).
+            host_blocks: The ids of each cache group's host blocks.
+            max_loras: The number of adapter slots.
+        """
         self.menu = menu
         self.tables = TableShape(len(blocks), table_width)
         self.block_size = block_size
@@ -73,10 +98,16 @@ class BatchBuilder:
         masks: Mapping[int, Mask] = NO_MASKS,
         lora_slots: Mapping[str, int] = NO_SLOTS,
     ) -> Batch:
-        """
+        """Returns the batch of a plan.
+
         Args:
-            masks: by place among the plan's samples: the tokens that a grammar admits.
-            lora_slots: where each adapter of the rows stands on the device, by its digest; from 1.
+            plan: The plan of the step.
+            masks: The tokens that a grammar admits, by the index of the draw in the plan's samples.
+            lora_slots: The slot on the device, from 1, of each adapter, by its digest.
+
+        Raises:
+            ValueError: An id is out of range, or a step of several tokens needs the host in
+                between.
         """
         num_scored = _num_scored(plan.rows)
         lengths = [len(row.token_ids) for row in plan.rows]
@@ -96,7 +127,8 @@ class BatchBuilder:
             fields["lora_slot_T"][: sum(lengths)] = np.repeat(slots, lengths)
         if plan.is_multi_step:
             _check_hostless(plan.samples, masks)
-            fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0  # the step draws them
+            # The step itself draws these tokens.
+            fields["token_ids_T"][fields["token_ids_T"] == PLACEHOLDER] = 0
         if bucket.verifies:
             self._fill_drafts(fields, plan.rows)
         if num_scored:
@@ -132,7 +164,10 @@ class BatchBuilder:
         )
 
     def _fill_rows(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
-        """Rows lie one after the other in the stream; rows of padding are empty, tokens of padding go to the null block."""
+        """Writes the rows into the stream, one after the other.
+
+        Rows of padding are empty. Tokens of padding are written to the null block.
+        """
         lengths = [len(row.token_ids) for row in rows]
         ends = list(itertools.accumulate(lengths))
         total, num_rows = ends[-1], len(rows)
@@ -157,7 +192,11 @@ class BatchBuilder:
         fields["slots_ZT"][:, :total] = block_ZT * self.block_size + position_T % self.block_size
 
     def _fill_drafts(self, fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
-        """Where each token's parent stands. Slots go by the place in the row, positions by the depth in the tree."""
+        """Writes the parent of each token of the stream, and its position.
+
+        The slot of a draft follows from its place in the row, its position from its depth in the
+        tree.
+        """
         fields["parents_T"][:] = -1
         has_mask = fields["tree_mask_TU"].size > 0
         for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
@@ -195,7 +234,7 @@ class BatchBuilder:
         fields["flags"][Flags.LOGPROBS] = any(sample.num_logprobs is not None for sample in samples)
 
     def _fill_penalties(self, fields: dict[str, Any], samples: tuple[Sample, ...]) -> None:
-        """Only of steps that penalise: the others do not look at them."""
+        """Writes the penalties; only a step that has penalties reads them."""
         count = len(samples)
         fields["repetition_penalty_R"][:] = 1.0
         fields["repetition_penalty_R"][:count] = [
@@ -227,7 +266,11 @@ class BatchBuilder:
 
 
 def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> None:
-    """Raises ValueError if a draw of a step that draws several tokens of each sequence needs what the host makes between two tokens."""
+    """Checks a step that draws several tokens of each sequence without the host in between.
+
+    Raises:
+        ValueError: A draw needs the host between two tokens, such as for a mask.
+    """
     asking = {
         sample.sequence_id
         for index, sample in enumerate(samples)
@@ -240,7 +283,7 @@ def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> N
 
 
 def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
-    """What each draft was drawn from; of one that was chosen, itself."""
+    """Writes the distribution that each draft was drawn from; a chosen draft gets probability 1."""
     ids_TW, q_TW = fields["q_ids_TW"], fields["q_TW"]
     ids_TW[:] = -1
     ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
@@ -255,7 +298,7 @@ def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
 
 
 def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -> None:
-    """Sets the bits of what each token of a row sees of the row: what its parent sees, and itself."""
+    """Sets the bits of the tokens that each token of a row sees: its parent's, and its own."""
     # tree of drafts    mask (the token of a line sees those with an x; x in column j is bit j)
     #      t0               t0 t1 t2 t3
     #     /  \          t0   x             parents = (0, 0, 1): of t1, t2 and t3
@@ -269,7 +312,7 @@ def _fill_tree_mask(mask_TU: npt.NDArray[np.uint32], parents: tuple[int, ...]) -
 
 
 def _num_scored(rows: tuple[Row, ...]) -> int:
-    """Tokens of the stream up to the last that is scored."""
+    """Returns the number of tokens of the stream up to the last one that is scored."""
     num_scored = first = 0
     for row in rows:
         if row.scored:
@@ -279,7 +322,10 @@ def _num_scored(rows: tuple[Row, ...]) -> int:
 
 
 def _counted(ids: npt.NDArray[np.int32], blocks: range) -> npt.NDArray[np.int32]:
-    """Ids of a pool as the arrays of its layers count them; the null block is 0, and -1 is another pool's."""
+    """Returns ids of a pool as its layers' arrays count them.
+
+    The null block is 0, and an id of another pool is -1.
+    """
     return np.where(ids == 0, 0, np.where(ids < blocks.start, -1, ids - blocks.start + 1))
 
 
@@ -290,7 +336,12 @@ def _moves(
     destinations: Sequence[range],
     size: int,
 ) -> tuple[Move, ...]:
-    """The pairs of each cache group as arrays [size, 2], the last padded with null blocks. Only padding may name one."""
+    """Returns the moves of each cache group as arrays [size, 2], the last one padded.
+
+    Raises:
+        ValueError: A pair has an id that is in none of the pools; the null block is for padding
+            only.
+    """
     if not pairs:
         return ()
     ids, moves, num_moved = np.array(pairs, np.int32), [], 0

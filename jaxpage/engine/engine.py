@@ -1,4 +1,7 @@
-"""The engine: requests in, steps, sequence groups out. `Engine.step` calls every other part once."""
+"""Implements the engine: requests come in, steps run, sequence groups come out.
+
+`Engine.step` calls every other part once.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,10 @@ NewStrategy = Callable[[SequenceGroup, Grammar | None], Strategy]
 
 
 class EngineParts(TypedDict, total=False):
-    """Arguments that a caller may replace: a replay passes its own, which take their decisions from the log."""
+    """Holds arguments that a caller may replace.
+
+    A replay passes its own parts, which take their decisions from the log.
+    """
 
     speculator: Speculator
     new_strategy: NewStrategy
@@ -47,7 +53,7 @@ class EngineParts(TypedDict, total=False):
 
 
 class Engine:
-    """Calls the scheduler and the runner in turn. One thread uses it: that of its driver."""
+    """Calls the scheduler and the runner in turn; only the thread of its driver uses it."""
 
     def __init__(
         self,
@@ -65,13 +71,21 @@ class Engine:
         new_strategy: NewStrategy | None = None,
         events: Events | None = None,
     ):
-        """
+        """Joins the parts.
+
         Args:
-            adapters: None: requests have none.
-            strategies: the decoding strategies by sequence id. Pass the dict that a speculator reads.
-            speculator: proposes drafts; None: no speculation.
-            new_strategy: makes the strategy of a new request; None: by its parameters.
-            events: the listener; None: events are ignored.
+            scheduler: The scheduler.
+            builder: The batch builder.
+            runner: The runner.
+            tokenizer: The tokenizer; None if the model has none.
+            eos_token_ids: The end-of-sequence ids of the model.
+            max_model_len: The most tokens of a sequence, prompt and output together.
+            seed: The seed from which requests without a seed get theirs.
+            adapters: The LoRA adapters; None if requests may have none.
+            strategies: The decoding strategies by sequence id; a speculator may read the same dict.
+            speculator: The proposer of drafts; None for no speculation.
+            new_strategy: Makes the strategy of a new request; None chooses it by the parameters.
+            events: The listener; None ignores all events.
         """
         self.scheduler = scheduler
         self.builder = builder
@@ -94,12 +108,14 @@ class Engine:
         self._new_strategy = new_strategy or self._strategy_of
         self._strategies: dict[int, Strategy] = {} if strategies is None else strategies
         self._groups: dict[int, SequenceGroup] = {}  # by sequence id
-        self._num_sequences = 0  # admitted; a refused one takes no id, since a replay never sees it
+        # Counts admitted sequences only: a replay never sees refused requests, so they take no id.
+        self._num_sequences = 0
         self._num_pins = 0
         self.weights_version = 0
 
     @property
     def has_unfinished(self) -> bool:
+        """Returns whether a request is running or waiting."""
         return self.scheduler.has_unfinished
 
     def prepare(
@@ -108,11 +124,19 @@ class Engine:
         token_ids: TokenIds[int],
         params: SamplingParams | BeamSearchParams | CheckedParams,
     ) -> PreparedRequest:
-        """A request for `add`, but for its grammar: see `compiled`. Changes nothing, and may be called from any thread.
+        """Returns a request for `add`, without its grammar; see `compiled`.
 
-        params: of several prompts `admission.check_params`, so that they are checked once.
+        It changes nothing, and any thread may call it.
 
-        Raises ValueError or UnsupportedError, naming the parameter and its value.
+        Args:
+            prompt: The text of the prompt, if there is one.
+            token_ids: The token ids of the prompt.
+            params: The parameters. For several prompts, pass the result of
+                `admission.check_params`, so that they are checked once.
+
+        Raises:
+            ValueError: A parameter or the prompt does not fit the model.
+            UnsupportedError: A parameter cannot be honoured. The message names it and its value.
         """
         checked = (
             params if isinstance(params, CheckedParams) else self.admission.check_params(params)
@@ -120,18 +144,24 @@ class Engine:
         return self.admission.prepare(prompt, token_ids, checked)
 
     def compiled(self, params: SamplingParams | BeamSearchParams) -> Grammar | None:
-        """The grammar of a request that was checked, if it asks for one. It may take seconds, and may be asked by any thread.
+        """Returns the compiled grammar of a checked request, or None if it asks for none.
 
-        Raises ValueError with what is wrong with it; UnsupportedError if the tokenizer cannot be had for it; TimeoutError if the grammars
-        of others take too long; JaxpageError if the process that tries grammars is gone.
+        It may take seconds, and any thread may call it.
+
+        Raises:
+            ValueError: Something is wrong with the grammar.
+            UnsupportedError: llguidance cannot take the tokenizer.
+            TimeoutError: The grammars of other requests take too long.
+            JaxpageError: The process that tries grammars was killed twice, or gave no answer.
         """
         asked = getattr(params, "structured_outputs", None)
         return None if asked is None else self.grammars.compiled(asked)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
-        """Admits a request. Raises CapacityError if it can never fit in the pool.
+        """Admits a request, and compiles its grammar if it has one that is not compiled.
 
-        A grammar that it asks for and does not bring is compiled here.
+        Raises:
+            CapacityError: The request can never fit into the pool.
         """
         request = self.admission.admit(request_id, prepared)
         grammar = prepared.grammar or self.compiled(prepared.params)
@@ -163,19 +193,32 @@ class Engine:
         )
 
     def opened_adapter(self, asked: LoRARequest) -> NamedAdapter:
-        """On any thread. Raises UnsupportedError without `enable_lora`, and what `Adapters.opened` raises."""
+        """Returns the adapter of a request; any thread may call it.
+
+        Raises:
+            UnsupportedError: The engine has no adapters (`enable_lora` is False).
+            ValueError: The number lora_int_id belongs to another adapter.
+            ModelNotFoundError: There is no such directory.
+            CheckpointError: The adapter does not fit the model.
+        """
         if self.adapters is None:
             raise UnsupportedError(f"LoRA adapter {asked.lora_name!r} needs enable_lora=True")
         return NamedAdapter(asked.lora_name, self.adapters.opened(asked))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request, whatever it is doing; its blocks are free at once. An unknown id, or a finished one, is no error."""
+        """Ends a request, whatever it is doing; its blocks are free at once.
+
+        An unknown or finished request is no error.
+        """
         if group := self.scheduler.abort(request_id):
             self.events.aborted(group)
             self._forget(group)
 
     def step(self) -> list[SequenceGroup]:
-        """One step of the device; returns the groups that it changed. An empty list means that nothing is left to do."""
+        """Runs one step on the device, and returns the groups that it changed.
+
+        An empty list means that nothing is left to do.
+        """
         drafts = self.speculator.propose(self.scheduler.running)
         if (plan := self._plan(drafts)) is None:
             return []
@@ -195,11 +238,11 @@ class Engine:
         )
 
     def _run(self, plan: StepPlan) -> StepResult | None:
-        """None: the step failed."""
+        """Returns the result of the step, or None if the step failed."""
         self.metrics.scheduled(plan, self._groups, self.scheduler)
         self._mask_budget.begin_step()
         try:
-            # in here, so that a replay can fail where the logged step did
+            # It is inside the `try`, so that a replay can fail where the logged step did.
             self.events.planned(plan)
             slots = self.adapters.placed(plan) if self.adapters else NO_SLOTS
             result = self.runner.run(
@@ -218,24 +261,33 @@ class Engine:
         self.speculator.observe(report)
         self._forget_finished(report.groups)
         if (report.result.token_ids == NOT_FINITE).any():
-            # numbers that are none may be in the pages too, and must not outlive their request
+            # The pages may hold numbers that are not finite too; they must not outlive their
+            # request.
             self.reset_prefix_cache()
 
     def abort_all(self) -> list[SequenceGroup]:
-        """Ends every request, and returns them."""
+        """Ends every request, and returns their groups."""
         groups = [*self.scheduler.running, *self.scheduler.waiting]
         for group in groups:
             self.abort(group.request.request_id)
         return groups
 
     def reset_prefix_cache(self) -> None:
-        """No request finds what was computed before now. Those that run keep their blocks, and are found again as they go on."""
+        """Makes sure that no request finds blocks that were computed before now.
+
+        Running requests keep their blocks, and the blocks that they fill from now on can be found.
+        """
         self.scheduler.block_manager.forget_cached()
         self.events.prefix_cache_reset()
 
     def replace_weights(self, target: Any) -> int:
-        """Other weights for the model; no request may be running, and no prefix pinned. Returns their version. Nothing that was computed
-        with the old ones is found again."""
+        """Gives the model other weights, and returns their version.
+
+        No request finds blocks that were computed with the old weights.
+
+        Raises:
+            RuntimeError: A request is running or waiting, or a prefix is pinned.
+        """
         if self.has_unfinished:
             raise RuntimeError("weights cannot be replaced while requests are running or waiting")
         if pins := len(self.scheduler.block_manager.pins):
@@ -249,8 +301,12 @@ class Engine:
         return self.weights_version
 
     def pin(self, request_id: str) -> int:
-        """Ends a running request, and keeps its computed prompt in place until `unpin`. Raises CapacityError if others need the room."""
-        pin_id = -1 - self._num_pins  # in the same table as sequence ids, and never one of them
+        """Ends a running request and pins its computed prompt until `unpin`; returns the pin's id.
+
+        Raises:
+            CapacityError: Other requests need the room.
+        """
+        pin_id = -1 - self._num_pins  # negative: pins share a table with sequences
         group = self.scheduler.pin(pin_id, request_id)
         self._num_pins += 1
         self.events.pinned(group, pin_id)
@@ -258,26 +314,35 @@ class Engine:
         return pin_id
 
     def unpin(self, pin_id: int) -> None:
-        """Gives the blocks of a pin free, but for those that requests use. A pin that is gone is no error."""
+        """Gives up a pin; its blocks are free unless requests use them. A lost pin is no error."""
         if self.is_pinned(pin_id):
             self.scheduler.block_manager.unpin(pin_id)
             self.events.unpinned(pin_id)
 
     def is_pinned(self, pin_id: int) -> bool:
+        """Returns whether the pin is in place."""
         return pin_id in self.scheduler.block_manager.pins
 
     def stats(self) -> dict[str, Any]:
+        """Returns all counters by their public names."""
         return self.metrics.snapshot(self.scheduler, self.runner.executables)
 
     def memory_report(self, *, reset: bool) -> MemoryReport:
-        """What the pool held since the engine was built or since the last reset, which begins anew."""
+        """Returns what the pools held since the engine was built or since the last reset.
+
+        Args:
+            reset: True begins a new report.
+        """
         report = self.metrics.memory_report(self.scheduler)
         if reset:
             self.metrics.memory = MemoryHistory()
         return report
 
     def _fail(self, plan: StepPlan) -> list[SequenceGroup]:
-        """A failed step took the donated pages with it: what was running ends with an error, and the pool is made anew."""
+        """Ends the running requests with an error after a failed step, and makes the pages anew.
+
+        The pages were donated to the step, so they are lost.
+        """
         edits: list[Edit] = []
         for group in self.scheduler.running:
             ended, due = (
@@ -288,13 +353,17 @@ class Engine:
                 Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)
             ]
             edits += [Finish(sequence_id, "error") for sequence_id in (*ended, *due)]
-        groups = self.scheduler.commit(replace(plan, rows=()), edits)  # nothing of it was computed
+        # Without rows, since nothing was computed.
+        groups = self.scheduler.commit(replace(plan, rows=()), edits)
         self._forget_finished(groups)
         self.rebuild_pages()
         return groups
 
     def rebuild_pages(self) -> None:
-        """The only place that makes the pages anew, because the prefix cache and the pins must go with them."""
+        """Makes the pages anew; the prefix cache and the pins are lost with them.
+
+        No other code makes pages, so that the three always go together.
+        """
         if pins := self.scheduler.block_manager.pins:
             logger.warning(
                 "%d pinned prefixes are lost with the KV pages; pin them again", len(pins)

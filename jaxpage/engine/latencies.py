@@ -1,4 +1,7 @@
-"""Counts how long requests take, in histograms with vLLM's names. All times are of `time.monotonic`, in one process."""
+"""Counts how long requests take, in histograms with vLLM's names.
+
+All times are those of `time.monotonic` in one process.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,35 @@ from typing import Any
 from jaxpage.outputs import RequestMetrics
 from jaxpage.step.request import SequenceGroup
 
-# 1, 2, 5, 10, ...: from a tenth of a millisecond, a step of a small model, to longer than anybody
-# waits; and to a million tokens.
+# The bounds are 1, 2, 5, 10, ... They reach from a tenth of a millisecond, which is a step of a
+# small model, to longer than anybody waits; and to a million tokens.
 SECONDS = (*(mantissa * 10.0**power for power in range(-4, 3) for mantissa in (1, 2, 5)), 1000.0)
 TOKENS = (*(mantissa * 10.0**power for power in range(6) for mantissa in (1, 2, 5)), 1e6)
 
 
 class Histogram:
-    """Counts how many values lie at or below each bound, and adds them up; its bounds are fixed, as Prometheus has them."""
+    """Counts how many values are at most each bound, and adds the values up.
+
+    The bounds are fixed, as Prometheus wants it.
+    """
 
     def __init__(self, bounds: Sequence[float]):
-        # 0.0002, not 0.00020000000000000001
+        # Rounded, so that a bound is 0.0002 and not 0.00020000000000000001.
         self._bounds = tuple(float(f"{bound:g}") for bound in bounds)
-        self._counts = [0] * (len(bounds) + 1)  # the last: above every bound
+        self._counts = [0] * (len(bounds) + 1)  # the last one counts values above every bound
         self._sum = 0.0
 
     def observe(self, value: float) -> None:
+        """Counts a value."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
     def snapshot(self) -> dict[str, Any]:
-        """`buckets`: counts of the values up to and including each bound, keyed by the bound as Prometheus writes it; `sum`; `count`."""
+        """Returns `buckets`, `sum` and `count` of the values.
+
+        `buckets` has the number of values up to and including each bound. Its key is the bound as
+        Prometheus writes it.
+        """
         total, buckets = 0, {}
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
@@ -38,7 +49,10 @@ class Histogram:
 
 
 class Latencies:
-    """The times of all steps, of all tokens, and of the requests that ended by themselves: not of those that failed or were aborted."""
+    """Holds the times of steps, of tokens, and of requests that ended by themselves.
+
+    Requests that failed or were aborted are not counted.
+    """
 
     def __init__(self) -> None:
         self.engine_step = Histogram(SECONDS)
@@ -53,7 +67,7 @@ class Latencies:
         self._generation_tokens = Histogram(TOKENS)
 
     def has_tokens(self, metrics: RequestMetrics, now: float) -> None:
-        """A step gave a request one token or more."""
+        """Notes that a step gave a request at least one token."""
         if metrics.last_token_time is None:
             metrics.first_token_time = now
             self._time_to_first_token.observe(now - metrics.arrival_time)
@@ -62,7 +76,7 @@ class Latencies:
         metrics.last_token_time = now
 
     def finished(self, group: SequenceGroup, metrics: RequestMetrics) -> None:
-        """A request has ended."""
+        """Notes that a request has ended."""
         if {sequence.finish_reason for sequence in group.sequences} - {"stop", "length"}:
             return
         scheduled, first, last = (
@@ -83,7 +97,7 @@ class Latencies:
             self._time_per_output_token.observe((last - first) / (longest - 1))
 
     def snapshot(self) -> dict[str, Any]:
-        """Under the names of the public interface."""
+        """Returns all histograms by their public names."""
         histograms = {
             "engine_step_seconds": self.engine_step,
             "time_to_first_token_seconds": self._time_to_first_token,

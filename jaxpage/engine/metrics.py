@@ -1,4 +1,4 @@
-"""What an engine counts. `snapshot` gives the facts under the names of the public interface."""
+"""Counts what an engine does; `snapshot` gives the counters by their public names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from jaxpage.step.request import SequenceGroup
 
 @dataclass
 class EngineMetrics:
-    """Counters of one engine, and the times of the requests that it has."""
+    """Holds the counters of one engine, and the times of its requests."""
 
     engine_steps_total: int = 0
-    prompt_tokens_total: int = 0  # computed; again after a preemption
+    prompt_tokens_total: int = 0  # computed ones; counted again after a preemption
     generation_tokens_total: int = 0
     copy_on_write_blocks_total: int = 0
     request_success_total: dict[str, int] = field(default_factory=dict)  # by finish reason
@@ -36,13 +36,14 @@ class EngineMetrics:
     _step_began: float = 0.0  # in seconds of time.monotonic
 
     def arrived(self, request_id: str) -> RequestMetrics:
+        """Returns the new metrics of a request that arrived."""
         metrics = self.requests[request_id] = RequestMetrics(arrival_time=time.monotonic())
         return metrics
 
     def scheduled(
         self, plan: StepPlan, group_of: dict[int, SequenceGroup], scheduler: Scheduler
     ) -> None:
-        """Books a step that is about to run."""
+        """Notes a step that is about to run."""
         now = self._step_began = time.monotonic()
         manager = scheduler.block_manager
         used_blocks = manager.num_usable - manager.num_free
@@ -56,7 +57,7 @@ class EngineMetrics:
                 metrics.num_cached_tokens = group_of[row.sequence_id].num_cached_tokens or 0
 
     def stepped(self, report: StepReport, group_of: dict[int, SequenceGroup]) -> None:
-        """Books a step that happened; one that failed has computed nothing."""
+        """Notes a step that ran; a failed step has computed nothing and is not counted."""
         plan, edits = report.plan, report.edits
         now = time.monotonic()
         self.engine_steps_total += 1
@@ -67,7 +68,7 @@ class EngineMetrics:
         self.generation_tokens_total += len(appended)
         for row in plan.rows:
             if (group := group_of.get(row.sequence_id)) is None:
-                continue  # aborted meanwhile
+                continue  # the request was aborted during the step
             num_prompt_tokens = len(group.request.prompt_token_ids)
             self.prompt_tokens_total += max(
                 0, min(row.context_length, num_prompt_tokens) - row.start
@@ -90,6 +91,7 @@ class EngineMetrics:
                 self.latencies.has_tokens(metrics, now)
 
     def ended(self, group: SequenceGroup) -> None:
+        """Notes a request that has ended, for whatever reason."""
         if metrics := self.requests.pop(group.request.request_id, None):
             metrics.finished_time = time.monotonic()
             self.latencies.finished(group, metrics)
@@ -98,26 +100,28 @@ class EngineMetrics:
             self.request_success_total[reason] = self.request_success_total.get(reason, 0) + 1
 
     def memory_report(self, scheduler: Scheduler) -> MemoryReport:
+        """Returns what the pools held over time."""
         manager = scheduler.block_manager
         return self.memory.report(num_blocks=manager.num_usable, block_size=manager.block_size)
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
+        """Returns all counters by their public names."""
         manager, split = scheduler.block_manager, scheduler.usage()
         total, free, prefixes = manager.num_usable, manager.num_free, scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,
-            "num_requests_swapped": scheduler.num_swapped,  # of those that wait
+            "num_requests_swapped": scheduler.num_swapped,  # a part of the waiting ones
             "kv_cache_usage_perc": manager.used_share,
             "num_blocks_total": total,
             "num_blocks_free": free,
-            "num_blocks_cached": manager.num_cached,  # of the free ones
+            "num_blocks_cached": manager.num_cached,  # a part of the free ones
             "num_blocks_pinned": sum(manager.num_pinned_blocks),
             "num_preemptions_total": dict(scheduler.num_preemptions),
-            # in tokens, as vLLM counts; each request once
+            # These count tokens, as vLLM does, and each request once.
             "prefix_cache_queries_total": prefixes.num_queried,
             "prefix_cache_hits_total": prefixes.num_hits,
-            # after preemptions, in neither of the above
+            # Hits after a preemption are counted here only.
             "prefix_cache_resumed_hits_total": prefixes.num_resumed_hits,
             **{
                 f"prefix_files_{name}_blocks_total": count
@@ -133,7 +137,7 @@ class EngineMetrics:
             "kv_internal_fragmentation_slots": split.internal_fragmentation_slots,
             "kv_free_slots": split.free_slots,
             "kv_saved_by_sharing_blocks": split.saved_blocks,
-            # of the blocks without sharing, 0 to 1
+            # The share, 0 to 1, of the blocks that were needed without sharing.
             "kv_saved_by_sharing_perc": split.saved_by_sharing,
             "request_success_total": dict(self.request_success_total),
             "compile_total": executables.compile_total,

@@ -1,4 +1,7 @@
-"""The inputs of the logits processors of a step's draws, as arrays: what may be drawn, what is favoured, and what has been said already."""
+"""Makes the arrays that the logits processors of a step read.
+
+They say which tokens may be drawn, which ones have a bias, and which ones the text has already.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ def processor_inputs_of(
     vocab_size: int,
     context: int,
 ) -> ProcessorInputs:
-    """None in place of what no draw of the step asks for.
+    """Returns the arrays of a step; None for each array that no draw of the step needs.
 
     Args:
-        masks: by place among the samples: what may be drawn besides what the sample itself says.
-        num_draws: R, of the arrays.
+        samples: The draws of the step.
+        masks: The tokens that a grammar admits, by the index of the draw in `samples`.
+        num_draws: The number of draws in the arrays, padding included (R).
+        vocab_size: The number of token ids (V).
+        context: The number of tokens in a row of the history (C).
     """
     asking = [
         (i, s)
@@ -67,7 +73,7 @@ def processor_inputs_of(
         last: tuple[int, ...] = ()
         known_C = np.zeros(0, np.int32)
         for index, sample in penalised:
-            if sample.history is not last:  # the draws behind a row's drafts share it
+            if sample.history is not last:  # the draws of one row share its history
                 last, known_C = sample.history, np.array(sample.history, np.int32)
             history_RC[index, : len(last)] = known_C
             history_RC[index, len(last) : len(last) + len(sample.drafts)] = sample.drafts

@@ -1,4 +1,4 @@
-"""The forms in which prompts and their parameters may be given, turned into one."""
+"""Converts the forms in which prompts and parameters may be given into one form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 from jinja2 import TemplateError
 
 FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': [...]}, or a list of those"
-Messages = Sequence[Mapping[str, Any]]  # of one conversation
+Messages = Sequence[Mapping[str, Any]]  # the messages of one conversation
 _Params = TypeVar("_Params")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,14 +20,14 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Text, or token ids, or both when the text has been encoded."""
+    """Holds a prompt as text, as token ids, or as both when the text has been encoded."""
 
     text: str | None
     token_ids: tuple[int, ...] | None
 
 
 def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """The method, which takes `sampling_params`, vLLM's keyword, as `params`."""
+    """Returns the method with `sampling_params`, vLLM's name, as another name of `params`."""
 
     @functools.wraps(method)
     def renamed(*arguments: _P.args, **keywords: _P.kwargs) -> _R:
@@ -43,7 +43,13 @@ def named_params(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def normalise(prompts: Any) -> list[Prompt]:
-    """One `Prompt` per prompt. A list of integers is one prompt; an empty list is none. Raises TypeError naming the forms."""
+    """Returns one `Prompt` for each prompt.
+
+    A list of integers is one prompt; an empty list is no prompt.
+
+    Raises:
+        TypeError: The prompts have none of the forms, which the message lists.
+    """
     prompts = as_list(prompts)
     if isinstance(prompts, str | dict) or _is_token_ids(prompts):
         return [_one(prompts)]
@@ -53,12 +59,17 @@ def normalise(prompts: Any) -> list[Prompt]:
 
 
 def as_list(given: Any) -> Any:
-    """An array (NumPy, JAX or PyTorch) as a list; all else as it is."""
+    """Returns an array (NumPy, JAX or PyTorch) as a list, and anything else unchanged."""
     return given.tolist() if hasattr(given, "tolist") else given
 
 
 def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
-    """A list of integers, or an array of them with one axis, as a list. Raises TypeError; ValueError for ids that the model has not."""
+    """Returns token ids, which may be an array with one axis, as a list.
+
+    Raises:
+        TypeError: It is no list of integers.
+        ValueError: An id is none of the model's.
+    """
     given = as_list(token_ids)
     if (
         not isinstance(given, Sequence)
@@ -78,7 +89,7 @@ def checked_token_ids(token_ids: Any, vocab_size: int) -> list[int]:
 def chat_prompt(
     tokenizer: Any, messages: Any, tools: Sequence[Any] | None, variables: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The prompt of a conversation, by the chat template that the tokenizer has. See `LLM.chat_prompt`."""
+    """Returns the prompt of a conversation, by the chat template; see `LLM.chat_prompt`."""
     if (
         not isinstance(messages, list | tuple)
         or not messages
@@ -109,7 +120,11 @@ def chat_prompt(
 
 
 def _checked_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """With its parts joined as the server joins them. Raises ValueError."""
+    """Returns the message with its parts joined as the server joins them.
+
+    Raises:
+        ValueError: The message has no role, or content that is no text.
+    """
     if not isinstance(message.get("role"), str):
         raise ValueError(f"a message needs a 'role'; got {message!r:.80}")
     content = message.get("content")
@@ -183,7 +198,16 @@ def _is_integer(value: Any) -> bool:
 def one_each(
     params: _Params | Sequence[_Params], count: int, name: str = "params"
 ) -> list[_Params]:
-    """The same parameters for every prompt, or one per prompt. Raises ValueError when the numbers differ. name: of the argument."""
+    """Returns a list of parameters, one for each prompt.
+
+    Args:
+        params: One value for all prompts, or a list with a value for each.
+        count: The number of prompts.
+        name: The name of the argument, for the message of an error.
+
+    Raises:
+        ValueError: The list has another length.
+    """
     if not isinstance(params, list | tuple):
         return [params] * count  # type: ignore[list-item]
     if len(params) != count:

@@ -1,4 +1,4 @@
-"""Makes `RequestOutput` of sequence groups: whole, or only what is new since the last look."""
+"""Makes a `RequestOutput` of a sequence group: the whole, or what is new since the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpage.step.request import Sequence, SequenceGroup
 
 
 class Reporter:
-    """Reports on one request. Each `delta` starts where the one before ended."""
+    """Reports on one request. Each `delta` starts where the one before it ended."""
 
     def __init__(
         self,
@@ -25,20 +25,23 @@ class Reporter:
         self._metrics = metrics
         self._tokenizer = tokenizer
         self._weights_version = weights_version
-        self._prompt_token_ids = list(group.request.prompt_token_ids)  # one list for all chunks
+        self._prompt_token_ids = list(group.request.prompt_token_ids)  # all chunks share one list
         self._prompt_was_reported = False
-        # sequence id -> output tokens and characters already reported
+        # The number of output tokens and characters already reported, by sequence id.
         self._seen: dict[int, tuple[int, int]] = {}
 
     @property
     def finished(self) -> bool:
+        """Returns whether all sequences of the request have ended."""
         return self._group.finished
 
     @property
     def num_output_tokens(self) -> int:
+        """Returns the number of output tokens of all sequences."""
         return sum(sequence.num_output_tokens for sequence in self._group.sequences)
 
     def whole(self) -> RequestOutput:
+        """Returns all that was generated; for `best_of` and beam search only the best sequences."""
         if beam := self._group.request.beam:
             return self._output(self._hypotheses(beam), self._prompt_logprobs())
         completions = [self._completion(sequence, 0, 0) for sequence in self._group.sequences]
@@ -46,9 +49,10 @@ class Reporter:
         return self._output(best, self._prompt_logprobs())
 
     def delta(self) -> RequestOutput:
-        """What is new of all sequences: `best_of` cannot choose among them before they have finished.
+        """Returns what is new of all sequences.
 
-        The log probabilities of the prompt come once, as soon as they are complete.
+        All of them are in it, because `best_of` cannot choose before they have finished. The log
+        probabilities of the prompt come once, as soon as they are complete.
         """
         completions = []
         for sequence in self._group.sequences:
@@ -60,7 +64,10 @@ class Reporter:
         return self._output(completions, prompt_logprobs)
 
     def _best(self, completions: list[CompletionOutput]) -> list[CompletionOutput]:
-        """The likeliest `n`, in order, numbered anew. Of equals the first; those that ended with an error come last."""
+        """Returns the most likely `n` completions, in order and numbered anew.
+
+        Of equal ones the first comes first; those that ended with an error come last.
+        """
 
         def rank(completion: CompletionOutput) -> tuple[bool, float]:
             assert completion.cumulative_logprob is not None
@@ -69,7 +76,10 @@ class Reporter:
         return _numbered(sorted(completions, key=rank)[: self._group.request.params.n])
 
     def _hypotheses(self, beam: BeamSearchParams) -> list[CompletionOutput]:
-        """The result of a beam search, the best first. One that was cut short has none: then the beams that were."""
+        """Returns the result of a beam search, the best first.
+
+        A search that was cut short has no result; then the beams that it had are returned.
+        """
         sequences = self._group.sequences
         cut_short = [
             sequence for sequence in sequences if sequence.finish_reason in ("abort", "error")
@@ -87,7 +97,10 @@ class Reporter:
         return _numbered(ranked[: beam.n or beam.beam_width])
 
     def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """None unless they are wanted and complete. Nothing stands before the first token: it has none."""
+        """Returns the prompt's log probabilities, or None if they are unwanted or not complete.
+
+        The entry of the first token is None, since no token comes before it.
+        """
         wanted = self._group.request.params.prompt_logprobs
         if wanted is None or self._group.num_unscored:
             return None
@@ -128,7 +141,7 @@ class Reporter:
         )
 
     def _logprobs(self, token: TokenLogprobs, wanted: int) -> dict[int, Logprob]:
-        """The token itself first, then the likeliest `wanted`."""
+        """Returns the entry of the token itself, then those of the `wanted` most likely tokens."""
         entries = {
             token.token_id: Logprob(token.logprob, token.rank, self._decoded(token.token_id))
         }

@@ -1,4 +1,7 @@
-"""Runs batches on the device. Owns the parameters, the pages and the host's pages; never sees a sequence."""
+"""Runs batches on the device.
+
+It owns the parameters, the pages and the host's pages, and never sees a sequence.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ from jaxpage.step.plan import StepResult
 
 
 class Runner:
-    """Steps from the table of executables. The pages are donated to each step and replaced by what it returns."""
+    """Runs steps from the table of executables.
+
+    The pages are donated to each step, and replaced by those that it returns.
+    """
 
     def __init__(
         self,
@@ -32,7 +38,15 @@ class Runner:
         host_pages: Sequence[HostPages],
         adapters: Sequence[ShardedWeight] = (),
     ):
-        """host_pages: of each cache group. adapters: A and B of every layer that takes any."""
+        """Makes the pages.
+
+        Args:
+            parameters: The weights, as a nested dict of arrays.
+            new_pages: Makes empty pages.
+            executables: The table of executables.
+            host_pages: The host's pages of each cache group.
+            adapters: The LoRA weights A and B of every layer that takes adapters.
+        """
         self.executables = executables
         self._parameters = parameters
         self._new_pages = new_pages
@@ -41,6 +55,7 @@ class Runner:
         self._adapters = {sharded.weight.path: sharded for sharded in adapters}
 
     def run(self, batch: Batch) -> StepResult:
+        """Runs a batch, its moves of blocks first, and returns what the step drew."""
         self.swap_out(batch.swap_out)
         self.swap_in(batch.swap_in)
         for group, pairs in batch.copies:
@@ -62,29 +77,35 @@ class Runner:
         return result
 
     def swap_out(self, moves: tuple[Move, ...]) -> None:
-        """Copies each (block, host block) pair. On return the host has them, so that the blocks may be overwritten."""
+        """Copies blocks to the host, by (block, host block) pairs.
+
+        On return the host has the contents, so that the blocks may be overwritten.
+        """
         for group, pairs in moves:
             contents = self.executables.gather(self._pages, group, pairs[:, 0])
             self._host_pages[group].store(pairs[:, 1], np.asarray(contents))
 
     def swap_in(self, moves: tuple[Move, ...]) -> None:
-        """Copies each (host block, block) pair. What reads the pages next waits for it on the device."""
+        """Copies blocks from the host, by (host block, block) pairs.
+
+        It does not wait: the next reader of the pages waits on the device.
+        """
         for group, pairs in moves:
             contents = self._host_pages[group].load(pairs[:, 0])
             self._pages = self.executables.scatter(self._pages, group, pairs[:, 1], contents)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
-        """The contents of blocks of the first cache group, [bytes of a block] each."""
+        """Returns the contents of blocks of the first cache group, each as an array of bytes."""
         size, found = self.executables.num_swapped, list[npt.NDArray[np.uint8]]()
         for start in range(0, len(blocks), size):
-            padded = np.zeros(size, np.int32)  # with the null block
+            padded = np.zeros(size, np.int32)  # padded with the null block
             part = blocks[start : start + size]
             padded[: len(part)] = part
             found += list(np.array(self.executables.gather(self._pages, 0, padded))[: len(part)])
         return found
 
     def write_blocks(self, contents: Sequence[tuple[int, npt.NDArray[np.uint8]]]) -> None:
-        """Into blocks of the first cache group, as `read_blocks` gives them."""
+        """Writes contents that `read_blocks` returned into blocks of the first cache group."""
         size = self.executables.num_swapped
         for start in range(0, len(contents), size):
             part = contents[start : start + size]
@@ -94,24 +115,30 @@ class Runner:
             self._pages = self.executables.scatter(self._pages, 0, padded, rows)
 
     def wait(self) -> None:
-        """Returns when all that was dispatched has happened: for measurements, since steps need no waiting."""
+        """Waits until all that was dispatched has happened; only measurements need it."""
         for page in jax.tree.leaves(self._pages):
             page.block_until_ready()
 
     @property
     def parameters(self) -> Any:
-        """The weights as they are loaded: a nested dict of arrays."""
+        """Returns the weights that are loaded, as a nested dict of arrays."""
         return self._parameters
 
     def replace_parameters(self, target: Any) -> None:
-        """Takes other weights of the model, of the same shapes and types, from the next step on. Adapters stay."""
+        """Takes other weights of the same shapes and types, from the next step on.
+
+        Adapters stay.
+        """
         add_missing(target, self._parameters["target"], lambda adapters: adapters)
         self._parameters = {**self._parameters, "target": target}
 
     def write_adapter(
         self, path: Path, slot: int, layer: tuple[np.ndarray, np.ndarray] | None
     ) -> None:
-        """A and B of a linear layer into a slot, from 1; None: zeros. Nothing is compiled for it."""
+        """Writes A and B of a linear layer into a slot, from 1, or zeros for None.
+
+        Nothing is compiled for it.
+        """
         for index, name in enumerate(("a", "b")):
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
@@ -132,12 +159,12 @@ class Runner:
                 before.delete()
 
     def rebuild_pages(self) -> None:
-        """An empty pool; what sequences had in the old one is gone. The host's pages stay as they are."""
+        """Makes empty pages; the contents of the old ones are lost. The host's pages stay."""
         self._pages = ()
         self._pages = self._new_pages()
 
     def close(self) -> None:
-        """Gives the memory of the device and of the host back."""
+        """Gives back the memory of the device and of the host."""
         for array in jax.tree.leaves((self._parameters, self._pages)):
             array.delete()
         self._parameters, self._pages = {}, ()

@@ -1,4 +1,8 @@
-"""Log probabilities of given continuations: a request that generates nothing of use, and what is read off its prompt."""
+"""Computes the log probabilities of given continuations.
+
+Prompt and continuation are the prompt of a request that draws one token, which is ignored; the
+scores are taken from its prompt log probabilities.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,16 @@ from jaxpage.settings.sampling_params import SamplingParams
 
 SCORING = SamplingParams(
     temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=0
-)  # of prompt and continuation together
+)  # the parameters of a request whose prompt is scored
 
 
 def continuation_logprobs(output: RequestOutput, num_prompt_tokens: int) -> list[Logprob]:
-    """Of each token behind the first `num_prompt_tokens`, at least one, of a request with `SCORING`."""
+    """Returns the log probability of each token after the first `num_prompt_tokens`, at least one.
+
+    Args:
+        output: The output of a request with the parameters `SCORING`.
+        num_prompt_tokens: The number of tokens that are not scored.
+    """
     entries = (output.prompt_logprobs or [])[num_prompt_tokens:]
     token_ids = output.prompt_token_ids[num_prompt_tokens:]
     return [entry[token_id] for entry, token_id in zip(entries, token_ids, strict=True) if entry]
@@ -24,7 +33,16 @@ def continuation_logprobs(output: RequestOutput, num_prompt_tokens: int) -> list
 def scores_of(
     outputs: Sequence[RequestOutput], pairs: Sequence[tuple[list[int], list[int]]], *, single: bool
 ) -> list[float] | list[list[float]]:
-    """What `LLM.score` returns, of the outputs of `scored_pairs`. Raises RuntimeError where a step failed."""
+    """Returns the result of `LLM.score`.
+
+    Args:
+        outputs: The outputs of the requests.
+        pairs: Their prompts and continuations, from `scored_pairs`.
+        single: True if the caller gave one prompt and not a list.
+
+    Raises:
+        RuntimeError: A step failed.
+    """
     if failed := next(
         (each for output in outputs for each in output.outputs if each.finish_reason == "error"),
         None,
@@ -42,7 +60,12 @@ def scores_of(
 def scored_pairs(
     prompts: Any, continuations: Any
 ) -> tuple[bool, list[tuple[list[int], list[int]]]]:
-    """Whether one prompt was given and no list of them, and each prompt with its continuation. Raises TypeError or ValueError."""
+    """Returns whether one prompt was given and not a list, and each prompt with its continuation.
+
+    Raises:
+        TypeError: They are no token ids, or one is a list of prompts and the other is not.
+        ValueError: Their numbers differ, or one of them has no tokens.
+    """
     prompts, continuations = (
         _listed("prompt_token_ids", prompts),
         _listed("continuation_token_ids", continuations),
@@ -66,7 +89,11 @@ def scored_pairs(
 
 
 def _listed(name: str, given: Any) -> list[Any]:
-    """With arrays as lists. Raises TypeError for texts, and for what is no list."""
+    """Returns the argument as a list, arrays in it as lists too.
+
+    Raises:
+        TypeError: The argument is a text, has texts, or is no list.
+    """
     listed = as_list(given)
     if isinstance(listed, str) or (
         isinstance(listed, list | tuple) and any(isinstance(each, str) for each in listed)

@@ -1,4 +1,4 @@
-"""Text in and out of token ids: the words of a request, and detokenizers that give text token by token."""
+"""Converts between text and token ids: bad words, and detokenizers that work token by token."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import copy
 from typing import Any, Self
 
 _REPLACEMENT = "\ufffd"
-# Replacement characters at the end of a text that another byte may change: a character of UTF-8 has
-# four bytes, of which three may be there. Each of them stands for one byte or for up to three.
+# A further byte may change up to three replacement characters at the end of a text: a character of
+# UTF-8 has four bytes, of which three may be there. One replacement character may replace one to
+# three bytes.
 _MOST_OPEN = 3
 _OPEN_TOKENS = 9
-_MOST_PENDING = 16  # tokens that are held back in hope of text
-# of the prompt, so that the first piece of text gets or lacks its leading space rightly
+_MOST_PENDING = 16  # the most tokens that are held back while they give no text
+# The window begins with some tokens of the prompt, which decide whether the first piece of text has
+# a leading space.
 _CONTEXT_TOKENS = 8
 
 
 def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """The tokens that spell each of `bad_words`, at the beginning of a text and behind a space; other space before a word is dropped.
+    """Returns the tokens that spell each bad word, both at the start of a text and after a space.
 
-    vLLM leaves the form behind a space out where it has not as many tokens. But then a word that is one token behind a space and two
-    at the beginning would come out all the same, so both are kept, unless one is the other behind a token for the space alone.
+    Space before a word is dropped. vLLM leaves out the form after a space if its number of tokens
+    differs. But then a word that is one token after a space, and two at the start, would still come
+    out. So both forms are kept, unless the form after a space is a token for the space and then the
+    other form.
 
-    Raises ValueError if the tokenizer makes nothing of a word.
+    Raises:
+        ValueError: The tokenizer has no token for a word.
     """
 
     def spelled(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    found: dict[tuple[int, ...], None] = {}  # an ordered set
+    found: dict[tuple[int, ...], None] = {}  # used as an ordered set
     for word in words:
-        text = word.lstrip() or word  # a word may be nothing but space
+        text = word.lstrip() or word  # a word may be only space
         if not (plain := spelled(text)):
             raise ValueError(f"bad_words has {word!r}, of which the tokenizer makes no token")
         found[plain] = None
@@ -39,11 +44,18 @@ def words_as_token_ids(tokenizer: Any, words: tuple[str, ...]) -> tuple[tuple[in
 
 
 class StreamDetokenizer:
-    """Text of one sequence as its tokens come; bytes of an unfinished character are held back until `flush`.
+    """Makes the text of one sequence as its tokens come.
 
-    A token's text depends on the tokens before it (a leading space, the bytes of a character), so a short window is decoded with and
-    without what is new, and the difference is the new text. `tokenizers.DecodeStream` does the same, but it raises where a tokenizer
-    with byte fallback changes its mind about invalid bytes, and it repeats a prompt that ends in a replacement character.
+    The bytes of an unfinished character are held back until `flush`. A token's text depends on the
+    tokens before it (a leading space, the bytes of a character). So a short window of tokens is
+    decoded, and the new text is what the decoded window has beyond the known text:
+
+        tokens  [ known ... | new ... ]
+        text    "the cat sat" + " down"     only " down" is new
+
+    `tokenizers.DecodeStream` does the same, but it raises an error where a tokenizer with byte
+    fallback changes its mind about invalid bytes, and it repeats a prompt that ends in a
+    replacement character.
     """
 
     def __init__(
@@ -52,17 +64,18 @@ class StreamDetokenizer:
         self._backend = tokenizer.backend_tokenizer
         self._skip = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        # the text of the window that has been given out, or was the prompt's
+        # The part of the window's text that was given out, or belongs to the prompt.
         self._known = self._decode(self._window)
         self._num_known = len(self._window)
 
     def push(self, token_id: int) -> str:
+        """Returns the text that is certain with this token; it may be empty."""
         if (
             self._skip
             and not self._decode([token_id])
             and self._backend.decode([token_id], skip_special_tokens=False)
         ):
-            return ""  # a special token: it is no part of any text
+            return ""  # special tokens are no text
         self._window.append(token_id)
         text, new = self._decode(self._window), ""
         num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -75,18 +88,22 @@ class StreamDetokenizer:
         return new
 
     def flush(self) -> str:
-        """What is held back, with the replacement character for bytes that never became one."""
+        """Returns the text that is held back; incomplete bytes become the replacement character."""
         return self._take(self._decode(self._window))
 
     def fork(self) -> Self:
+        """Returns a detokenizer with the same past, which goes on by itself."""
         other = copy.copy(self)
         other._window = self._window.copy()
         return other
 
     def _take(self, text: str, num_open: int = 0) -> str:
-        """What `text` has beyond what is known; the window moves on to the tokens that brought it.
+        """Returns the part of `text` that is not known yet, and moves the window to its tokens.
 
-        num_open: characters at the end that stay held back, and in the window the tokens that they are of.
+        Args:
+            text: The decoded window.
+            num_open: The number of characters at the end that are held back. Their tokens stay in
+                the window.
         """
         text = text[: len(text) - num_open]
         if new := text[_num_common(self._known, text) :]:
@@ -103,20 +120,23 @@ class StreamDetokenizer:
 
 
 def _num_common(first: str, second: str) -> int:
-    """How many characters two strings begin with alike."""
+    """Returns the number of characters that two strings have in common at their start."""
     if second.startswith(first):
         return len(first)
     return next(index for index in range(len(first)) if first[: index + 1] != second[: index + 1])
 
 
 class NoText:
-    """The detokenizer of a model without tokenizer."""
+    """Gives no text, for a model without a tokenizer."""
 
     def push(self, token_id: int) -> str:
+        """Returns no text."""
         return ""
 
     def flush(self) -> str:
+        """Returns no text."""
         return ""
 
     def fork(self) -> Self:
+        """Returns itself, since it keeps nothing."""
         return self

@@ -1,7 +1,8 @@
 """Keeps full KV blocks as files, so that prefixes survive a restart (`prefix_cache_directory`).
 
-A file is one block: its keys and values, its tokens, and the digest of the block before it. What cannot be read, was damaged or belongs to
-another block is counted and skipped: it is never an error of a request.
+A file holds one block: its keys and values, its tokens, and the digest of the block before it. A
+file that cannot be read, is damaged or belongs to another block is counted and skipped; it never
+fails a request.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ logger = logging.getLogger(__name__)
 
 Contents = npt.NDArray[np.uint8]  # [bytes of a block]
 _SUFFIX = ".safetensors"
-# of a block, or of one that a process writes
+# The name of a block's file, or of a temporary file that a process writes.
 _NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|\d+)")
 _LONGEST_WRITE = 60.0  # seconds
-_WAITING = 256  # blocks that may wait to be written; more are left out
+_WAITING = 256  # the most blocks that wait to be written; more are dropped
 
 
 class StoredBlock(NamedTuple):
     """Names a block of a sequence by its tokens and all tokens before them.
 
-    digest: of all those tokens. before: the digest of the block before it; empty at the beginning.
+    Attributes:
+        digest: The digest of all those tokens.
+        before: The digest of the block before it; empty for the first block.
+        token_ids: The tokens of the block itself.
     """
 
     digest: bytes
@@ -53,8 +57,11 @@ class StoredBlock(NamedTuple):
 class FileCounts:
     """Counts blocks since the start.
 
-    skipped: files that were damaged or foreign. dropped: blocks that could not be written, or not in
-    time.
+    Attributes:
+        written: Blocks that were written to files.
+        restored: Blocks that were read from files.
+        skipped: Files that were damaged or had other contents.
+        dropped: Blocks that could not be written, or not in time.
     """
 
     written: int = 0
@@ -67,15 +74,22 @@ class PrefixFiles:
     """Writes files on a thread of its own, and deletes the least recently used ones first.
 
     Several processes may share a directory.
+
+    Attributes:
+        counts: The counts since the start.
     """
 
     def __init__(self, directory: Path, key: str, max_bytes: int):
-        """Opens a directory. Raises ConfigError if it cannot be used.
+        """Opens a directory.
 
         Args:
-            directory: The user's own; it is made if it is not there.
-            key: A name for all that a block depends on besides its tokens: weights, types, layout.
+            directory: The user's own directory; it is made if it does not exist.
+            key: A name for everything that a block depends on, other than its tokens: weights,
+                types, layout.
             max_bytes: The most bytes of the files of all keys.
+
+        Raises:
+            ConfigError: The directory cannot be used.
         """
         self._own, self._max_bytes = directory / key, max_bytes
         try:
@@ -88,33 +102,34 @@ class PrefixFiles:
                 f"prefix_cache_directory {str(directory)!r} cannot be used: {error}"
             ) from None
         self.counts = FileCounts()
-        self._lock = threading.Lock()  # of the next three
+        self._lock = threading.Lock()  # guards the next three
         self._sizes = OrderedDict(found)
         self._num_bytes = sum(self._sizes.values())
         self._pending: set[bytes] = set()
-        self._intact: set[bytes] = set()  # whose files were read or written here
+        self._intact: set[bytes] = set()  # digests whose files were read or written here
         self._waiting: queue.Queue[tuple[StoredBlock, Contents] | None] = queue.Queue(_WAITING)
         self._writer = threading.Thread(target=self._write_all, name="prefix cache", daemon=True)
         self._writer.start()
 
     @property
     def num_bytes(self) -> int:
+        """Returns the bytes of all files."""
         with self._lock:
             return self._num_bytes
 
     def has(self, digest: bytes) -> bool:
-        """Returns whether the block is there, or about to be written."""
+        """Returns whether the block has a file, or will have one soon."""
         with self._lock:
             return digest in self._pending or str(self._path(digest)) in self._sizes
 
     def read(self, block: StoredBlock) -> Contents | None:
-        """Returns the contents of a block, or None if it is not there or not what it should be."""
+        """Returns the contents of a block, or None if its file is missing or damaged."""
         contents = self._checked(block)
         self.counts.restored += contents is not None
         return contents
 
     def skip_damaged(self, blocks: Iterable[StoredBlock]) -> None:
-        """Deletes the files of those blocks that are damaged. Each file is looked at once."""
+        """Deletes the damaged files of these blocks; each file is checked once."""
         for block in blocks:
             if block.digest not in self._intact:
                 self._checked(block)
@@ -147,7 +162,7 @@ class PrefixFiles:
         return contents
 
     def write(self, block: StoredBlock, contents: Contents) -> None:
-        """Hands a block to the thread, which writes it unless it has too much to do."""
+        """Hands a block to the thread, which writes it unless too many blocks wait."""
         with self._lock:
             self._pending.add(block.digest)
         try:
@@ -156,7 +171,7 @@ class PrefixFiles:
             self._give_up(block)
 
     def close(self) -> None:
-        """Returns when all that waits is written."""
+        """Waits until all waiting blocks are written."""
         self._waiting.put(None)
         self._writer.join()
 
@@ -186,7 +201,7 @@ class PrefixFiles:
             self._tidy()
 
     def _tidy(self) -> None:
-        """Deletes the least recently used until what is left fits."""
+        """Deletes the least recently used files until the rest fits."""
         with self._lock:
             taken = []
             while self._num_bytes > self._max_bytes and self._sizes:
@@ -210,9 +225,9 @@ class PrefixFiles:
 
 
 def _found(directory: Path) -> list[tuple[str, int]]:
-    """Returns blocks and their bytes, the least recently used first. Files of other names are not ours.
+    """Returns the paths and sizes of all blocks, the least recently used first.
 
-    Deletes what a process left that ended while it wrote.
+    Files of other names are ignored. Temporary files that a dead process left are deleted.
     """
     found = []
     for path in directory.glob("*/*"):
@@ -227,7 +242,7 @@ def _found(directory: Path) -> list[tuple[str, int]]:
 
 
 def _delete(path: Path) -> None:
-    with contextlib.suppress(OSError):  # it is not there any more, or a directory of this name
+    with contextlib.suppress(OSError):  # the file is gone, or is a directory
         path.unlink()
 
 

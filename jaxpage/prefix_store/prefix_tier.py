@@ -1,8 +1,8 @@
 """Moves blocks between the prefix cache and its files.
 
-Blocks that a request has left are written, and those that a new one begins with come back.
-
-A restored block is a cached one like any other: the scheduler finds it, or it was needed for something else meanwhile.
+When a request has finished, its new blocks are written; when a new one arrives, blocks that its
+prompt begins with come back. A restored block is an ordinary cached block: the scheduler may find
+it, or may need its place for other tokens first.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jaxpage.step.request import SequenceGroup
 
 
 class BlockAccess(Protocol):
-    """Reads and writes the contents of blocks on the device. The runner of an engine does."""
+    """Reads and writes the contents of blocks on the device, as an engine's runner does."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Sequence[Contents]:
         """Returns the contents of each block."""
         ...
 
     def write_blocks(self, contents: Sequence[tuple[int, Contents]]) -> None:
-        """Writes contents, as `read_blocks` gives them, into each block."""
+        """Writes contents that `read_blocks` returned into these blocks."""
         ...
 
 
@@ -39,19 +39,19 @@ class PrefixTier(Events):
         Args:
             cached: The prefix cache of the engine.
             access: Reads and writes the blocks of the engine.
-            files: The files, whose key is that of the weights that the engine has now.
+            files: The files, whose key is that of the engine's present weights.
         """
         self._cached = cached
         self._access = access
         self._files = files
-        self._is_current = True  # the key of the files is that of the weights
+        self._is_current = True  # the files were made with the engine's weights
 
     @property
     def _index(self) -> PrefixIndex:
         return self._cached.index
 
     def arrived(self, group: SequenceGroup) -> None:
-        """Brings the blocks back that the prompt begins with, as far as there are blocks with nothing in them."""
+        """Restores the blocks that the prompt begins with, as far as there are empty blocks."""
         if not self._is_current:
             return
         (sequence, *_), salt, size = (
@@ -73,12 +73,12 @@ class PrefixTier(Events):
             place = self._cached.restore(block.digest, parent, block.token_ids)
             restored.append((place, contents))
             parent = place
-        self._files.skip_damaged(blocks)  # what is left is computed, and can be written anew
+        self._files.skip_damaged(blocks)  # the rest is computed and can be written again
         if restored:
             self._access.write_blocks(restored)
 
     def stepped(self, report: StepReport) -> None:
-        """Keeps what finished sequences computed. Their blocks are free by now, and not used for anything else yet."""
+        """Writes the blocks of finished sequences, which are free but still have their contents."""
         if not self._is_current:
             return
         wanted: dict[int, StoredBlock] = {}
@@ -93,7 +93,7 @@ class PrefixTier(Events):
                 self._files.write(block, own)
 
     def _new(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> dict[int, StoredBlock]:
-        """Returns those of a sequence's blocks that are cached and have no file."""
+        """Returns the sequence's blocks that are cached and have no file, by block id."""
         found = {}
         for block in _blocks(digests, token_ids, self._index.block_size):
             if (
@@ -104,9 +104,11 @@ class PrefixTier(Events):
         return found
 
     def weights_replaced(self) -> None:
+        """Stops reading and writing, because the files belong to the old weights."""
         self._is_current = False
 
     def closed(self) -> None:
+        """Waits until all waiting blocks are written."""
         self._files.close()
 
 

@@ -1,1 +1,1 @@
-"""The event log of an engine, and replays of it."""
+"""Logs the events of an engine, and replays the log."""

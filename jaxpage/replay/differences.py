@@ -1,4 +1,4 @@
-"""How the first difference between two records reads: of a log and what came out, or of two logs."""
+"""Describes the first difference between two records, either logged and replayed or of two logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.settings.argument_checks import shown
 
-_LEGENDS = {  # what the entries of a list are: shown with a difference
+_LEGENDS = {  # explains the entries of a list, next to a difference
     "rows": "[sequence, first position, tokens]",
     "drafts": "[sequence, token ids, parents where it is no chain, [ids, float32 bits] that each was drawn from]",
     "tables": "[sequence, blocks, [first place that changed, block, block, ...], ...]",
@@ -22,15 +22,15 @@ _LEGENDS = {  # what the entries of a list are: shown with a difference
     "edits": "[what, sequence, ...]",
     "paths": "of each row, which of its tokens are right drafts",
 }
-_NOTHING = "nothing"  # where one of the two has something
+_NOTHING = "nothing"  # shown for a record or field that only one side has
 
 
 class Leave(BaseException):
-    """Leaves a step of the engine in its middle; no handler of exceptions is meant."""
+    """Leaves a step of the engine in the middle; no handler of Exception catches it."""
 
 
 class Differs(Leave):
-    """Something else came out than was logged."""
+    """Reports that a replay came to something else than the log has."""
 
 
 def differ(
@@ -40,12 +40,14 @@ def differ(
     plan: Record,
     names: tuple[str, str] = ("logged", "came out"),
 ) -> NoReturn:
-    """Raises Differs with the first field that does.
+    """Raises Differs with the first field that is different.
 
     Args:
-        place: where it is, in words.
-        plan: the last one of `logged`.
-        names: of both sides.
+        place: The place in the log, in words.
+        logged: The record of the first side; None if it has none.
+        came: The record of the second side; None if it has none.
+        plan: The last plan of the first side.
+        names: The names of the two sides.
     """
     if logged is None or came is None or came["event"] != logged["event"]:
         raise Differs(_contrast(place, _summary(logged), _summary(came), names))
@@ -71,7 +73,10 @@ def _sequence_of(plan: Record, draw: int) -> Any:
 
 
 def without_text(record: Record) -> Record:
-    """A record less what a replay does not have: stop strings and bad words as text, and how the errors of failed steps read."""
+    """Returns a record without what a replay cannot have.
+
+    These are stop strings and bad words as text, and the messages of failed steps.
+    """
     kept = {name: value for name, value in record.items() if name != "error"}
     if isinstance(kept.get("params"), dict):
         kept["params"] = {

@@ -1,6 +1,8 @@
-"""The file of an event log: one JSON object per line, the first of them a header that says which engine it was.
+"""Reads and writes the file of an event log.
 
-A log holds the prompts and outputs of every request, as token ids. It is its owner's alone (mode 0600) and never overwrites a file.
+It has one JSON object in each line. The first one is a header that says which engine it was. A log
+holds the prompts and outputs of every request, as token ids; so only its owner can read it (mode
+0600), and it never overwrites a file.
 """
 
 from __future__ import annotations
@@ -23,13 +25,23 @@ MAX_LINE_BYTES = 1 << 26  # a prompt of several million tokens
 
 
 class EventLog(Recorder):
-    """Writes what an engine tells. A line is with the operating system before the engine goes on: a crash, SIGKILL included, loses none.
+    """Writes the events of an engine to a file.
 
-    If the file cannot be written any more (a full disk), the log ends with an error message and requests go on.
+    The operating system has a line before the engine goes on, so that a crash, even SIGKILL, loses
+    none. If the file cannot be written any more (a full disk), the log ends with an error message,
+    and requests go on.
     """
 
     def __init__(self, path: str | os.PathLike[str], header: Record) -> None:
-        """Raises ConfigError if there is such a file already, or none can be made."""
+        """Makes the file and writes the header.
+
+        Args:
+            path: The path of the file.
+            header: The first record.
+
+        Raises:
+            ConfigError: The file exists, or cannot be made.
+        """
         super().__init__(self._write)
         check_new(path)
         self._path = os.fspath(path)
@@ -42,6 +54,7 @@ class EventLog(Recorder):
         self._write(header)
 
     def closed(self) -> None:
+        """Writes the last record and closes the file."""
         super().closed()
         self._close()
 
@@ -66,22 +79,31 @@ class EventLog(Recorder):
 
 
 def encoded(record: Record) -> bytes:
+    """Returns a record as a line of the file."""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
 
 def is_after(record: Record, until: int | None) -> bool:
-    """Whether the step after `until` begins with this record. None: no step is after it."""
+    """Returns whether this record begins the step after `until`; never if `until` is None."""
     return until is not None and record["event"] == "plan" and record.get("step", 0) > until
 
 
 def write_log(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
-    """A whole log at once. Raises OSError, also if there is such a file already."""
+    """Writes a whole log at once.
+
+    Raises:
+        OSError: The file exists, or cannot be written.
+    """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.writelines(map(encoded, records))
 
 
 def check_new(path: str | os.PathLike[str]) -> None:
-    """Raises ConfigError if a log cannot be begun there: to be asked before weights are loaded."""
+    """Checks that a log can be begun there, before weights are loaded.
+
+    Raises:
+        ConfigError: The file exists, or its directory cannot be written to.
+    """
     if os.path.lexists(path):
         raise ConfigError(
             f"event_log: {os.fspath(path)} exists, and a log never overwrites a file; name another, or remove it"
@@ -92,12 +114,17 @@ def check_new(path: str | os.PathLike[str]) -> None:
 
 
 class LogReader(AbstractContextManager["LogReader"]):
-    """`next` is the record that comes next, None at the end of the log; `line` is its number. The first `take` goes to the header.
+    """Reads the records of a log, one after the other; the first `take` reads the header.
 
-    A last line without its end, as a full disk or a killed process leaves it, ends the log: then `torn` is True.
+    A last line that is cut off, as a full disk or a killed process leaves it, ends the log.
+
+    Attributes:
+        next: The current record; None at the end of the log.
+        line: Its line number.
+        torn: True if the last line is cut off.
 
     Raises:
-        EventLogError: the file cannot be read, or a line of it is no record.
+        EventLogError: The file cannot be read, or a line is no record.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -114,7 +141,7 @@ class LogReader(AbstractContextManager["LogReader"]):
         self._file.close()
 
     def take(self) -> None:
-        """Goes on by a record."""
+        """Goes on to the next record."""
         line = self._file.readline(MAX_LINE_BYTES + 1)
         self.next = None
         if not line:
@@ -133,7 +160,7 @@ class LogReader(AbstractContextManager["LogReader"]):
             self.torn = True
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raises EventLogError with the place of the next record."""
+        """Raises EventLogError with the line number of the current record."""
         raise EventLogError(f"{self._path}, line {self.line}: {reason}")
 
 

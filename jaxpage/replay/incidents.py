@@ -1,8 +1,10 @@
-"""The last steps of an engine, kept in memory, and written as a log when somebody asks or a step has failed.
+"""Keeps the last steps of an engine in memory, and writes them as a log.
 
-A log can be run again from its beginning alone, because what a step computes depends on the KV cache before it. So what falls out of the
-ring is folded into a snapshot: the requests that are still there, what they drew, and their block tables. As long as nothing has fallen
-out, an incident is a log like any other.
+That happens when a step has failed, or when somebody asks for it. A log can be replayed only from
+its beginning, because a step depends on the KV cache before it. The records that fall out of the
+ring are therefore folded into a snapshot: the requests that are still there, the tokens that they
+drew, and their block tables. As long as nothing has fallen out, an incident is a log like any
+other.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-MAX_FILES = 100  # of one process
+MAX_FILES = 100  # the most files of one process
 # Parameters that hold text, token ids, or labels that a client chose.
 _OF_TEXT = frozenset(
     [
@@ -39,7 +41,15 @@ _OF_TEXT = frozenset(
 
 
 class Incident(NamedTuple):
-    """What was in the ring at one moment."""
+    """Holds the content of the ring at one moment.
+
+    Attributes:
+        reason: The reason why it was taken.
+        step: The last step.
+        num_steps: The number of steps in it.
+        why_not_replayable: The reason why it cannot be replayed; None if it can.
+        records: The records, a snapshot first if steps before them have fallen out.
+    """
 
     reason: str
     step: int
@@ -49,28 +59,42 @@ class Incident(NamedTuple):
 
 
 class IncidentRing(Recorder):
-    """Keeps the records of the last steps. On the engine's thread."""
+    """Keeps the records of the last steps, on the engine's thread.
+
+    Attributes:
+        failure: Is called with an incident when a step has failed.
+    """
 
     def __init__(self, num_steps: int, *, keeps_token_ids: bool, unsaid: str = "") -> None:
-        """unsaid: what records do not say of this engine, and a replay would have to know."""
+        """Starts with an empty ring.
+
+        Args:
+            num_steps: The number of steps that are kept.
+            keeps_token_ids: False leaves out token ids and texts.
+            unsaid: The part of this engine that records do not describe and a replay would need, if
+                any.
+        """
         super().__init__(self._keep)
         self._most, self._keeps_token_ids, self._unsaid = num_steps, keeps_token_ids, unsaid
         self._records: deque[Record] = deque()
         self._num_steps = 0
-        self._before = Walk()  # behind what has fallen out
-        self._is_whole = True  # nothing has fallen out, and the weights are those of the start
-        self.failure: Callable[[Incident], None] = lambda incident: None  # told of a failed step
+        self._before = Walk()  # the state after the records that have fallen out
+        self._is_whole = True  # nothing has fallen out, and the weights are the first ones
+        # Called after a failed step.
+        self.failure: Callable[[Incident], None] = lambda incident: None
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Records the failure, and hands out the incident."""
         super().failed(plan, error)
         self.failure(self.taken("a step failed"))
 
     def weights_replaced(self) -> None:
-        """What was computed with the old ones would come out otherwise now."""
+        """Drops all records, because a replay would compute them with other weights."""
         self._records.clear()
         self._num_steps, self._before, self._is_whole = 0, Walk(), False
 
     def taken(self, reason: str) -> Incident:
+        """Returns the content of the ring."""
         why_not = None
         if not self._is_whole:
             why_not = "it does not begin with the engine's first step, and a step depends on the KV cache before it"
@@ -84,7 +108,7 @@ class IncidentRing(Recorder):
     def _keep(self, record: Record) -> None:
         try:
             self._add(record if self._keeps_token_ids else scrubbed(record))
-        except Exception:  # it costs the incidents their beginning, and no request anything
+        except Exception:  # no request may fail because of its records
             logger.exception("the records of the last steps are lost, and kept anew from here on")
             self.weights_replaced()
 
@@ -103,17 +127,28 @@ class IncidentRing(Recorder):
 
 
 class Incidents:
-    """Writes what a ring holds into files of one directory, as logs that their owner alone can read."""
+    """Writes incidents as logs into one directory; only their owner can read them."""
 
     def __init__(self, ring: IncidentRing, directory: Path, header: Callable[[], Record]):
-        """header: of a log of this engine; it may take seconds."""
+        """Connects a ring with a directory.
+
+        Args:
+            ring: The ring.
+            directory: The directory.
+            header: Makes the header of a log of this engine; it may take seconds.
+        """
         self.ring, self._directory, self._header = ring, directory, header
         self._lock = threading.Lock()
         self._num_files = 0
         ring.failure = self._write_aside
 
     def write(self, incident: Incident) -> Path:
-        """The file. Takes a while. Raises OSError; FileExistsError, if this process has written as many as it may."""
+        """Writes an incident, which takes a while, and returns the path of its file.
+
+        Raises:
+            FileExistsError: This process has written `MAX_FILES` incidents.
+            OSError: The file cannot be written.
+        """
         with self._lock:
             if self._num_files >= MAX_FILES:
                 raise FileExistsError(
@@ -142,7 +177,10 @@ class Incidents:
 
 
 def scrubbed(record: Record) -> Record:
-    """Without token ids, texts and log probabilities, from which texts could be told. How many tokens there were stays."""
+    """Returns a record without token ids, texts, and log probabilities, which could tell texts.
+
+    The numbers of tokens stay.
+    """
     match record["event"]:
         case "arrival":
             left_out = {"prompt_token_ids", "bad_word_token_ids"}
@@ -176,5 +214,5 @@ def scrubbed(record: Record) -> Record:
 
 
 def _scrubbed_edit(edit: list[Any]) -> list[Any]:
-    """Without what stopped a text."""
+    """Returns an edit without the stop string or token."""
     return [*edit[:3], None, *edit[4:]] if edit[0] == "finish" else edit

@@ -1,4 +1,4 @@
-"""Which engine a log is of: its first record, and whether the engine at hand is the same."""
+"""Makes the header of a log, which describes its engine, and compares it with another engine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 4  # 4: limits and buckets of several steps in one; placeholders among the drafts
-_HASHED_AT_ONCE = 4  # arrays, each of which may be copied to the host
+FORMAT = 4  # 4: several steps in one, with placeholders as drafts
+_HASHED_AT_ONCE = 4  # the most arrays that are hashed, and copied to the host, at a time
 _PACKAGES = ("jaxpage", "jax", "jaxlib", "llguidance")
 _FIELDS = {
     "versions": dict,
@@ -40,7 +40,7 @@ _FIELDS = {
 
 
 class _InFiles:
-    """A parameter of which other hosts have parts: it is read again from the checkpoint."""
+    """Reads a parameter again from the checkpoint, because other hosts have parts of it."""
 
     is_fully_replicated = False
 
@@ -54,9 +54,16 @@ class _InFiles:
 def header(
     config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelFiles | None = None
 ) -> Record:
-    """Which engine it is: all that decides its schedule and its tokens, besides the events. Reads all weights once.
+    """Returns the header: everything other than the events on which schedule and tokens depend.
 
-    files: of the model; needed on several hosts, each of which has its own parts of the weights.
+    It reads all weights once, for their hash.
+
+    Args:
+        config: The settings.
+        engine: The engine.
+        spec: The engine's specification.
+        files: The model's files. They are needed on several hosts, each of which has only its own
+            parts of the weights.
     """
     parameters = engine.runner.parameters
     target = parameters["target"]
@@ -77,11 +84,16 @@ def header(
 
 
 def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide the numbers."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 
 
 def read_header(log: LogReader) -> Record:
-    """Of a log that has just been opened. Raises EventLogError if it is none, or none of this version."""
+    """Returns the header of a log that has just been opened.
+
+    Raises:
+        EventLogError: The file is no log, or has another format.
+    """
     log.take()
     logged = log.next or {}
     if logged.get("event") != "header":
@@ -100,7 +112,11 @@ def read_header(log: LogReader) -> Record:
 
 
 def check_replayable(log: LogReader, incident: Record) -> None:
-    """Raises EventLogError for what a server kept of its last steps, if that is not all, or is scrubbed."""
+    """Checks that an incident, which a server made of its last steps, can be replayed.
+
+    Raises:
+        EventLogError: It lacks the first steps or the token ids.
+    """
     if incident.get("why_not_replayable"):
         log.refuse(
             f"this incident cannot be run again: {incident['why_not_replayable']}. Look into it with --request, --diff or --state"
@@ -110,15 +126,23 @@ def check_replayable(log: LogReader, incident: Record) -> None:
 def logged_config(
     log: LogReader, logged: Record, model: str | None, *, keeps_tokenizer: bool
 ) -> EngineConfig:
-    """The settings of the log, with what they left to the machine as it was resolved there.
+    """Returns the settings of the log, with the values that "auto" had on its machine.
 
-    keeps_tokenizer: the log's own is needed; otherwise the model's, or none, will do.
+    Args:
+        log: The log.
+        logged: Its header.
+        model: The model; None is that of the log.
+        keeps_tokenizer: True if the replay needs the tokenizer that the log names; otherwise the
+            model's, or none, is enough.
+
+    Raises:
+        EventLogError: The settings are refused.
     """
     resolved = {
         name: logged["engine"].get(name)
         for name in ("dtype", "max_model_len", "num_blocks", "swap_space_blocks")
     }
-    defaults = EngineConfig().model_dump()  # what has its default was not asked for
+    defaults = EngineConfig().model_dump()  # a value that equals its default counts as not given
     asked = {
         name: value for name, value in logged["config"].items() if value != defaults.get(name, ...)
     }
@@ -134,7 +158,16 @@ def logged_config(
 
 
 def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
-    """Warns of other versions and devices. Raises EventLogError, unless forced, if the schedule or the tokens can not be the same."""
+    """Warns about other versions and devices, and refuses an engine that cannot repeat the log.
+
+    Args:
+        logged: The header of the log.
+        ours: The header of the engine.
+        force: True only warns of what would be refused.
+
+    Raises:
+        EventLogError: Settings, weights or shapes differ.
+    """
     for name, version in {**ours["versions"], "device": ours["device"]}.items():
         before = {**logged["versions"], "device": logged["device"]}.get(name)
         if before != version:
@@ -162,11 +195,12 @@ def compare_engines(logged: Record, ours: Record, *, force: bool) -> None:
 
 
 def config_hash(config: dict[str, Any]) -> str:
+    """Returns the hash of the settings."""
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def weights_hash(parameters: Any) -> str:
-    """Of the names, shapes, types and bytes of all parameters as they are loaded."""
+    """Returns the hash of the names, shapes, types and bytes of all loaded parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
     with ThreadPoolExecutor(_HASHED_AT_ONCE) as pool:
         digests = pool.map(lambda leaf: _leaf_digest(*leaf), leaves)
@@ -185,7 +219,7 @@ def _of_all_hosts(files: ModelFiles, spec: EngineSpec) -> Any:
 
 
 def _leaf_digest(path: Any, leaf: Any) -> bytes:
-    # A handle of its own, which keeps the host's copy for as long as it lives.
+    # The host's copy lives as long as this handle, and so does not stay with the parameter.
     handle = leaf.addressable_data(0) if leaf.is_fully_replicated else leaf
     array = np.asarray(handle)
     name = jax.tree_util.keystr(path, simple=True, separator=".")
@@ -197,5 +231,5 @@ def _leaf_digest(path: Any, leaf: Any) -> bytes:
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree
+    except importlib.metadata.PackageNotFoundError:  # the code runs from a source tree
         return "not installed"

@@ -1,4 +1,4 @@
-"""What the records of a log alone tell of an engine: which requests are there, what they drew, and their block tables."""
+"""Follows the records of a log without an engine: its requests, their tokens, and block tables."""
 
 from __future__ import annotations
 
@@ -11,29 +11,47 @@ from jaxpage.replay.recorder import Record, usual_draws
 
 @dataclass
 class SequenceWalk:
-    """One sequence. Tokens are None where a log is scrubbed, and those of a beam search, which no log has."""
+    """Holds the state of one sequence.
+
+    Attributes:
+        request_id: The id of its request.
+        sample_index: Its index among the samples of the request.
+        token_ids: The tokens that it drew. They are None in a scrubbed log, and for a beam search,
+            whose tokens no log has.
+        tables: Its block table in each cache group, at its last row.
+        is_running: True while it owns blocks.
+        finish_reason: The reason why it ended; None while it goes on.
+    """
 
     request_id: str
     sample_index: int = 0
-    token_ids: list[int | None] = field(default_factory=list)  # that it drew
-    # of each cache group, as of its last row
+    token_ids: list[int | None] = field(default_factory=list)
     tables: list[list[int]] = field(default_factory=lambda: [[]])
-    is_running: bool = False  # it owns blocks
+    is_running: bool = False
     finish_reason: str | None = None
 
 
 class Walk:
-    """The state behind the last record that it followed. What has ended is there until the next one."""
+    """Holds the state after the last record that it followed.
+
+    Attributes:
+        step: The last step.
+        arrivals: The arrival records of the requests that are there, by request id.
+        sequences: Their sequences, by id.
+        ended: The sequences that the last record ended.
+        drawn: The tokens that each sequence drew in the last record.
+    """
 
     def __init__(self) -> None:
         self.step = 0
         self.arrivals: dict[str, Record] = {}  # by request id
         self.sequences: dict[int, SequenceWalk] = {}
-        self.ended: dict[int, SequenceWalk] = {}  # by the last record
-        self.drawn: dict[int, list[int | None]] = {}  # by the last record
+        self.ended: dict[int, SequenceWalk] = {}
+        self.drawn: dict[int, list[int | None]] = {}
         self._plan: Record = {}
 
     def follow(self, record: Record) -> None:
+        """Takes the next record."""
         self.step = record.get("step", self.step)
         self.ended, self.drawn = {}, {}
         match record["event"]:
@@ -55,6 +73,7 @@ class Walk:
                 )
 
     def sequences_of(self, request_id: str) -> list[int]:
+        """Returns the ids of a request's sequences."""
         return [
             one for one, sequence in self.sequences.items() if sequence.request_id == request_id
         ]
@@ -64,7 +83,7 @@ class Walk:
         return sequence is not None and "beam" in self.arrivals[sequence.request_id]
 
     def snapshot(self) -> Record:
-        """The whole state as a record, from which a walk may begin."""
+        """Returns the whole state as a record, from which another walk may begin."""
         return {
             "event": "snapshot",
             "step": self.step,
@@ -74,7 +93,7 @@ class Walk:
     def _described(self, request_id: str) -> Record:
         present = []
         for one in self.sequences_of(request_id):
-            fields = asdict(self.sequences[one])  # copies: the walk goes on
+            fields = asdict(self.sequences[one])  # a copy, because the walk goes on
             del fields["request_id"]
             present.append({"sequence": one, **fields})
         return {**self.arrivals[request_id], "present": present}
@@ -111,7 +130,8 @@ class Walk:
         grown = {self.sequences[one].request_id for one, _ in drawn if self._is_beam(one)}
         for one in self.drawn.keys() & before.keys():
             self.sequences[one].token_ids += self.drawn[one]
-        # in this order: a beam search gives an id that it dropped to a fork
+        # Keep the order of the edits: a beam search drops a sequence and then gives its id to a
+        # fork.
         for kind, sequence_id, *edit in edits:
             if kind == "fork":
                 parent, (child_id, sample_index) = self.sequences[sequence_id], edit
@@ -122,7 +142,7 @@ class Walk:
                 )
             else:
                 self._end([sequence_id], edit[0] if kind == "finish" else "drop")
-        for sequence in self.sequences.values():  # every beam that is left has one more
+        for sequence in self.sequences.values():  # every remaining beam drew a token
             if sequence.request_id in grown:
                 sequence.token_ids.append(None)
 
@@ -138,8 +158,10 @@ class Walk:
 def tokens_drawn(
     plan: Record, result: Record, forks: Iterable[Any]
 ) -> Iterator[tuple[int, list[int | None]]]:
-    """Each sequence of a step with what it drew, right drafts included. Of several draws of one row without drafts the last is its own, and
-    those before it are its forks'."""
+    """Yields each sequence of a step with the tokens that it drew, right drafts included.
+
+    If a row without drafts has several draws, the last is its own, and the others are its forks'.
+    """
     draws: dict[int, list[int | None]] = {}  # by row
     for row, token in zip(plan.get("draws", usual_draws(plan)), result["tokens"], strict=False):
         draws.setdefault(row, []).append(token)
@@ -157,12 +179,12 @@ def tokens_drawn(
 
 
 def _valid(tokens: list[int | None]) -> list[int | None]:
-    """Without those that say that nothing could be drawn."""
+    """Returns the tokens without the numbers that say that nothing could be drawn."""
     return [token for token in tokens if token is None or token >= 0]
 
 
 def _change(tables: list[list[int]], group: int, change: list[Any]) -> None:
-    """[length, [first place that changed, block, ...], ...] done to a block table."""
+    """Applies a change [length, [first place that changed, block, ...], ...] to a block table."""
     length, *runs = change
     while len(tables) <= group:
         tables.append([])

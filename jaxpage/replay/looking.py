@@ -1,4 +1,4 @@
-"""Looks into a log without an engine: the steps of one request, the state at a step, and where two logs part."""
+"""Looks into a log without an engine: one request, the state at a step, or two logs' difference."""
 
 from __future__ import annotations
 
@@ -18,11 +18,15 @@ from jaxpage.replay.recorder import Record, usual_draws
 from jaxpage.settings.argument_checks import counted
 
 Path = str | os.PathLike[str]
-_MOST_SHOWN = 16  # entries of a list in a line
+_MOST_SHOWN = 16  # the most entries of a list in a line
 
 
 def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
-    """Behind the header; without the steps after `until`. Raises EventLogError."""
+    """Yields the records after the header, up to the end of the step `until`.
+
+    Raises:
+        EventLogError: The log is damaged.
+    """
     with LogReader(path) as log:
         read_header(log)
         log.take()
@@ -34,7 +38,12 @@ def records_of(path: Path, until: int | None = None) -> Iterator[Record]:
 
 
 def check_until(until: int, path: Path) -> None:
-    """Raises NotInLogError if the log has no such step, EventLogError if it is damaged."""
+    """Checks that the log has a step.
+
+    Raises:
+        NotInLogError: It does not have the step.
+        EventLogError: It is damaged.
+    """
     steps: list[int] = []
     for record in records_of(path):
         if record["event"] == "plan":
@@ -46,7 +55,11 @@ def check_until(until: int, path: Path) -> None:
 
 
 def state_lines(path: Path, until: int | None = None) -> Iterator[str]:
-    """The requests that are there behind a step, each sequence with its block table. Raises EventLogError."""
+    """Yields lines with the requests after a step, and the block tables of their sequences.
+
+    Raises:
+        EventLogError: The log is damaged.
+    """
     walk = Walk()
     for record in records_of(path, until):
         _follow(walk, record)
@@ -65,9 +78,17 @@ def request_lines(
     until: int | None = None,
     text_of: Callable[[int], str] | None = None,
 ) -> Iterator[str]:
-    """What happened to one request, a line for each of its sequences in each step. Raises NotInLogError if the log does not have it.
+    """Yields what happened to one request: a line for each of its sequences in each step.
 
-    text_of: what a token is called, beside its id.
+    Args:
+        path: The path of the log.
+        request_id: The request.
+        until: The last step; None for all.
+        text_of: Gives the text of a token, which is shown next to its id.
+
+    Raises:
+        NotInLogError: The log does not have the request.
+        EventLogError: The log is damaged.
     """
     walk, seen = Walk(), False
     plan: Record = {"rows": []}
@@ -99,7 +120,11 @@ def request_lines(
 
 
 def first_difference(path: Path, other: Path, until: int | None = None) -> str | None:
-    """Where two logs part; None: nowhere. Raises EventLogError."""
+    """Returns the first difference of two logs, or None if there is none.
+
+    Raises:
+        EventLogError: A log is damaged.
+    """
     plan: Record = {"rows": []}
     pairs = zip_longest(records_of(path, until), records_of(other, until))
     for line, (ours, theirs) in enumerate(pairs, start=2):
@@ -115,8 +140,11 @@ def first_difference(path: Path, other: Path, until: int | None = None) -> str |
 
 
 def header_differences(path: Path, other: Path) -> Iterator[str]:
-    """What the headers of two logs have that differs, a line each. Not the paths of the logs, nor that of the model where the weights are
-    the same, nor when and why incidents were written."""
+    """Yields a line for each difference between the headers of two logs.
+
+    It leaves out the paths of the logs, the reasons of incidents, and, if the weights are the same,
+    the path of the model.
+    """
     headers = []
     for one in (path, other):
         with LogReader(one) as log:
@@ -174,7 +202,7 @@ def _row_lines(
 
 
 def _logprobs(plan: Record, result: Record) -> dict[int, float]:
-    """Of what sequences drew, those with several draws left out."""
+    """Returns the log probability of each sequence's token, if it has one draw in the step."""
     draws, rows = plan.get("draws", usual_draws(plan)), plan["rows"]
     found = {}
     for draw, _, _, bits in result.get("logprobs", ()):

@@ -1,4 +1,4 @@
-"""An engine as the front doors open it: with its event log, if the settings ask for one."""
+"""Opens an engine for the front doors, with its event log and its stored prefixes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxpage.replay.log_header import header
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
-# What changes the numbers or the layout of a block, beside the weights and the device.
+# These settings change the numbers or the layout of a block, as the weights and the device do.
 _OF_BLOCKS = (
     "dtype",
     "kv_cache_dtype",
@@ -34,7 +34,13 @@ def open_engine(
     files: ModelFiles | None = None,
     tokenizer: Any | None = None,
 ) -> Built:
-    """`build_engine`, and a log of its events. Raises ConfigError before anything is loaded if the log's file is there already."""
+    """Builds an engine, with a log of its events and a prefix store if the settings ask for them.
+
+    See `build_engine` for arguments and further errors.
+
+    Raises:
+        ConfigError: The file of the log exists; this is found before anything is loaded.
+    """
     if config.event_log is not None:
         check_new(config.event_log)
     built = build_engine(config, hooks, files=files, tokenizer=tokenizer)
@@ -54,7 +60,20 @@ def open_in_memory(
     settings: EngineSettings,
     hooks: Hooks,
 ) -> tuple[EngineConfig, Built]:
-    """The settings, and `open_engine`, of what `LLM.from_parameters` is given. Raises what that raises."""
+    """Opens the engine of a model that is in memory, and returns it with its settings.
+
+    Args:
+        model: The content of the model's config.json; see `LLM.from_parameters`.
+        parameters: The weights.
+        tokenizer: The tokenizer or its directory, if there is one.
+        settings: The settings by name.
+        hooks: The hooks of the start.
+
+    Raises:
+        TypeError: The settings name a model, or the tokenizer is none.
+        UnsupportedError: An event log is asked for.
+        CheckpointError: The weights do not fit the model.
+    """
     if "model" in settings:
         raise TypeError(
             "from_parameters takes no model: the config and the parameters are the model"
@@ -75,7 +94,12 @@ def open_in_memory(
 
 
 def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixTier:
-    """Raises UnsupportedError for layers of several kinds, and ConfigError if the directory cannot be used."""
+    """Returns the listener that stores prefixes in files.
+
+    Raises:
+        UnsupportedError: The model has several cache groups.
+        ConfigError: The directory cannot be used.
+    """
     if len(built.spec.groups) > 1:
         raise UnsupportedError(
             f"prefix_cache_directory is not supported for {len(built.spec.groups)} cache groups: their blocks are kept apart"

@@ -1,7 +1,7 @@
 """Makes a record of each event of an engine.
 
-A record is a JSON object. The log writes records to a file, a replay compares them with those of a file: both get them from here.
-The scheduler is a function of its events, so what these records hold is all that a replay needs.
+A record is a JSON object. The log writes records to a file, and a replay compares them with those
+of a file. The scheduler is a function of its events, so a replay needs nothing else.
 """
 
 from __future__ import annotations
@@ -29,15 +29,20 @@ _NEUTRAL_BEAM = BeamSearchParams(1)
 
 
 class Recorder(Events):
-    """Turns events into records. What is empty is left out; block tables appear as what changed since a sequence's last row."""
+    """Turns events into records.
+
+    Empty fields are left out. Of a block table a record has only what changed since the sequence's
+    last row.
+    """
 
     def __init__(self, sink: Callable[[Record], None]) -> None:
         self._sink = sink
-        self._step = 0  # the last that was planned
-        # by sequence id, as last recorded
+        self._step = 0  # the last planned step
+        # The last recorded block tables, by sequence id.
         self._tables: dict[int, tuple[tuple[int, ...], ...]] = {}
 
     def arrived(self, group: SequenceGroup) -> None:
+        """Records a request and all its parameters."""
         request = group.request
         self._record(
             "arrival",
@@ -61,17 +66,21 @@ class Recorder(Events):
         )
 
     def aborted(self, group: SequenceGroup) -> None:
+        """Records that a request was ended from outside."""
         self._record("abort", request_id=group.request.request_id)
         self._forget(sequence.sequence_id for sequence in group.sequences)
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        """Records that a request was ended and its prompt pinned."""
         self._record("pin", request_id=group.request.request_id, pin_id=pin_id)
         self._forget(sequence.sequence_id for sequence in group.sequences)
 
     def unpinned(self, pin_id: int) -> None:
+        """Records that a pin was given up."""
         self._record("unpin", pin_id=pin_id)
 
     def planned(self, plan: StepPlan) -> None:
+        """Records the rows, drafts, blocks and moves of a step."""
         self._step = plan.step_id
         draws = [sample.row for sample in plan.samples]
         drafts = [_drafts(row) for row in plan.rows if row.parents]
@@ -91,6 +100,7 @@ class Recorder(Events):
         self._record("plan", **present, **self._beside_plan(plan))
 
     def stepped(self, report: StepReport) -> None:
+        """Records the tokens of a step, and the edits that they do not imply."""
         plan, result, edits = report.plan, report.result, report.edits
         fields = {
             "logprobs": _logprobs(plan, result),
@@ -103,24 +113,28 @@ class Recorder(Events):
         self._forget(edit.sequence_id for edit in edits if isinstance(edit, Finish | Drop))
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Records that a step failed."""
         self._record("failure", error=f"{type(error).__name__}: {error}")
         self._tables.clear()
 
     def pages_rebuilt(self) -> None:
+        """Records that the pages were made anew."""
         self._record("rebuild")
 
     def prefix_cache_reset(self) -> None:
+        """Records that the prefix cache was emptied."""
         self._record("reset")
 
     def closed(self) -> None:
+        """Records the end of the engine."""
         self._record("end")
 
     def _beside_arrival(self, group: SequenceGroup) -> Record:
-        """Fields that a log does not have."""
+        """Returns further fields of an arrival, which a log does not have."""
         return {}
 
     def _beside_plan(self, plan: StepPlan) -> Record:
-        """Fields that a log does not have."""
+        """Returns further fields of a plan, which a log does not have."""
         return {}
 
     def _record(self, event: str, **fields: Any) -> None:
@@ -129,8 +143,8 @@ class Recorder(Events):
     def _table_changes(self, plan: StepPlan) -> Record:
         """Returns what changed in block tables since the last row of their sequences.
 
-        The format of the log has the first cache group in `tables`, and the others, whose changes
-        begin with the number of the group, in `further_tables`.
+        The format of the log has the first cache group in `tables`. The others are in
+        `further_tables`, where a change begins with the number of the group.
         """
         tables: list[list[Any]] = []
         further: list[list[Any]] = []
@@ -152,9 +166,13 @@ class Recorder(Events):
 
 
 def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[int]]:
-    """What differs, as runs [first position, block, block, ...]; what was cut off shows in the table's length alone."""
+    """Returns the changes of a block table as runs [first position, block, block, ...].
+
+    From [3, 9, 4] to [3, 7, 8, 5] the only run is [1, 7, 8, 5]. Blocks that were cut off show only
+    in the length of the table.
+    """
     runs: list[list[int]] = []
-    stop = -1  # of the last run
+    stop = -1  # the position after the last run
     for position, (old, block) in enumerate(zip_longest(before, table)):
         if block is None or block == old:
             continue
@@ -166,7 +184,10 @@ def _changed_runs(before: tuple[int, ...], table: tuple[int, ...]) -> list[list[
 
 
 def _given(params: SamplingParams) -> Record:
-    """The parameters that are not at their default. The seed stands beside them, resolved."""
+    """Returns the parameters that differ from their defaults.
+
+    The seed is not among them; it is a field of its own.
+    """
     fields = (field.name for field in dataclasses.fields(params) if field.name != "seed")
     return {
         name: getattr(params, name)
@@ -176,7 +197,7 @@ def _given(params: SamplingParams) -> Record:
 
 
 def _given_beam(beam: BeamSearchParams) -> Record:
-    """The width, and what is not at its default."""
+    """Returns the beam width, and the parameters that differ from their defaults."""
     fields = (field.name for field in dataclasses.fields(beam))
     given = {
         name: getattr(beam, name)
@@ -187,7 +208,11 @@ def _given_beam(beam: BeamSearchParams) -> Record:
 
 
 def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
-    """[draw, rank, ids, bits] for each draw that asks: the drawn token and the likeliest, their log probabilities as float32 bits."""
+    """Returns [draw, rank, ids, bits] for each draw that asks for log probabilities.
+
+    The ids are those of the drawn token and of the most likely ones. The bits are their log
+    probabilities, as the bits of float32.
+    """
     return [
         [
             draw,
@@ -203,7 +228,10 @@ def _logprobs(plan: StepPlan, result: StepResult) -> list[list[Any]]:
 
 
 def _scores(edit: Score) -> list[Any]:
-    """[sequence, position, [rank, ids, bits], ...]: as `_logprobs`, for each token of the prompt from this position on."""
+    """Returns [sequence, position, [rank, ids, bits], ...] for scored tokens of a prompt.
+
+    The position is that of the first one. For ids and bits see `_logprobs`.
+    """
     tokens = [
         [
             token.rank,
@@ -216,7 +244,10 @@ def _scores(edit: Score) -> list[Any]:
 
 
 def usual_draws(plan: Record) -> list[int]:
-    """The rows that a recorded plan draws from unless it says otherwise: each once, or one with drafts behind each of its tokens."""
+    """Returns the rows that a recorded plan draws from unless it says otherwise.
+
+    Each row draws once; with drafts in the plan, each draws once for each of its tokens.
+    """
     if "drafts" not in plan:
         return list(range(len(plan["rows"])))
     return [
@@ -225,8 +256,12 @@ def usual_draws(plan: Record) -> list[int]:
 
 
 def _drafts(row: Row) -> list[Any]:
-    """[sequence, token ids], and parents where it is no chain: -1 for those that follow the last known token. Of drafts that were drawn
-    always, and behind them of each draft the ids and the float32 bits of what it was drawn from."""
+    """Returns [sequence, token ids, parents, distributions] of a row's drafts.
+
+    A parent is the index of a draft, or -1 for the last known token. Distributions are the ids and
+    float32 bits that each draft was drawn from; only drafts that were drawn at random have them. A
+    chain without distributions has no parents either.
+    """
     draft = Draft(row.token_ids[-len(row.parents) :], tuple(parent - 1 for parent in row.parents))
     record = [row.sequence_id, list(draft.token_ids)]
     if row.q is not None:
@@ -235,11 +270,11 @@ def _drafts(row: Row) -> list[Any]:
 
 
 def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
-    """Of each row which of its tokens are right drafts, one behind the other; nothing of a step without drafts."""
+    """Returns the places of each row's right drafts; nothing for steps without drafts."""
     if result.paths is None:
         return []
     paths = []
-    first = 0  # of the row's tokens in the stream
+    first = 0  # the place of the row's first token in the stream
     for row, path in zip(plan.rows, result.paths.tolist(), strict=True):
         paths.append([place - first for place in path if place > first])
         first += len(row.token_ids)
@@ -247,7 +282,10 @@ def _paths(plan: StepPlan, result: StepResult) -> list[list[int]]:
 
 
 def _described(plan: StepPlan, result: StepResult, edits: list[Edit]) -> list[list[Any]]:
-    """What is more than a token. Where an end comes before the last token that was drawn for its sequence: behind how many of them."""
+    """Returns the edits that are more than a new token.
+
+    If a sequence ends before its last drawn token, its end has the number of tokens before it.
+    """
     if result.paths is None:
         num_draws = {}
     else:

@@ -1,7 +1,8 @@
-"""Runs a logged schedule again: the same engine, the same events at the same logical steps, and a look at all that comes of them.
+"""Runs a logged schedule again, with an equal engine, and compares all that comes of it.
 
-The engine tells a recorder, as it tells a log; only that each record is compared with the logged one instead of being written. Arrivals,
-aborts, resets and the beginnings of steps are taken from the log and done to the engine; everything else must follow by itself.
+Arrivals, aborts, resets and the starts of steps are taken from the log; everything else must follow
+by itself. The engine has a recorder, as for a log, but each record is compared with the logged one
+and not written.
 """
 
 from __future__ import annotations
@@ -44,7 +45,15 @@ from jaxpage.step.strategy import Draw, Strategy
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a replay: how much was the same, the first difference if there is one, and how the log ends if not by a shutdown."""
+    """Holds the result of a replay.
+
+    Attributes:
+        num_steps: The number of steps that were the same.
+        num_tokens: The number of tokens that were the same.
+        difference: The first difference; None if there is none.
+        ending: The way in which the log ends; None if it ends by a shutdown, a difference, or
+            `until`.
+    """
 
     num_steps: int
     num_tokens: int
@@ -63,13 +72,17 @@ def replay(
     """Builds the engine of a log and runs the log through it.
 
     Args:
-        model: where the model is, if not where the log says.
-        force: go on with other weights, settings or shapes than those of the log.
-        until: the last step to run; None: all.
+        path: The path of the log.
+        model: The path of the model, if it is not where the log says.
+        force: True goes on with other weights, settings or shapes than those of the log.
+        progress: True shows a bar on standard error.
+        until: The last step to run; None for all.
 
     Raises:
-        EventLogError: the log is damaged, or does not hold all that happened, or the engine that can be had is not that of the log.
-        ModelNotFoundError, CheckpointError, CapacityError: as when any engine is built.
+        EventLogError: The log is damaged or incomplete, or the engine differs from that of the log.
+        ModelNotFoundError: There is no such model.
+        CheckpointError: The model's files cannot be used.
+        CapacityError: The memory is too small.
     """
     num_plans, is_constrained = _survey(path)
     with LogReader(path) as log:
@@ -93,20 +106,21 @@ def replay(
 
 
 class Replay:
-    """One run of a new engine through the records of a log. The engine is made with `parts`."""
+    """Runs the records of a log through a new engine, which is made with `parts`."""
 
     _engine: Engine
     _bar: tqdm[Any] | None
 
     def __init__(self, log: LogReader) -> None:
         self._log = log
-        self._plan: Record = {}  # the last one
-        self._ends: dict[int, _End] = {}  # of this step, by sequence id: those that text decided
+        self._plan: Record = {}  # the last plan
+        self._ends: dict[int, _End] = {}  # the ends that text decided in this step, by sequence id
         self._drafts = LoggedDrafts()
         self._num_steps = self._num_tokens = 0
 
     @property
     def parts(self) -> EngineParts:
+        """Returns the parts of the engine that take their decisions from the log."""
         return {
             "speculator": self._drafts,
             "new_strategy": self._strategy,
@@ -116,7 +130,16 @@ class Replay:
     def run(
         self, engine: Engine, bar: tqdm[Any] | None = None, *, until: int | None = None
     ) -> Report:
-        """From behind the header to the end of the log or to the first difference. Raises EventLogError at a record that makes no sense."""
+        """Runs the log from its first event to its end or to the first difference.
+
+        Args:
+            engine: The engine, which has the replay's `parts`.
+            bar: The progress bar.
+            until: The last step to run; None for all.
+
+        Raises:
+            EventLogError: A record is not valid.
+        """
         self._engine, self._bar = engine, bar
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
@@ -139,7 +162,7 @@ class Replay:
         return Report(self._num_steps, self._num_tokens, difference, ending)
 
     def _follow(self, record: Record) -> None:
-        """Does to the engine what the record says; what the engine tells of it goes to `_compare`."""
+        """Does to the engine what the record says; the engine's own records go to `_compare`."""
         match record["event"]:
             case "arrival":
                 self._add(record)
@@ -155,7 +178,7 @@ class Replay:
                 self._drafts.next = self._drafts_of(record)
                 with suppress(_Interrupted):
                     self._engine.step()
-            case "rebuild":  # after an interrupted step; a failed one does it itself
+            case "rebuild":  # the logged step was interrupted; a failed step rebuilds by itself
                 self._engine.rebuild_pages()
             case "reset":
                 self._engine.reset_prefix_cache()
@@ -173,7 +196,7 @@ class Replay:
             self._log.refuse(f"this arrival cannot be replayed: {type(error).__name__}: {error}")
 
     def _drafts_of(self, plan: Record) -> dict[int, Draft]:
-        """What the logged step verified; the same is planned where the same blocks are free."""
+        """Returns the drafts of the logged step; the scheduler plans the same ones."""
         try:
             return drafts_of(self._engine, plan)
         except (OverflowError, TypeError, ValueError) as error:
@@ -191,7 +214,7 @@ class Replay:
             self._log.refuse(f"this pin cannot be replayed: {type(error).__name__}: {error}")
 
     def _compare(self, record: Record) -> None:
-        """The sink of the engine's recorder."""
+        """Compares a record of the engine with the logged one."""
         logged, came = self._log.next, json.loads(encoded(record))
         if logged is None:
             raise _EndsInside(came["step"])
@@ -208,7 +231,7 @@ class Replay:
                 self._bar.update()
 
     def _foresee(self) -> None:
-        """The step that was just planned shall go as the logged one did, which the next record shows."""
+        """Prepares the rest of the step from the next record of the log, which has its outcome."""
         self._ends.clear()
         match self._log.next:
             case None:
@@ -228,53 +251,69 @@ class Replay:
 
 
 class LoggedDrafts(NoSpeculation):
-    """Proposes the drafts of a log, whichever method made them."""
+    """Proposes the drafts of a log, whichever method made them.
+
+    Attributes:
+        next: The drafts of the next step, by sequence id.
+        depth: The draft depth of the next step; see `StepPlan.draft_depth`.
+    """
 
     def __init__(self) -> None:
-        self.next: dict[int, Draft] = {}  # of the next step, by sequence id
-        self.depth: int | None = None  # of the next step, see `StepPlan.draft_depth`
+        self.next: dict[int, Draft] = {}
+        self.depth: int | None = None
 
     def step(self, engine: Engine, plan: Record) -> None:
-        """Takes a logged step, with its drafts. Raises what `drafts_of` raises."""
+        """Runs a logged step with its drafts; raises the same errors as `drafts_of`."""
         self.next = drafts_of(engine, plan)
         self.depth = plan.get("draft_depth")
         engine.step()
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """Returns the drafts of the logged step."""
         return Drafts(self.next)
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns the draft depth of the logged step."""
         return self.depth
 
 
 class LoggedFailure(Exception):
-    """A step failed in the log, so it fails here."""
+    """Fails a step that failed in the log."""
 
 
 class _Interrupted(Leave):
-    """The logged step was interrupted here."""
+    """Leaves a step at the place where the logged one was interrupted."""
 
 
 class _EndsInside(Leave):
-    """The log ends with this step unfinished."""
+    """Leaves a step that is unfinished in the log."""
 
 
 class _End(NamedTuple):
-    """Of a sequence: behind how many of the step's tokens it came. None: behind the last, or it is an error in place of the only one."""
+    """Holds the logged end of a sequence.
+
+    Attributes:
+        finish: The end.
+        num_tokens: The number of the step's tokens before it. None means after the last one, or an
+            error in place of the only one.
+    """
 
     finish: Finish
     num_tokens: int | None
 
 
 class _LoggedEnds(SamplingStrategy):
-    """A replay has no text. What text decided (a stop string, an error on the way to text) is therefore taken from the log."""
+    """Samples as usual, but takes the ends that text decided from the log.
+
+    A replay has no text, so it can find neither a stop string nor an error in detokenizing.
+    """
 
     def __init__(
         self, group: SequenceGroup, grammar: Grammar | None, ends: Mapping[int, _End]
     ) -> None:
         super().__init__(group.request, NoText, grammar)
         self._ends = ends
-        self._num_tokens: Counter[int] = Counter()  # of this step, by sequence id
+        self._num_tokens: Counter[int] = Counter()  # the tokens of each sequence in this step
 
     def advance(self, draws: Sequence[Draw]) -> list[Edit]:
         self._num_tokens.clear()
@@ -287,7 +326,7 @@ class _LoggedEnds(SamplingStrategy):
             return [append, *own]
         end, num_tokens = self._ends[draw.sequence_id]
         if num_tokens == 0:
-            return [end]  # an error, which took with it all that was drawn
+            return [end]  # an error replaced all draws
         is_here = (
             not draw.drafted
             if num_tokens is None
@@ -296,14 +335,14 @@ class _LoggedEnds(SamplingStrategy):
         if not is_here:
             return [append, *own]
         if end.reason == "error" and own != [end]:
-            # Either text raised, in place of the only token, or the draw behind this one found
-            # nothing that it may draw.
+            # Either the text's error replaced the only token, or the draw after this one found no
+            # token that it may draw.
             return [end] if num_tokens is None else [append, *own]
-        return [append, end]  # of a grammar, the end that it came to here too
+        return [append, end]  # if the grammar ended it, `own` has the same end
 
 
 class _LoggedBeams(BeamStrategy):
-    """The same of a beam search, all of whose beams end with such an error."""
+    """Searches as usual, but takes errors from the log; such an error ends all beams."""
 
     def __init__(self, group: SequenceGroup, ends: Mapping[int, _End]) -> None:
         super().__init__(group.request, group.reserved_ids, NoText)
@@ -321,7 +360,17 @@ class _LoggedBeams(BeamStrategy):
 
 
 def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None) -> None:
-    """Raises what `Engine.add` raises, and AttributeError, LookupError, TypeError or ValueError for a record that makes no sense."""
+    """Adds a recorded request to an engine.
+
+    Args:
+        engine: The engine.
+        record: The arrival.
+        lora: The request's adapter, if it has one.
+
+    Raises:
+        CapacityError: The request can never fit into the pool.
+        AttributeError, LookupError, TypeError, ValueError: The record is not valid.
+    """
     words = tuple(tuple(word) for word in record.get("bad_word_token_ids", ()))
     checked = engine.admission.check_params(_given_params(record))
     checked = checked._replace(bad_word_token_ids=engine.admission.checked_words(words))
@@ -330,7 +379,11 @@ def add_arrival(engine: Engine, record: Record, lora: NamedAdapter | None = None
 
 
 def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
-    """What an arrival asked for. Raises LookupError, TypeError or ValueError if it makes no sense."""
+    """Returns the parameters of a recorded request.
+
+    Raises:
+        LookupError, TypeError, ValueError: The record is not valid.
+    """
     fields = record["beam" if "beam" in record else "params"]
     given: Any = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
@@ -343,7 +396,11 @@ def _given_params(record: Record) -> SamplingParams | BeamSearchParams:
 
 
 def drafts_of(engine: Engine, plan: Record) -> dict[int, Draft]:
-    """What a recorded step verified, by sequence id. Raises OverflowError, TypeError or ValueError if they are none."""
+    """Returns the drafts of a recorded step, by sequence id.
+
+    Raises:
+        OverflowError, TypeError, ValueError: The record is not valid.
+    """
     vocab_size, multi_step = engine.builder.vocab_size, engine.scheduler.limits.num_steps > 1
     return dict(
         _draft(*item, vocab_size=vocab_size, multi_step=multi_step)
@@ -371,7 +428,11 @@ def _draft(
     vocab_size: int,
     multi_step: bool = False,
 ) -> tuple[int, Draft]:
-    """A sequence and its drafts. Raises TypeError or ValueError if they are none that an engine could verify."""
+    """Returns a sequence id and its drafts.
+
+    Raises:
+        TypeError, ValueError: No engine could verify such drafts.
+    """
     draft = chain(tuple(token_ids)) if parents is None else Draft(tuple(token_ids), tuple(parents))
     if any(type(number) is not int for number in (sequence_id, *draft.token_ids, *draft.parents)):
         raise ValueError(f"they must be numbers, got {shown([sequence_id, token_ids, parents])}")
@@ -395,16 +456,17 @@ def _draft(
 
 
 def _num_tokens(result: Record) -> int:
-    """That the sequences of a recorded step drew, those behind wrong drafts left out."""
+    """Returns how many tokens the sequences of a step drew, up to the first wrong draft."""
     if "paths" in result:
         return sum(1 + len(path) for path in result["paths"])
     return len(result["tokens"])
 
 
 def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
-    """How many plans there are, and whether any request has a grammar, for which a replay needs the tokenizer.
+    """Returns the number of plans in a log, and whether any request has a grammar.
 
-    Reads all of the log, so that a damaged line is found before anything is loaded.
+    Grammars need the tokenizer. It reads the whole log, so that a damaged line is found before
+    anything is loaded.
     """
     num_plans, is_constrained = 0, False
     with LogReader(path) as log:

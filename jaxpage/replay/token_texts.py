@@ -1,4 +1,7 @@
-"""What the tokens of a log are called. A log has their numbers alone; the texts come from the tokenizer that its header names."""
+"""Finds the texts of the tokens of a log.
+
+A log has only their numbers; the texts come from the tokenizer that its header names.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,15 @@ from jaxpage.replay.recorder import Record
 
 
 def tokenizer_of_log(path: str | os.PathLike[str], model: str | None = None) -> Any | None:
-    """The tokenizer of the model of a log, or of `model`; None: it is not on this machine, or has none.
+    """Returns the tokenizer of a log's model, or None if it has none or is not on this machine.
 
-    Raises EventLogError, or CheckpointError for a tokenizer that cannot be loaded.
+    Args:
+        path: The path of the log.
+        model: The model; None is that of the log.
+
+    Raises:
+        EventLogError: The log is damaged.
+        CheckpointError: The tokenizer cannot be loaded.
     """
     config = _header(path)["config"]
     directory = local_model(str(model or config.get("tokenizer") or config.get("model")))
@@ -27,9 +36,12 @@ def tokenizer_of_log(path: str | os.PathLike[str], model: str | None = None) -> 
 def with_texts(
     path: str | os.PathLike[str], text_of: Callable[[int], str], until: int | None = None
 ) -> Iterator[Record]:
-    """The records of a log up to a step. The header has the texts of the tokens that were drawn, and of their candidates: `texts`, by id.
+    """Yields the records of a log up to a step, with texts in the header.
 
-    Raises EventLogError.
+    `texts` has the text of each token that was drawn or was a candidate, by its id.
+
+    Raises:
+        EventLogError: The log is damaged.
     """
     token_ids = set[int | None]()
     for record in records_of(path, until):
