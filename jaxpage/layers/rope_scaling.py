@@ -46,7 +46,7 @@ def make_rope(
     limit = max_position_embeddings
     if rope_type == "longrope":
         # Past the original length transformers changes the frequencies of the whole sequence,
-        # cached keys included; a cache of rotated keys cannot follow, so the model is served up to
+        # cached keys included. A cache of rotated keys cannot follow, so the model is served up to
         # there, where the short factors hold.
         limit = min(limit, parameters[LENGTH])
     return Rope(tuple(float(f) for f in frequencies), float(factor)), limit

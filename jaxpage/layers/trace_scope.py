@@ -86,8 +86,8 @@ class TraceScope:
             _scope.reset(token)
 
 
-# noqa: B039 (frozen)
-_scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())
+# B039: the record is frozen.
+_scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())  # noqa: B039
 
 
 def trace_scope() -> TraceScope:
