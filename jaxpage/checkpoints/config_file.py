@@ -99,7 +99,7 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     return config
 
 
-# The call is made once for each model, which is opened several times.
+# The warning is given once for each model, which is opened several times.
 @functools.lru_cache(maxsize=64)
 def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
     logger.warning(

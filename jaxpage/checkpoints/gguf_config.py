@@ -18,8 +18,8 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# By GGUF's name: the architectures whose files have the tensors and the mathematics of Hugging
-# Face's class of that name.
+# The keys are GGUF's names of the architectures whose files have the tensors and the mathematics of
+# Hugging Face's class of that name.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -38,8 +38,8 @@ _OWN = {
     },
     "gemma3": _GEMMA,
 }
-# By the number of layers: models whose scores are scaled by the model's width over its heads, and
-# not by the width of a head. Files do not say so.
+# In the models with this number of layers, scores are scaled by the model's width over its heads,
+# and not by the width of a head. Files do not say so.
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 _SIZES = {
     "block_count": "num_hidden_layers",

@@ -217,7 +217,7 @@ class _Entry:
     name: str
     sizes: tuple[int, ...]  # the innermost first
     kind: int
-    offset: int  # counted from the begin of the data
+    offset: int  # counted from the start of the data
 
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:

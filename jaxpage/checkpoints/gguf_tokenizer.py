@@ -39,7 +39,7 @@ _SPLITS = {
 }
 # With these rules, a word that is a token is not merged from parts.
 _WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}
-# With these rules, a text begins with the first token of texts unless the file says otherwise.
+# With these rules, a text begins with the BOS token unless the file says otherwise.
 _WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}
 _RULES = (*_SPLITS, "gpt-2", "smollm")
 

@@ -136,10 +136,7 @@ def _check_sentence_piece(directory: Path) -> None:
 
 
 def _needs_code(directory: Path) -> bool:
-    """Returns whether tokenizer_config.json asks for the model's own code.
-
-    It is needed only where there is no tokenizer.json.
-    """
+    """Returns whether tokenizer_config.json asks for code that tokenizer.json makes unnecessary."""
     if not all(has_file(directory, name) for name in ("tokenizer.json", "tokenizer_config.json")):
         return False
     return bool(read_object(directory, "tokenizer_config.json").get("auto_map"))

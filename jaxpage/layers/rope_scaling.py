@@ -129,7 +129,7 @@ def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tupl
 
 
 def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tuple[float, float]:
-    """Returns between which pairs of the head the scaling ramps from none to full."""
+    """Returns the pairs of a head between which the scaling ramps from none to full."""
 
     def pair_of(rotations: float) -> float:
         return (

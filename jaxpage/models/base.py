@@ -135,7 +135,7 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # of names in the checkpoint; see `weights_of`
+    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 

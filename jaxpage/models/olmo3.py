@@ -24,7 +24,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# As in `Olmo3Config`, `rope_theta` does not reach layers with windows.
+# In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
 THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
 
 

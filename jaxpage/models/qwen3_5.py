@@ -23,7 +23,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# The first of these predicts a second token, to draft; the others take images.
+# The tensors of `mtp` predict a second token, to draft; those of `visual` take images.
 ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
 FULL, LINEAR = "full_attention", "linear_attention"
 

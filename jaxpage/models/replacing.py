@@ -10,7 +10,7 @@ from flax import nnx
 from jaxpage.errors import CheckpointError
 
 Path = tuple[str | int, ...]
-# Returns the replacement of the module at a path; None if the module stays.
+# A rule returns the replacement of the module at a path; None if the module stays.
 Rule = Callable[[Path, nnx.Module], nnx.Module | None]
 
 

@@ -97,11 +97,11 @@ class RotaryDecoderSpec:
     attention_softcap: float | None = None
     sinks: bool = False  # True if attention has sinks
     latent: LatentSpec | None = None  # latent attention, if the model has it
-    delta: DeltaWidths | None = None  # the layers with linear attention, which `kv.states` names
+    delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # the factor of what each half of a layer adds
+    residual_scale: float = 1.0  # the factor of each half's output, before it is added
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: ExpertsSpec | None = None
@@ -110,7 +110,7 @@ class RotaryDecoderSpec:
     name: str = "model"  # the name of the decoder in the checkpoint
     # These layers come after the last one in the checkpoint. They predict further tokens, to draft.
     num_draft_layers: int = 0
-    not_loaded: str = ""  # the part of the checkpoint that is no text model
+    not_loaded: str = ""  # the other models in the checkpoint, for messages
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""

@@ -28,7 +28,7 @@ from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.replacing import Path
 
 NAME = "gguf"
-# Decodes blocks [out, blocks of a row, bytes] to [out, codes or groups, ...].
+# A decoder turns blocks [out, blocks of a row, bytes] into [out, codes or groups, ...].
 Decode = Callable[[np.ndarray], np.ndarray]
 
 
