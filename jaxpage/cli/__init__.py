@@ -1,6 +1,7 @@
-"""The command `jaxpage`: `main` parses the command line and turns every failure into one line and an exit status.
+"""Runs the command `jaxpage`, and turns every failure into one line and an exit status.
 
-Generated text and reports go to standard output, everything else to standard error. Status 0: done, 1: failed, 2: wrong use.
+Generated text and reports go to standard output, everything else to standard error. The status is 0
+after success, 1 after a failure and 2 after wrong use.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, Unsupported
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status."""
+    """Runs one command and returns its exit status.
+
+    Args:
+        argv: The words after the command's name; None for those of the process.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
-    # its warnings are for those who program with it
+    # The warnings of transformers are for people who program with it.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         parser = make_parser()
@@ -28,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = arguments.run(arguments) or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of our output went away
+    except BrokenPipeError:  # the reader of the output has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return _fail("interrupted", 1)
-    except (ConfigError, NotInLogError, UnsupportedError, UsageError) as error:  # wrong use
+    except (ConfigError, NotInLogError, UnsupportedError, UsageError) as error:
         return _fail(str(error), 2)
     except JaxpageError as error:
         return _fail(str(error), 1)

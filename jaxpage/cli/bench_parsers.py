@@ -1,4 +1,4 @@
-"""The command line of `jaxpage bench`: its kinds and their flags."""
+"""Declares the kinds of `jaxpage bench` and their flags."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _KV_DTYPE_SETTINGS = {
 
 
 def add_bench(commands: Commands[Parser]) -> None:
+    """Adds the command `bench` with all its kinds."""
     parser = add_command(commands, "bench", "run a benchmark")
     kinds = parser.add_subparsers(title="kinds", metavar="KIND", required=True)
     throughput = add_command(
@@ -227,7 +228,7 @@ def _add_bench_latency(kinds: Commands[Parser]) -> None:
 
 
 def _add_load(parser: Parser) -> None:
-    """Adds the flags that say how fast requests arrive, and in what time they count."""
+    """Adds the flags for the arrival of requests, and for the limits within which they count."""
     add = parser.add_argument
     add(
         "--request-rate",

@@ -1,4 +1,4 @@
-"""`jaxpage chat`: a conversation at a terminal, or over a pipe."""
+"""Runs `jaxpage chat`, a conversation at a terminal or over a pipe."""
 
 from __future__ import annotations
 
@@ -21,16 +21,27 @@ _WELCOME = (
 
 
 class Reader(Protocol):
-    """Where questions and commands come from."""
+    """A source of questions and commands.
 
-    is_terminal: bool  # where Ctrl-C is for the answer, not for the program
+    Attributes:
+        is_terminal: True at a terminal, where Ctrl-C ends the answer and not the program.
+    """
+
+    is_terminal: bool
 
     def read(self) -> str | None:
-        """The next text, which may have several lines; None at the end."""
+        """Returns the next text, which may have several lines; None at the end."""
 
 
 def chat(arguments: argparse.Namespace) -> int:
-    """`jaxpage chat [MODEL]`: until /exit or the end of the input. Status 1: a question of a pipe was not answered."""
+    """Runs `jaxpage chat [MODEL]` until /exit or the end of the input.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status: 1 if a question from a pipe was not answered.
+    """
     given, tell = given_sampling(arguments), teller(arguments)
     with engine_for_one(arguments, chats=True) as llm:
         conversation = Conversation(
@@ -47,8 +58,11 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object]:
-    """What the model asks for, and what a chat takes where it is silent; tells which come into effect."""
-    from jaxpage.assembly import chat_defaults  # after the engine: this imports jax
+    """Returns the sampling defaults of the model, and those of a chat where the model has none.
+
+    It tells which of them take effect.
+    """
+    from jaxpage.assembly import chat_defaults  # late, because this imports jax
 
     origins = {
         "generation_config.json": llm.sampling_defaults,
@@ -67,16 +81,20 @@ def _defaults(llm: LLM, given: dict[str, object], tell: Say) -> dict[str, object
 
 
 def _has_terminal() -> bool:
-    """Whether it is a terminal for input and output."""
+    """Returns whether input and output are a terminal's; for output one of two streams suffices."""
     return sys.stdin.isatty() and (sys.stderr.isatty() or sys.stdout.isatty())
 
 
 class Lines:
-    """Lines of a pipe or a file. Empty ones are skipped; a text in triple quotes may have several."""
+    """Reads lines of a pipe or a file.
+
+    Empty lines are skipped; a text in triple quotes may have several lines.
+    """
 
     is_terminal = False
 
     def read(self) -> str | None:
+        """Returns the next line or text in triple quotes; None at the end."""
         while line := sys.stdin.readline():
             while is_open(line) and (more := sys.stdin.readline()):
                 line += more
@@ -86,9 +104,18 @@ class Lines:
 
 
 def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) -> int:
-    """Answers what is read, until it ends. An error in a question is printed, and the conversation goes on.
+    """Answers the questions of a reader, and runs its commands, until the conversation ends.
 
-    Returns how many questions were not answered.
+    An error in a question is printed, and the conversation goes on.
+
+    Args:
+        llm: The engine.
+        conversation: The turns so far.
+        reader: The source of questions and commands.
+        tell: Prints a line about each answer.
+
+    Returns:
+        The number of questions that were not answered.
     """
     num_failed = 0
     while not conversation.has_ended:
@@ -108,7 +135,7 @@ def converse(llm: LLM, conversation: Conversation, reader: Reader, tell: Say) ->
 
 
 def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
-    """One turn, or a line that says why there is none."""
+    """Runs one turn, or prints why there is none, and returns whether the question was answered."""
     try:
         return _turn(llm, conversation, question, tell)
     except (ValueError, TypeError, JaxpageError) as error:
@@ -117,7 +144,10 @@ def _is_answered(llm: LLM, conversation: Conversation, question: str, tell: Say)
 
 
 def _turn(llm: LLM, conversation: Conversation, question: str, tell: Say) -> bool:
-    """Ctrl-C stops the answer; what there is of it stays in the conversation. False: it ended with an error, which is printed."""
+    """Runs one turn; returns False if the answer ended with an error, which is printed.
+
+    Ctrl-C stops the answer; its text so far stays in the conversation.
+    """
 
     def length_of(messages: list[Message]) -> int:
         return len(llm.chat_prompt(messages)["prompt_token_ids"])

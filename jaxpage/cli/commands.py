@@ -1,4 +1,8 @@
-"""What the commands do. Each imports what it needs when it runs: loading jax takes seconds, checking a configuration none."""
+"""Runs the commands.
+
+Each command imports what it needs when it runs, because loading jax takes seconds and checking a
+configuration does not.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from jaxpage.settings.sources import BUILT_IN
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """`jaxpage serve [MODEL]`: until a signal ends it."""
+    """Runs `jaxpage serve [MODEL]` until a signal ends it, and returns the exit status."""
     settings, server = resolved_both(arguments)
     if settings.origins["model"] == BUILT_IN:
         raise UsageError(
@@ -31,14 +35,14 @@ def serve(arguments: argparse.Namespace) -> int:
 
         return follow(settings.config, config)
     with bound_socket(config) as listener:
-        # once settings and address are known to be right: this imports jax
+        # The settings and the address are checked first, because this imports jax.
         from jaxpage.serving.startup import start
 
         return start(settings.config, config, listener)
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """`jaxpage convert SRC DST`."""
+    """Runs `jaxpage convert SRC DST`, which writes a checkpoint in another format."""
     from jaxpage.checkpoints import convert as convert_checkpoint
     from jaxpage.checkpoints import resolve_model
 
@@ -47,7 +51,14 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> int | None:
-    """`jaxpage plan MODEL`: also for settings that this version refuses to run. With `--slo`, status 1 if `--rate` is not sustained."""
+    """Runs `jaxpage plan MODEL`, also for settings that this version refuses to run.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status with `--slo`, which is 1 if `--rate` is not sustained; otherwise None.
+    """
     for name in ("rate", "costs", "dataset", "max_input", "max_output"):
         if arguments.slo is None and getattr(arguments, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --slo ttft=MS,tpot=MS")
@@ -61,7 +72,7 @@ def plan(arguments: argparse.Namespace) -> int | None:
         from jaxpage.cli.plan_rate import run as run_rate
 
         return run_rate(arguments, config, planned)
-    # after the configuration is known to be right: this imports jax
+    # The configuration is checked first, because this imports jax.
     from jaxpage.cli.plan import run
 
     run(arguments, config, planned)
@@ -69,7 +80,7 @@ def plan(arguments: argparse.Namespace) -> int | None:
 
 
 def compile_menu(arguments: argparse.Namespace) -> None:
-    """`jaxpage compile`: what an engine compiles at its start, kept for the next start."""
+    """Runs `jaxpage compile`, which compiles an engine's executables into the compile cache."""
     with engine(
         resolved(arguments).config, quiet=arguments.quiet, verbose=not arguments.quiet
     ) as llm:
@@ -78,19 +89,19 @@ def compile_menu(arguments: argparse.Namespace) -> None:
 
 
 def config_show(arguments: argparse.Namespace) -> None:
-    """`jaxpage config show`: the effective settings, as YAML, each with its origin."""
+    """Runs `jaxpage config show`, which prints the effective settings and their origins as YAML."""
     settings, server = resolved_both(arguments)
     print("\n".join([*settings.lines(), "server:", *(f"  {line}" for line in server.lines())]))
 
 
 def config_validate(arguments: argparse.Namespace) -> None:
-    """`jaxpage config validate FILE`: silent about anything but the verdict."""
+    """Runs `jaxpage config validate FILE`, which prints nothing but the verdict."""
     resolved_both(arguments)
     say(f"{arguments.file or arguments.config or 'The configuration'} is valid")
 
 
 def doctor(arguments: argparse.Namespace) -> None:
-    """`jaxpage doctor`."""
+    """Runs `jaxpage doctor`, which reports versions, devices, memory and caches."""
     from jaxpage.cli.doctor import report
 
     for name, value in report(arguments.model):
@@ -98,35 +109,35 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 
 def bench_throughput(arguments: argparse.Namespace) -> int:
-    """`jaxpage bench throughput`: status 1 if it is slower than `--fail-below` allows."""
+    """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
     from jaxpage.bench.throughput import run
 
     return run(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_latency(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench latency`."""
+    """Runs `jaxpage bench latency`."""
     from jaxpage.bench.latency import run
 
     run(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_serve(arguments: argparse.Namespace) -> int:
-    """`jaxpage bench serve`."""
+    """Runs `jaxpage bench serve`, and returns the exit status."""
     from jaxpage.bench.serve import run
 
     return run(arguments)
 
 
 def bench_startup(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench startup`."""
+    """Runs `jaxpage bench startup`."""
     from jaxpage.bench.startup import run
 
     run(arguments, resolved(arguments).config)
 
 
 def bench_roofline(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench roofline`."""
+    """Runs `jaxpage bench roofline`."""
     from jaxpage.bench.roofline import run
 
     arguments.max_num_seqs = max(1, *arguments.batches)
@@ -134,14 +145,14 @@ def bench_roofline(arguments: argparse.Namespace) -> None:
 
 
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench kv-dtype`."""
+    """Runs `jaxpage bench kv-dtype`."""
     from jaxpage.bench.kv_dtype import run
 
     run(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_quantization(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench quantization`."""
+    """Runs `jaxpage bench quantization`."""
     from jaxpage.bench.quantization import run
 
     arguments.max_num_seqs = max(1, *arguments.batches)
@@ -149,17 +160,23 @@ def bench_quantization(arguments: argparse.Namespace) -> None:
 
 
 def bench_speculation(arguments: argparse.Namespace) -> None:
-    """`jaxpage bench speculation`."""
+    """Runs `jaxpage bench speculation`."""
     from jaxpage.bench.speculation import run
 
-    arguments.max_num_seqs = max(
-        1, *arguments.batches
-    )  # the default would refuse fewer tokens per step than it has sequences
+    # The default max_num_seqs would refuse a step budget with fewer tokens than sequences.
+    arguments.max_num_seqs = max(1, *arguments.batches)
     run(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """`jaxpage replay LOG`: status 1 at a difference. With --request, --texts, --diff or --state no engine is built."""
+    """Runs `jaxpage replay LOG`; with --request, --texts, --diff or --state it builds no engine.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status, which is 1 after a difference.
+    """
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
     from jaxpage.replay.looking import (

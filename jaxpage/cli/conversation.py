@@ -1,4 +1,7 @@
-"""A conversation: its turns, its sampling parameters, and the commands that change them. It knows neither a terminal nor an engine."""
+"""Keeps a conversation: its turns, its sampling parameters, and the commands that change them.
+
+It knows neither a terminal nor an engine.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +40,12 @@ MAX_FILE_BYTES = 16 * 2**20
 
 
 def is_open(text: str) -> bool:
-    """Whether a text in triple quotes is still going on."""
+    """Returns whether a text begins with triple quotes that are not closed yet."""
     return text.lstrip().startswith(QUOTES) and text.count(QUOTES) % 2 == 1
 
 
 def unquoted(text: str) -> str:
-    """What stands in triple quotes, where that is all; else the text as it is."""
+    """Returns the text between triple quotes, or the text as it is if there is anything else."""
     stripped = text.strip()
     num = stripped.count(QUOTES)
     if not stripped.startswith(QUOTES) or num > 2 or (num == 2 and not stripped.endswith(QUOTES)):
@@ -51,12 +54,17 @@ def unquoted(text: str) -> str:
 
 
 class Conversation:
-    """What was said so far, and how the next answer is drawn.
+    """Keeps the turns so far, and the sampling parameters of the next answer.
 
     Args:
-        sampling: parameters that were set explicitly; they take precedence over `defaults`.
-        defaults: of the model, or of a chat.
-        system: the system message.
+        sampling: The parameters that were set explicitly; they win over `defaults`.
+        defaults: The defaults of the model or of a chat.
+        system: The system message.
+
+    Attributes:
+        system: The system message, or None.
+        turns: The questions with their answers.
+        has_ended: True after /exit.
     """
 
     def __init__(
@@ -67,17 +75,23 @@ class Conversation:
         system: str | None = None,
     ) -> None:
         self.system = system or None
-        self.turns: list[tuple[str, str]] = []  # question and answer
+        self.turns: list[tuple[str, str]] = []
         self.has_ended = False
         self._defaults = dict(defaults or {})
         self._set = dict(sampling)
 
     @property
     def params(self) -> SamplingParams:
+        """Returns the sampling parameters of the next answer."""
         return SamplingParams(**{**self._defaults, **self._set})
 
     def messages(self, question: str | None = None, *, without: int = 0) -> list[Message]:
-        """All that was said, and a question behind it. without: so many of the oldest turns."""
+        """Returns the messages so far, followed by a question.
+
+        Args:
+            question: The question, or None.
+            without: The number of the oldest turns to leave out.
+        """
         found = [{"role": "system", "content": self.system}] if self.system else []
         for said, answer in self.turns[without:]:
             found += [{"role": "user", "content": said}, {"role": "assistant", "content": answer}]
@@ -86,13 +100,18 @@ class Conversation:
     def num_to_drop(
         self, question: str, length_of: Callable[[list[Message]], int], max_model_len: int
     ) -> int:
-        """How many of the oldest turns must go, so that there is room for an answer to the question: a quarter of the context, or
-        `max_tokens` if that is less.
+        """Returns how many of the oldest turns must go, so that there is room for an answer.
+
+        The room is a quarter of the context, or `max_tokens` if that is less. If the question alone
+        leaves less than this, but some, all turns go.
 
         Args:
-            length_of: messages, in tokens.
+            question: The next question.
+            length_of: Returns the number of tokens of some messages.
+            max_model_len: The length of the context in tokens.
 
-        Raises CapacityError if the question leaves no room by itself.
+        Raises:
+            CapacityError: The question alone leaves no room.
         """
         room = max(1, min(max_model_len // 4, self.params.max_tokens or max_model_len))
         length = 0
@@ -108,7 +127,7 @@ class Conversation:
         return len(self.turns)
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with / says. Returns the text to print, errors included."""
+        """Runs a line that begins with /, and returns the text to print, which may be an error."""
         name, _, rest = line.strip().partition(" ")
         rest = rest.strip()
         try:
@@ -147,7 +166,7 @@ class Conversation:
         if not value.strip():
             raise ValueError(f"{name} takes a value, such as /set temperature 0.5")
         changed = {**self._set, name: _value(name, value.strip())}
-        SamplingParams(**{**self._defaults, **changed})  # raises ValueError for what cannot be
+        SamplingParams(**{**self._defaults, **changed})  # raises ValueError for a wrong value
         self._set = changed
         return f"{name} = {changed[name]}"
 
@@ -183,6 +202,7 @@ class Conversation:
 
 
 def help_text() -> str:
+    """Returns the text of /help."""
     words = {name: f"{name} {argument}".strip() for name, (argument, _) in COMMANDS.items()}
     width = max(map(len, words.values()))
     return "\n".join(
@@ -211,19 +231,22 @@ def _path(text: str) -> Path:
         raise ValueError("give the name of a file")
     try:
         return Path(text).expanduser()
-    except RuntimeError as error:  # ~somebody
+    except RuntimeError as error:  # the home directory of ~somebody is not known
         raise ValueError(str(error)) from None
 
 
 def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
-    """System message and turns of a saved conversation. Raises OSError, or ValueError for anything else."""
+    """Returns the system message and the turns of a saved conversation.
+
+    It raises OSError if the file cannot be read, and ValueError if it is no conversation.
+    """
     if not path.is_file():
         raise ValueError(f"there is no file {path}")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        json.dumps(content, ensure_ascii=False).encode()  # a lone surrogate is no text
+        json.dumps(content, ensure_ascii=False).encode()  # raises ValueError for a lone surrogate
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON") from None
     said = _as_pairs(content.get("messages") if isinstance(content, dict) else content)
@@ -240,7 +263,7 @@ def _read(path: Path) -> tuple[str | None, list[tuple[str, str]]]:
 
 
 def _as_pairs(messages: Any) -> list[tuple[str, str]] | None:
-    """(role, text) of each message; None where there is something else."""
+    """Returns the role and the text of each message; None if anything is not a message."""
     if not isinstance(messages, list):
         return None
     found = []

@@ -1,4 +1,7 @@
-"""What `jaxpage doctor` reports: versions, devices, memory, caches, the packaged model. It reports failures instead of having them."""
+"""Makes the report of `jaxpage doctor`: versions, devices, memory, caches, the packaged model.
+
+A failure of a part becomes a line of the report.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ PACKAGES = (
 )
 OPTIONAL_PACKAGES = ("jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 DETECTION_SECONDS = 5
-# CUDA 12.8: with older ones a CUDA graph with a condition or a loop may hang (openxla/xla#25769)
+# The driver of CUDA 12.8. With older ones a CUDA graph with a condition or a loop may hang
+# (openxla/xla#25769).
 LEAST_DRIVER = 570
 VARIABLES = (
     "JAX_PLATFORMS",
@@ -44,7 +48,13 @@ VARIABLES = (
 
 
 def report(model: str | None = None) -> Iterator[tuple[str, str]]:
-    """(name, value) lines; a part that cannot be found out says why. model: whose files are looked at, too."""
+    """Yields the lines of the report as pairs of a name and a value.
+
+    If a part cannot be found out, its value says why.
+
+    Args:
+        model: A model whose files are looked at, too, or None.
+    """
     yield "jaxpage", __version__
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
@@ -81,7 +91,7 @@ def _part(name: str, find: Callable[[], Iterator[str]]) -> Iterator[tuple[str, s
     try:
         for value in find():
             yield name, value
-    except Exception as error:  # whatever is broken is what doctor is run for
+    except Exception as error:  # people run doctor because something is broken
         yield name, f"unknown: {type(error).__name__}: {error}"
 
 
@@ -103,7 +113,10 @@ def _devices() -> Iterator[str]:
 
 
 def _nvidia_driver() -> Iterator[str]:
-    """Asked of nvidia-smi, which comes with the driver, so that it is known where JAX finds no GPU."""
+    """Yields the version of the NVIDIA driver, and a warning if it is old.
+
+    It asks nvidia-smi, which comes with the driver, so that it also knows where JAX finds no GPU.
+    """
     program = shutil.which("nvidia-smi")
     if program is None:
         yield "none found (no nvidia-smi)"
@@ -227,7 +240,7 @@ def _architectures() -> Iterator[str]:
 
 
 def families_of_packages() -> Iterator[str]:
-    """That are installed beside jaxpage."""
+    """Yields the model families that other installed packages add."""
     from jaxpage.models.registry import ENTRY_POINTS
 
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)

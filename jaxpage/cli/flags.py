@@ -1,4 +1,7 @@
-"""The flags of the command line, with vLLM's names. Nothing heavy is imported here, so that `--help` is instant."""
+"""Adds the flags of settings and sampling parameters, with vLLM's names, to parsers of commands.
+
+Nothing heavy is imported here, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 from jaxpage.cli.flag import Flag, json_object
 from jaxpage.cli.setting_flags import ENGINE_FLAGS, SERVER_FLAGS
 
-# Settings that decide what fits in memory.
+# These settings decide what fits in memory.
 PLAN_SETTINGS = (
     *(
         "revision",
@@ -29,10 +32,11 @@ PLAN_SETTINGS = (
     ),
     *("tensor_parallel_reduction", "enable_lora", "max_loras", "max_lora_rank"),
 )
+# `jaxpage plan` takes values of these settings that this version cannot run.
 PLANNED_SETTINGS = (
     "kv_cache_dtype",
     "tensor_parallel_size",
-)  # of them, those that are planned before they are honoured
+)
 
 SAMPLING_FLAGS = (
     Flag("max_tokens", int, "longest output in tokens; default: 200"),
@@ -79,7 +83,7 @@ SAMPLING_FLAGS = (
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] = ()) -> None:
-    """`--config` and the settings of an engine, except those in `without`."""
+    """Adds `--config` and the flags of an engine's settings, except those in `without`."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--config", metavar="FILE", help="YAML file with settings; flags win over it"
@@ -90,14 +94,14 @@ def add_engine_flags(parser: argparse.ArgumentParser, without: tuple[str, ...] =
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
-    """The settings of a server."""
+    """Adds the flags of a server's settings."""
     group = parser.add_argument_group("server")
     for flag in SERVER_FLAGS:
         flag.add_to(group)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """The parameters of a request."""
+    """Adds the flags of a request's sampling parameters."""
     group = parser.add_argument_group("sampling")
     for flag in SAMPLING_FLAGS:
         flag.add_to(group)
@@ -120,18 +124,18 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The engine settings that were given on the command line."""
+    """Returns the engine's settings that were given on the command line, except `without`."""
     names = {flag.setting for flag in ENGINE_FLAGS} - set(without)
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def server_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The server's settings that were given on the command line."""
+    """Returns the server's settings that were given on the command line."""
     names = {flag.setting for flag in SERVER_FLAGS}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def sampling_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given on the command line."""
+    """Returns the sampling parameters that were given on the command line."""
     names = {flag.setting for flag in SAMPLING_FLAGS} | {"stop", "stop_token_ids"}
     return {name: value for name, value in vars(arguments).items() if name in names}

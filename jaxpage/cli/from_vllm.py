@@ -1,7 +1,7 @@
-"""Answers for flags of `vllm serve` that jaxpage has under another name, or does not have.
+"""Answers flags of `vllm serve` that jaxpage has under another name, or does not have.
 
-An unknown flag of this table is refused with its answer, and the page "Coming from vLLM" of the
-documentation is made of it.
+An unknown flag of this table is refused with its answer. The page "Coming from vLLM" of the
+documentation is made from the table.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """What jaxpage says of a flag of vLLM.
+    """The answer of jaxpage to a flag of vLLM.
 
-    kind: "renamed", "always on", "not needed" or "not there".
-    text: a sentence without its full stop.
+    Attributes:
+        kind: One of "renamed", "always on", "not needed" and "not there".
+        text: A sentence without its full stop.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""`jaxpage generate`: one text, printed as it comes."""
+"""Runs `jaxpage generate`, and prints a text as it comes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,14 @@ if TYPE_CHECKING:
 
 
 def generate(arguments: argparse.Namespace) -> int:
-    """`jaxpage generate [MODEL] PROMPT`: streams the continuation."""
+    """Runs `jaxpage generate [MODEL] PROMPT`, which streams the continuation.
+
+    Args:
+        arguments: The command line.
+
+    Returns:
+        The exit status, which is 1 if the output was aborted or ended with an error.
+    """
     given, tell = given_sampling(arguments), teller(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
@@ -48,7 +55,10 @@ def generate(arguments: argparse.Namespace) -> int:
 
 
 def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> SamplingParams:
-    """`given` over the model's generation_config.json; tells what came from there."""
+    """Returns the given parameters, completed from the model's generation_config.json.
+
+    It tells which parameters come from there.
+    """
     if taken := [
         f"{name}={value}" for name, value in llm.sampling_defaults.items() if name not in given
     ]:
@@ -59,13 +69,18 @@ def _with_model_defaults(llm: LLM, given: dict[str, Any], tell: Say) -> Sampling
 def print_stream(
     chunks: Iterator[RequestOutput], tell: Say, kept: list[str] | None = None, *, before: str = ""
 ) -> RequestOutput:
-    """Prints text as it comes, then tells one line about it; returns the last chunk.
+    """Prints text as it comes, then tells one line about it.
 
     On a terminal lines are broken between words.
 
     Args:
-        kept: is filled with the texts of the chunks, also when Ctrl-C or an error breaks it off.
-        before: what is printed first.
+        chunks: The outputs of a request that is streamed.
+        tell: Prints the line about the text.
+        kept: A list that gets the texts of the chunks, even if Ctrl-C or an error ends the stream.
+        before: A text that is printed first.
+
+    Returns:
+        The last chunk.
     """
     wrapper = Wrapper(shutil.get_terminal_size().columns) if sys.stdout.isatty() else None
 
@@ -95,7 +110,7 @@ def print_stream(
 
 
 def _drafted(metrics: RequestMetrics | None) -> str:
-    """What came of drafts, if there were any."""
+    """Returns the part of the line that tells how many drafts were accepted, if there were any."""
     if metrics is None or not metrics.num_draft_tokens:
         return ""
     return f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} drafts accepted, "

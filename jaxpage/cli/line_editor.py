@@ -1,4 +1,7 @@
-"""The line editor of a terminal: history, several lines, and pastes that stay one text (prompt_toolkit)."""
+"""Reads texts from a terminal, with a history, several lines, and pastes that stay one text.
+
+The line editor is that of prompt_toolkit.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,11 @@ from jaxpage.cli.resolving import say
 
 
 class LineEditor:
-    """Reads texts from the terminal until Ctrl-D. Standard output stays free for answers where standard error is a terminal too.
+    """Reads texts from the terminal until Ctrl-D.
 
-    In a `with` block: what was typed or pasted and not read is thrown away at its end, and does not become commands of the shell.
+    If standard error is a terminal, the editor writes there, and standard output is for the answers
+    alone. Use it in a `with` block: at its end unread input is thrown away, so that it does not
+    become commands of the shell.
     """
 
     is_terminal = True
@@ -39,6 +44,7 @@ class LineEditor:
         )
 
     def read(self) -> str | None:
+        """Returns the next text; None after Ctrl-D."""
         while True:
             try:
                 text = self._session.prompt()
@@ -61,7 +67,7 @@ class LineEditor:
 
 
 def _bindings() -> KeyBindings:
-    """Enter sends what is complete; Alt-Enter begins a line."""
+    """Returns the key bindings: Enter sends a complete text, and Alt-Enter begins a line."""
     bindings = KeyBindings()
 
     @bindings.add("enter")
@@ -82,13 +88,17 @@ def _bindings() -> KeyBindings:
 def _output() -> Output:
     output = create_output(stdout=sys.stderr if sys.stderr.isatty() else sys.stdout)
     if isinstance(output, Vt100_Output):
-        # the answer of a slow terminal would be typed into the next program
+        # A slow terminal would answer a cursor position request after the end of this program, and
+        # type the answer into the next one.
         output.enable_cpr = False
     return output
 
 
 def open_history() -> History:
-    """The questions of earlier conversations, in a file that its user alone can read; of this one only, where there can be none."""
+    """Opens the history of questions, in a file that its user alone can read.
+
+    If there can be no file, the history has the questions of this conversation only.
+    """
     try:
         state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
         path = state / "jaxpage" / "chat_history"
@@ -101,7 +111,7 @@ def open_history() -> History:
 
 
 class _PrivateHistory(FileHistory):
-    """A file that may stop to be readable or writable at any time."""
+    """A history whose file may become unreadable or unwritable at any time."""
 
     def load_history_strings(self) -> Iterable[str]:
         try:

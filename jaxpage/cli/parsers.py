@@ -1,4 +1,7 @@
-"""The command line of `jaxpage`: its commands and their flags, parsed before anything heavy is imported."""
+"""Declares the commands of `jaxpage` and their flags.
+
+Nothing heavy is imported before the command line is parsed.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from jaxpage.cli.setting_flags import ENGINE_FLAGS
 
 
 def make_parser() -> Parser:
+    """Returns the parser of the whole command line."""
     parser = Parser(
         prog="jaxpage",
         description="An LLM inference engine in JAX with a paged KV cache.",

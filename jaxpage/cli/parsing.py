@@ -1,4 +1,7 @@
-"""What parsers of commands are made of. Nothing heavy is imported here, so that `--help` is instant."""
+"""Builds the parsers of commands.
+
+Nothing heavy is imported here, so that `--help` is instant.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,18 @@ from jaxpage.cli.flag import OneModel
 from jaxpage.cli.from_vllm import ANSWERS
 from jaxpage.settings.argument_checks import close_names
 
-# Metavars of arguments that may be a path.
+# Arguments with these metavars may be paths.
 _PATHS = {"MODEL", "FILE", "LOG", "SRC", "DST"}
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses as argparse does, and says what was probably meant by an unknown command or flag."""
+    """Parses like argparse, and proposes the nearest name for an unknown command or flag."""
 
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
-        """Parses one command; argparse would leave its unknown words to the parser above it.
+        """Parses one command, and refuses unknown words.
 
-        The command's own parser refuses them, because only it knows which flags there are.
+        By itself argparse leaves them to the parser above it, which does not know the flags of the
+        command.
         """
         found, unknown = super().parse_known_args(*arguments, **options)
         if unknown:
@@ -58,6 +62,7 @@ class PrintCompletion(argparse.Action):
     """Prints a shell's completion script for the whole command."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        """Prints the script, and exits."""
         shtab = import_module("shtab")
         _complete_files(parser, shtab.FILE)
         print(shtab.complete(parser, shell=arguments[1]))
@@ -65,26 +70,34 @@ class PrintCompletion(argparse.Action):
 
 
 def _complete_files(parser: argparse.ArgumentParser, files: dict[str, str]) -> None:
-    """Arguments that may be a path are completed with the names of files."""
+    """Lets the shell complete arguments that may be a path with the names of files."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
                 _complete_files(command, files)
         elif str(action.metavar) in _PATHS:
-            action.complete = files  # type: ignore[attr-defined]  # where shtab looks for it
+            action.complete = files  # type: ignore[attr-defined]  # shtab looks for it here
 
 
 Commands = argparse._SubParsersAction
 
 
 def add_command(commands: Commands[Parser], name: str, purpose: str) -> Parser:
+    """Adds a command without flags, and returns its parser."""
     return commands.add_parser(
         name, help=purpose, description=purpose[0].upper() + purpose[1:] + ".", allow_abbrev=False
     )
 
 
 def lazily(module: str, function: str) -> Callable[[argparse.Namespace], int | None]:
-    """A function of a module beside this one, imported when it runs: parsing and `--help` must not wait for jax."""
+    """Returns a function that imports a module when it runs, and calls a function of it.
+
+    So parsing and `--help` do not wait for jax.
+
+    Args:
+        module: The name of the module within `jaxpage.cli`.
+        function: The name of its function.
+    """
 
     def run(arguments: argparse.Namespace) -> int | None:
         found: Callable[[argparse.Namespace], int | None] = getattr(
@@ -99,14 +112,14 @@ def add_model(
     parser: argparse.ArgumentParser,
     help: str = '"demo" (packaged), a directory, a GGUF file, or a hub id',
 ) -> None:
-    """MODEL by position; the flag --model is among those of the engine."""
+    """Adds MODEL by position; the flag --model is among those of the engine."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", action=OneModel, default=argparse.SUPPRESS, help=help
     )
 
 
 def add_verbosity(parser: argparse.ArgumentParser, verbose: str | None = None) -> None:
-    """-q, and -v where there is more to say: `verbose`."""
+    """Adds -q, and -v if `verbose` says what else can be printed."""
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-q", "--quiet", action="store_true", help="print only warnings and errors")
     if verbose:

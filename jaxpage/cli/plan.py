@@ -1,4 +1,8 @@
-"""`jaxpage plan`: what fits in how much memory, and what another dtype or layout would change. Without weights, unless some draft."""
+"""Runs `jaxpage plan`, which says how many blocks and users fit in memory.
+
+It also says what another dtype or number of devices would change. It reads no weights, unless a
+drafter has weights of its own.
+"""
 
 from __future__ import annotations
 
@@ -48,47 +52,70 @@ from jaxpage.tables import aligned
 
 logger = logging.getLogger(__name__)
 
-SHORTEST = 256  # of the lengths that users are counted at; each is twice the one before
-REFERENCE_LENGTH = 1024  # that the alternatives are compared at
+# Users are counted at this length, and at lengths that are each twice the one before.
+SHORTEST = 256
+REFERENCE_LENGTH = 1024  # the length of the users for which alternatives are compared
 CACHE_DTYPES = ("auto", "int8", "fp8")
 DEVICES = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is planned: a model with these settings on that device."""
+    """The subject of a plan: a model with its settings on a device.
+
+    Attributes:
+        config: The settings of the engine.
+        model: The model, as its config.json describes it.
+        weights: The weights of the engine, quantised if the checkpoint or a setting says so.
+        num_parameters: The parameters of the model; a quantised weight counts like a plain one.
+        device: The device.
+        drafting: The draft model or the draft head, if there is one.
+        lora: The adapters that the engine takes, if it takes any.
+        divisible: The divisions over devices that were checked and are possible.
+    """
 
     config: EngineConfig
     model: ModelDescription
     weights: Sequence[Weight]
-    num_parameters: int  # however many numbers a quantised weight is made of
+    num_parameters: int
     device: DeviceSpec
     drafting: Drafting
     lora: LoRASpec | None
-    divisible: set[Sharding] = field(default_factory=set)  # how it was found that it can be divided
+    divisible: set[Sharding] = field(default_factory=set)
 
     @property
     def spec(self) -> ModelSpec:
+        """Returns the spec of the model."""
         return self.model.spec
 
     @property
     def architecture(self) -> str:
+        """Returns the first architecture that config.json names."""
         name: str = self.model.config["architectures"][0]
         return name
 
     def described(self, layout: ModelLayout) -> Described:
-        """Returns what an engine with the model in this layout is planned with."""
+        """Returns the description from which an engine with this layout is planned."""
         weights_bytes = num_bytes(self.weights, layout.dtype)
         return Described(
             self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora
         )
 
     def engine_spec(self, layout: ModelLayout) -> EngineSpec:
-        """Raises ConfigError or CapacityError for what cannot be."""
+        """Returns the spec of an engine with this layout.
+
+        Raises:
+            ConfigError: A setting is wrong, or does not fit the layout.
+            CapacityError: The model does not fit in memory.
+        """
         return engine_spec_of(self.described(layout), swaps=False)
 
     def option(self, layout: ModelLayout) -> Option:
-        """Raises ConfigError for a layout that no model can have."""
+        """Returns what each device would hold with this layout, or why it is not possible.
+
+        Raises:
+            ConfigError: No model can have this layout.
+        """
         refused = refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
@@ -106,16 +133,24 @@ class Subject:
 
 @dataclass(frozen=True)
 class Option:
-    """A layout of the model, and what each of its devices would hold, or why nothing would fit."""
+    """A layout of the model with the memory plan of each device, or the reason why there is none.
+
+    Attributes:
+        layout: The layout.
+        refused: The settings that this version plans but does not run.
+        plan: The memory plan of each device, or None.
+        num_kv_copies: The number of devices that have the same key/value heads.
+        error: The reason why there is no plan, or None.
+    """
 
     layout: ModelLayout
-    # settings that this version does not honour: it plans this and does not run it
     refused: tuple[str, ...]
     plan: MemoryPlan | None
-    num_kv_copies: int  # devices that have the same key/value heads
+    num_kv_copies: int
     error: CapacityError | ConfigError | UnsupportedError | None
 
     def num_users(self, length: int) -> int:
+        """Returns how many users of this many tokens fit; 0 without a plan."""
         return self.plan.num_users(length) if self.plan else 0
 
 
@@ -123,12 +158,16 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
     """Prints the tables, or one JSON object.
 
     Args:
-        given: fields of `ModelLayout` from the command line. They are not in `config`, because they may ask for what this version
-            does not run.
+        arguments: The command line.
+        config: The settings of the engine.
+        given: Fields of `ModelLayout` from the command line. They are not in `config`, because this
+            version may not run them.
 
     Raises:
-        ConfigError: a setting is wrong, or the devices cannot share the heads.
-        CapacityError: the model does not fit, not even divided, with the numbers. What else it could be is printed all the same.
+        ConfigError: A setting is wrong, or the devices cannot share the heads.
+        UnsupportedError: The model cannot have this layout.
+        CapacityError: The model does not fit, not even divided; the message has the numbers. The
+            tables with the alternatives are printed all the same.
     """
     subject, layout = _described(arguments, config, given)
     chosen = subject.option(layout)
@@ -154,7 +193,17 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 def spec_of(
     arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]
 ) -> EngineSpec:
-    """The engine that is planned. Arguments as of `run`. Raises ConfigError or CapacityError for what cannot be."""
+    """Returns the spec of the engine that is planned.
+
+    Args:
+        arguments: The command line.
+        config: The settings of the engine.
+        given: Fields of `ModelLayout` from the command line; see `run`.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        CapacityError: The model does not fit in memory.
+    """
     subject, layout = _described(arguments, config, given)
     return subject.engine_spec(layout)
 
@@ -177,7 +226,11 @@ def _described(
 
 
 def _drafting(config: EngineConfig) -> Drafting:
-    """What has weights of its own, and with it the model, must be there: their headers say how large it is."""
+    """Returns the drafting of the settings.
+
+    Only if the drafter has weights of its own it opens the files of drafter and model, whose
+    headers say how large the drafter is.
+    """
     asked = config.speculative_config
     if asked is None or asked.model is None:
         return Drafting()
@@ -197,7 +250,7 @@ def _place(memory: int | None, utilization: float) -> DeviceSpec:
 
 
 def _layouts(chosen: ModelLayout, most_devices: int) -> list[ModelLayout]:
-    """What the chosen layout is compared with, itself included."""
+    """Returns the layouts with which the chosen one is compared, the chosen one included."""
     narrow = "bfloat16" if chosen.dtype == "float32" else chosen.dtype
     layouts = [
         ModelLayout(dtype, cache, num)
@@ -234,7 +287,7 @@ def _kept_text(kv: KVSpec) -> str:
 
 
 def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
-    """(tokens of each user, blocks of each user, users that fit), for lengths up to the longest."""
+    """Returns tokens of each user, blocks of each user and users that fit, for several lengths."""
     doubling = (SHORTEST << power for power in range(32))
     lengths = [*(length for length in doubling if length < plan.max_model_len), plan.max_model_len]
     return [(length, plan.blocks_for(length), plan.num_users(length)) for length in lengths]
@@ -334,7 +387,7 @@ def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
 
 
 def _remark(error: Exception | None) -> str:
-    """Why a layout cannot be."""
+    """Returns why a layout is not possible."""
     if isinstance(error, CapacityError):
         return "does not fit"
     return "not supported for this model" if isinstance(error, UnsupportedError) else str(error)
@@ -366,7 +419,7 @@ def _as_dict(
 
 
 def _option_dict(option: Option, length: int) -> dict[str, Any]:
-    """Its numbers are those of one device; without a plan there are none."""
+    """Returns an option for JSON; its numbers are those of one device, and need a plan."""
     numbers: dict[str, Any] = {}
     if plan := option.plan:
         numbers = {

@@ -1,4 +1,4 @@
-"""`jaxpage plan --devices N`: the ways to divide N devices into replicas, each on one or more of them."""
+"""Lists for `jaxpage plan --devices N` the ways to divide N devices into equal replicas."""
 
 from __future__ import annotations
 
@@ -13,26 +13,40 @@ from jaxpage.tables import aligned
 
 
 class Planned(Protocol):
-    """What `cli.plan.Option` says."""
+    """A layout with its memory plan, as `cli.plan.Option` has it."""
 
     @property
-    def layout(self) -> ModelLayout: ...
+    def layout(self) -> ModelLayout:
+        """Returns the layout."""
+
     @property
-    def plan(self) -> MemoryPlan | None: ...
+    def plan(self) -> MemoryPlan | None:
+        """Returns the memory plan of each device, or None."""
+
     @property
-    def error(self) -> JaxpageError | None: ...
-    def num_users(self, length: int) -> int: ...
+    def error(self) -> JaxpageError | None:
+        """Returns why there is no plan, or None."""
+
+    def num_users(self, length: int) -> int:
+        """Returns how many users of this many tokens fit."""
 
 
 def divisions(
     option_of: Callable[[ModelLayout], Planned], layout: ModelLayout, num_devices: int
 ) -> list[Planned]:
-    """Of one replica each: on one device, on two, and so on, as far as all devices are used."""
+    """Returns one replica of each division; its number of devices divides that of all devices.
+
+    Args:
+        option_of: Plans a layout.
+        layout: The layout of a replica, but for its number of devices.
+        num_devices: The number of all devices.
+    """
     sizes = (size for size in range(1, num_devices + 1) if num_devices % size == 0)
     return [option_of(replace(layout, tensor_parallel_size=size)) for size in sizes]
 
 
 def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
+    """Returns the table of the divisions, as lines."""
     lengths = (length, 4 * length)
     users_of = [f"users of {each:,}" for each in lengths]
     rows: list[tuple[str, ...]] = [
@@ -61,6 +75,7 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
 
 
 def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict[str, Any]]:
+    """Returns the divisions for JSON."""
     found = []
     for option in options:
         size, plan = option.layout.tensor_parallel_size, option.plan

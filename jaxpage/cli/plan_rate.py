@@ -1,4 +1,7 @@
-"""`jaxpage plan --slo`: the highest request rate that a configuration sustains, simulated with costs of this machine or given ones."""
+"""Finds for `jaxpage plan --slo` the highest request rate that a configuration sustains.
+
+It simulates the engine with step costs that are measured on this machine or read from a file.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,20 @@ _COLUMNS = (
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str, Any]) -> int:
-    """Prints a table or one JSON object. Status 1 if `--rate` is not sustained. Raises UsageError, and as `jaxpage plan` does."""
+    """Prints a table or one JSON object.
+
+    Args:
+        arguments: The command line.
+        config: The settings of the engine.
+        given: Fields of `ModelLayout` from the command line; see `cli.plan.run`.
+
+    Returns:
+        The exit status, which is 1 if `--rate` is not sustained.
+
+    Raises:
+        UsageError: A flag is wrong, or the model cannot be simulated.
+        JaxpageError: The model cannot be planned; see `cli.plan.run`.
+    """
     for name, default in _DEFAULTS.items():
         setattr(
             arguments,
@@ -78,7 +94,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
 
 
 def _checked(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, float]:
-    """The SLO in seconds."""
+    """Checks the flags, and returns the SLO (service level objective) in seconds."""
     slo: dict[str, float] = {}
     for part in arguments.slo.split(","):
         name, _, value = part.partition("=")
@@ -130,7 +146,10 @@ def _opened(
 
 
 def _scheduler(spec: EngineSpec, config: EngineConfig) -> PagedScheduler:
-    """The engine's, without a prefix cache: the prompts of the trace share nothing."""
+    """Returns a scheduler like the engine's, without a prefix cache.
+
+    The prompts of the trace share no prefix.
+    """
     [blocks] = spec.blocks
     manager = BlockManager(
         [BlockTables(BlockPool(blocks.stop, first=blocks.start), spec.memory.block_size)], None

@@ -1,4 +1,7 @@
-"""What commands have in common: settings and sampling parameters from their flags, an engine of them, and lines for who runs them."""
+"""Resolves the flags of a command: to settings, to sampling parameters, and to an engine.
+
+It also prints the lines for the person who runs the command.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +27,21 @@ Say = Callable[[str], None]
 
 
 def say(text: str) -> None:
-    """A line for the person at the terminal; standard output is for the text alone."""
+    """Prints a line to standard error for the person at the terminal.
+
+    Standard output is for generated text and reports alone.
+    """
     print(text, file=sys.stderr, flush=True)
 
 
 def teller(arguments: argparse.Namespace) -> Say:
-    """`say`, or nothing with --quiet."""
+    """Returns `say`, or with --quiet a function that prints nothing."""
     return (lambda text: None) if arguments.quiet else say
 
 
 @contextlib.contextmanager
 def refusals() -> Iterator[None]:
-    """An engine refuses a bad prompt or parameter with ValueError, before anything runs: that is wrong use."""
+    """Turns the ValueError with which an engine refuses a prompt or parameter into a UsageError."""
     try:
         yield
     except ValueError as error:
@@ -43,7 +49,15 @@ def refusals() -> Iterator[None]:
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The given sampling parameters, refused before a model is loaded if they are wrong."""
+    """Returns the given sampling parameters, which are checked before a model is loaded.
+
+    Args:
+        arguments: The command line.
+
+    Raises:
+        UsageError: A parameter is wrong.
+        UnsupportedError: More than one sample is asked for.
+    """
     given = {"max_tokens": DEFAULT_MAX_TOKENS, **sampling_settings(arguments)}
     if given.get("min_tokens", 0) > DEFAULT_MAX_TOKENS and "max_tokens" not in vars(arguments):
         given["max_tokens"] = given["min_tokens"]
@@ -60,7 +74,7 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def is_own_name(text: str) -> bool:
     """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
-    # after wrong flags are refused: this imports jax
+    # The import is late, because it loads jax, and wrong flags are refused before that.
     from jaxpage.checkpoints.fetched import FETCHABLE
     from jaxpage.checkpoints.resolve import PACKAGED
 
@@ -68,12 +82,14 @@ def is_own_name(text: str) -> bool:
 
 
 def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
+    """Returns the engine's settings, except `without`, with their origins."""
     return resolve_config(
         arguments.config, engine_settings(arguments, without), overrides_origin="command line"
     )
 
 
 def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolved[ServerConfig]]:
+    """Returns the settings of the engine and of the server, with their origins."""
     file = getattr(arguments, "file", None)
     if file and arguments.config:
         raise UsageError(f"two configuration files: {file} and --config {arguments.config}")
@@ -82,9 +98,17 @@ def resolved_both(arguments: argparse.Namespace) -> tuple[ResolvedConfig, Resolv
 
 
 def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM:
-    """For one text at a time: by default no shape is compiled that only several sequences would use.
+    """Returns an engine for one text at a time.
 
-    Raises UsageError, before anything is loaded, for a model that has no text; with `chats` also for one without a chat template.
+    By default it compiles no shape that only several sequences would use.
+
+    Args:
+        arguments: The command line.
+        chats: The model needs a chat template.
+
+    Raises:
+        UsageError: The model has no tokenizer, or lacks a chat template that it needs. Nothing has
+            been loaded then.
     """
     found = resolved(arguments, without=("seed",))
     config = found.config
@@ -95,7 +119,8 @@ def engine_for_one(arguments: argparse.Namespace, *, chats: bool = False) -> LLM
 
 
 def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
-    from jaxpage.llm import LLM  # after the configuration is known to be right: this imports jax
+    """Returns an engine with these settings."""
+    from jaxpage.llm import LLM  # late, because this imports jax
 
     return LLM(**config.given(), use_tqdm=not quiet, verbose=verbose)
 
@@ -106,7 +131,7 @@ def _check_text(config: EngineConfig, *, chats: bool) -> None:
 
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
-        # of what is no model at all more is missing
+        # If this is no model at all, the error must say so instead.
         open_model(resolve_model(config.model, config.revision))
         raise UsageError(
             f"the model {config.model!r} has no tokenizer, so it cannot read text: set --tokenizer, or give token ids to "

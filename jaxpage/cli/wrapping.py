@@ -12,11 +12,11 @@ _PIECES = re.compile(r"\n|[^\S\n]+|\S+")
 class Wrapper:
     """Breaks lines of a stream before the word that would not fit.
 
-    A word is held back until its end is known, so the text that was fed lags by at most one word.
+    A word is held back until its end is known, so the printed text lags by at most one word.
 
     Args:
-        width: columns of the terminal; a word that is wider is left to the terminal.
-        column: where the cursor is.
+        width: The columns of the terminal; a word that is wider is left to the terminal.
+        column: The column of the cursor.
     """
 
     def __init__(self, width: int, column: int = 0) -> None:

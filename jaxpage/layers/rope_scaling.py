@@ -37,8 +37,12 @@ def make_rope(
         CheckpointError: The numbers make no sense together.
     """
     rope_type = parameters["rope_type"]
+    numbers = {
+        name: float(value) if type(value) is int and name != LENGTH else value
+        for name, value in parameters.items()
+    }
     try:
-        frequencies, factor = SCALINGS[rope_type](parameters, head_width, max_position_embeddings)
+        frequencies, factor = SCALINGS[rope_type](numbers, head_width, max_position_embeddings)
     except ArithmeticError as error:
         raise CheckpointError(
             f"rope parameters {dict(parameters)} make no sense ({error})"
@@ -138,10 +142,8 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
             / (2 * math.log(parameters["rope_theta"]))
         )
 
-    low, high = (
-        pair_of(float(parameters.get("beta_fast") or 32)),
-        pair_of(float(parameters.get("beta_slow") or 1)),
-    )
+    low = pair_of(parameters.get("beta_fast") or 32.0)
+    high = pair_of(parameters.get("beta_slow") or 1.0)
     if parameters.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = float(max(low, 0)), float(min(high, width - 1))

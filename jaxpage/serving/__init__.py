@@ -1,1 +1,5 @@
-"""The OpenAI-compatible server: its wire format, and the inspector page; a driver runs its engine."""
+"""Serves a model over HTTP as OpenAI's API does, and shows its engine on the inspector page.
+
+The server translates requests (`wire/`), limits what connections may do (`http/`), and leads an
+engine that several hosts share (`hosts/`). A driver runs the engine on a thread of its own.
+"""

@@ -1,4 +1,8 @@
-"""The LoRA adapters that clients choose by `model`: those of `lora_modules`, and those that are loaded while the server runs."""
+"""Serves LoRA adapters, which a request chooses by the field `model`.
+
+The adapters of the setting `lora_modules` are there from the start; with `lora_directory` clients
+load and unload further ones while the server runs.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +35,25 @@ from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.lora_request import LoRARequest
 
-MAX_ADAPTERS = 1024  # that are served at a time
+MAX_ADAPTERS = 1024  # the most adapters that are served at a time
 
 
 def check_lora_modules(
     engine: EngineConfig, config: ServerConfig, model_names: tuple[str, ...]
 ) -> None:
-    """All adapters of `lora_modules`, before the model is loaded: from its config.json and the adapters' files.
+    """Checks all adapters of `lora_modules` before the model is loaded.
 
-    Raises ConfigError that says for each adapter what is wrong: a name that is taken, a directory that is not there, tensors that do not
-    fit; and what `describe_model` raises.
+    It reads the model's config.json and the files of the adapters.
+
+    Args:
+        engine: The settings of the engine.
+        config: The settings of the server.
+        model_names: The names of the model, which no adapter may have.
+
+    Raises:
+        ConfigError: Adapters cannot be served, and the message says for each of them why: a name is
+            taken, a directory does not exist, or tensors do not fit.
+        JaxpageError: The model cannot be described; see `describe_model`.
     """
     modules = config.lora_modules or ()
     if not modules:
@@ -49,7 +62,7 @@ def check_lora_modules(
         resolve_model_config(engine.model, engine.revision), engine.quantization
     )
     spec = lora_spec(engine, described.family, described.spec)
-    assert spec is not None  # `resolve_both` has seen to it
+    assert spec is not None  # `resolve_both` refuses lora_modules without enable_lora
     errors, names = [], Counter([*model_names, *(module.partition("=")[0] for module in modules)])
     errors += [
         f"the name {name!r} is that of the model"
@@ -70,7 +83,7 @@ def check_lora_modules(
 
 
 def open_lora_modules(engine: Engine, config: ServerConfig) -> dict[str, LoRARequest]:
-    """The adapters of `lora_modules` by name, which `check_lora_modules` has seen."""
+    """Opens the adapters of `lora_modules`, and returns them by name; check them first."""
     served = {asked.lora_name: asked for asked in _asked(config.lora_modules or ())}
     for asked in served.values():
         engine.opened_adapter(asked)
@@ -85,14 +98,22 @@ def _asked(modules: Sequence[str]) -> list[LoRARequest]:
 
 
 class RuntimeAdapters:
-    """Loads and unloads adapters while the server runs, from below one directory. On one thread."""
+    """Loads and unloads adapters while the server runs, from below one directory.
+
+    It is used on one thread.
+    """
 
     def __init__(self, engine: Engine, context: ModelContext, directory: Path):
         self._engine, self._context, self._directory = engine, context, directory
         self._numbers = itertools.count(1 + len(context.adapters))
 
     def load(self, body: dict[str, Any]) -> str:
-        """What is answered. Raises ApiError."""
+        """Loads an adapter, and returns the text of the answer.
+
+        Raises:
+            ApiError: A field is wrong, the name is taken, there are too many adapters, or the
+                files cannot be loaded.
+        """
         name, path = text_field(body, "lora_name"), text_field(body, "lora_path")
         in_place = body.get("load_inplace", False)
         check_fields(body, {"lora_name", "lora_path", "load_inplace"})
@@ -124,7 +145,11 @@ class RuntimeAdapters:
         return f"Success: LoRA adapter '{name}' added successfully."
 
     def unload(self, body: dict[str, Any]) -> str:
-        """What is answered; requests that run go on. Raises ApiError."""
+        """Unloads an adapter, and returns the text of the answer; running requests keep it.
+
+        Raises:
+            ApiError: A field is wrong, or there is no such adapter.
+        """
         name = text_field(body, "lora_name")
         check_fields(body, {"lora_name", "lora_int_id"})
         asked = self._context.adapters.pop(name, None)
@@ -146,7 +171,10 @@ class RuntimeAdapters:
 def lora_routes(
     config: ServerConfig, engine: Engine, preparing: Preparing, context: ModelContext
 ) -> list[Route]:
-    """POST /v1/load_lora_adapter and /v1/unload_lora_adapter, vLLM's names; none without `lora_directory`."""
+    """Returns the routes that load and unload adapters; none without `lora_directory`.
+
+    Their paths, /v1/load_lora_adapter and /v1/unload_lora_adapter, are those of vLLM.
+    """
     if config.lora_directory is None:
         return []
     adapters = RuntimeAdapters(engine, context, Path(config.lora_directory))

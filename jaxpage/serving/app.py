@@ -1,4 +1,10 @@
-"""The HTTP application: which path does what. Between it and the socket stand the middlewares of `serving/http`."""
+"""Builds the HTTP application, which says what each path does.
+
+A request passes the middlewares of `serving/http` before it reaches a route:
+
+    socket ─▶ Connection ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
+              deadlines     ids, errors (local only)                      Server, page, weights, ...
+"""
 
 from __future__ import annotations
 
@@ -69,11 +75,19 @@ from jaxpage.serving.wire.tokenizing import Transformed
 logger = logging.getLogger(__name__)
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
 Transform = Callable[[dict[str, Any], ModelContext], Transformed]
-STATS_SECONDS = 5.0  # a step may take longer; then there are no metrics for now
+# A step may take longer than this; then `/metrics` leaves out the facts of the engine.
+STATS_SECONDS = 5.0
 
 
 class Server:
-    """What the paths do: everything that answers requests, on one event loop."""
+    """Answers the requests of the API's paths, on one event loop.
+
+    Attributes:
+        visitors: The requests that are being answered, for which a shutdown waits.
+        preparing: The threads that read requests and prepare them for the engine.
+        metrics: The counters of the server.
+        routes: The routes of all paths that a `Server` answers.
+    """
 
     def __init__(
         self,
@@ -200,7 +214,7 @@ class Server:
         }
 
     async def _tags(self, request: Request) -> Response:
-        """Ollama's list of models. Of files it says nothing: clients see none of this machine's."""
+        """Answers Ollama's list of models, without files: clients see no path of this machine."""
         since = datetime.fromtimestamp(self._created, UTC).isoformat().replace("+00:00", "Z")
         return json_answer(
             {
@@ -211,7 +225,7 @@ class Server:
         )
 
     async def _loaded(self, request: Request) -> Response:
-        """Ollama's list of what is in memory, as all is."""
+        """Answers Ollama's list of the models in memory, which has all models of the server."""
         length = self._context.max_model_len
         return json_answer(
             {
@@ -242,7 +256,7 @@ class Server:
 
     async def _exposition(self, request: Request) -> Response:
         stats: Mapping[str, Any] = {}
-        # what the server counts is there in any case
+        # Without facts of the engine the answer still has what the server counts itself.
         with contextlib.suppress(TimeoutError, JaxpageError):
             stats = await asyncio.wait_for(self._driver.stats(), STATS_SECONDS)
         return Response(self.metrics.exposition(stats), media_type=self.metrics.content_type)
@@ -275,12 +289,18 @@ def build_app(
     api_keys: Sequence[str] = (),
     incidents: Incidents | None = None,
 ) -> Starlette:
-    """The application with its middlewares. `app.state.server` is the `Server`, for who closes it.
+    """Builds the application with its middlewares; `app.state.server` is its `Server`.
 
     Args:
-        capabilities: what `/v1/capabilities` answers.
-        api_keys: one of them is needed for every path but those that are open; none: for no path, and where `config.host` is this
-            machine's own, requests under another name, or of another origin's page, are refused.
+        driver: The driver of the engine.
+        context: The facts about the model that the wire format needs.
+        config: The settings of the server.
+        metrics: The counters of the server.
+        capabilities: The object that `/v1/capabilities` answers.
+        api_keys: The keys, one of which is needed for every path but the open ones. Without keys
+            every path is open; if `config.host` is then an address of this machine alone,
+            requests under another host name or from a page of another origin are refused.
+        incidents: The records of the last steps; None where they are not kept.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
     middleware = [
@@ -306,15 +326,17 @@ def build_app(
     handlers = {HTTPException: _http_error}
     weights = weights_routes(config, driver, server.visitors)
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
-    routes = [*pages, *server.routes, *lora, *weights, *debug]  # with the page, / leads to it
+    # The page comes first, so that its route for / wins over the index of the server.
+    routes = [*pages, *server.routes, *lora, *weights, *debug]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
-    app.router.redirect_slashes = False  # a path is right or not found
+    # A path with a slash too many is not found; Starlette would redirect it.
+    app.router.redirect_slashes = False
     return app
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """What the router has no route for."""
+    """Answers a request for which the router has no route."""
     if not isinstance(error, HTTPException):
         raise error
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)

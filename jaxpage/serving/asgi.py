@@ -1,4 +1,7 @@
-"""The server's application with its engine running, for programs that bring a server of their own, such as Ray Serve."""
+"""Makes the server's application with a running engine, for programs with their own HTTP server.
+
+Such a program is Ray Serve, for example.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +27,13 @@ from jaxpage.settings.engine_config import EngineConfig
 
 
 class Application:
-    """The application, and an engine that ends with the server's lifespan."""
+    """An ASGI application whose engine ends with the lifespan of the program's HTTP server."""
 
     def __init__(self, app: ASGIApp, driver: AsyncDriver) -> None:
         self._app, self._driver = app, driver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, or follows the lifespan and stops the engine at its end."""
         if scope["type"] != "lifespan":
             await self._app(scope, receive, send)
             return
@@ -45,12 +49,17 @@ def asgi_app(
     engine: Mapping[str, Any] | None = None,
     server: Mapping[str, Any] | None = None,
 ) -> Application:
-    """Loads, compiles, starts the engine's thread, and returns the application. Settings of sockets and of the shutdown are the caller's.
+    """Loads and compiles a model, starts the engine's thread, and returns the application.
+
+    The settings for sockets and for the shutdown have no effect: the caller's server decides them.
 
     Args:
-        config: a YAML file, as of `jaxpage serve --config`. engine, server: settings by name, which win over it.
+        config: A YAML file, like that of `jaxpage serve --config`.
+        engine: Settings of the engine by name, which win over the file.
+        server: Settings of the server by name, which win over the file.
 
-    Raises the errors of `LLM`.
+    Raises:
+        JaxpageError: The settings, the model or the memory do not allow it; see `LLM`.
     """
     for_engine, for_server = resolve_both(config, engine or {}, server or {})
     ours, theirs = for_engine.config, for_server.config
@@ -63,7 +72,14 @@ def asgi_app(
 def application(
     built: Built, ours: EngineConfig, theirs: ServerConfig, api_keys: tuple[str, ...] = ()
 ) -> Application:
-    """Starts the thread of an engine that was built, and returns the application. ours: its settings; theirs: those of the server."""
+    """Starts the thread of an engine that was built, and returns the application.
+
+    Args:
+        built: The engine with its tokenizer, memory and sampling defaults.
+        ours: The settings of the engine.
+        theirs: The settings of the server.
+        api_keys: The keys that let a request in; see `build_app`.
+    """
     publish_kv_events(built, theirs)
     incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)
     driver = AsyncDriver(

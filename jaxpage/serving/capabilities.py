@@ -1,4 +1,4 @@
-"""`/v1/capabilities`: what this server honours, field by field, and what it is."""
+"""Describes a server for `/v1/capabilities`: its model, its limits, and the fields it honours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from jaxpage.support import support_matrix
 def capabilities(
     built: Built, engine: EngineConfig, server: ServerConfig, limits: RequestLimits
 ) -> dict[str, Any]:
-    """A JSON object. `parameters` is the table of docs/reference/support-matrix.md; the rest describes this server."""
+    """Returns the answer of `/v1/capabilities`, a JSON object.
+
+    Its `parameters` are the table of docs/reference/support-matrix.md; the rest describes this
+    server.
+
+    Args:
+        built: The engine with its tokenizer, memory and sampling defaults.
+        engine: The settings of the engine.
+        server: The settings of the server.
+        limits: The limits of the fields of a request.
+    """
     tokenizer = built.tokenizer
     return {
         "version": __version__,
@@ -27,7 +37,7 @@ def capabilities(
             "has_tokenizer": tokenizer is not None,
             "has_chat_template": bool(getattr(tokenizer, "chat_template", None)),
             "sampling_defaults": built.sampling_defaults,
-            # of the page, where those above are silent
+            # The page uses these where the model has no defaults of its own.
             "chat_defaults": chat_defaults(built.sampling_defaults),
         },
         "tools": server.tool_parser,
@@ -52,6 +62,6 @@ def capabilities(
 
 
 def _speculation(engine: EngineConfig) -> dict[str, Any] | None:
-    """Without the place of a drafter's files: clients see no path of this machine."""
+    """Returns the settings of speculation without the drafter's path, which clients may not see."""
     config = engine.speculative_config
     return None if config is None else config.model_dump(exclude_none=True, exclude={"model"})

@@ -1,4 +1,7 @@
-"""`ServerConfig`: every setting of the server beside its engine's. In a file they stand below `server:`."""
+"""Declares the settings of the server, and resolves them together with those of the engine.
+
+In a configuration file the settings of the server are below `server:`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ AUTO = "auto"
 MAX_KEY_FILE_BYTES = 1 << 16
 
 _Text = Annotated[str, Field(min_length=1, max_length=4096)]
-# Goes into paths (/v1/models/NAME), metric labels and every answer.
+# The name goes into paths (/v1/models/NAME), metric labels and every answer.
 MODEL_NAME = r"[^\x00-\x20\x7f]+"
 _ModelName = Annotated[str, Field(min_length=1, max_length=256, pattern=rf"^{MODEL_NAME}$")]
 _LORA_MODULE = re.compile(r"[^\x00-\x20\x7f=]{1,256}=[^\x00]+")
@@ -58,7 +61,7 @@ _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 
 
 def _as_tuple(value: Any) -> Any:
-    """A single name, or a list from a file."""
+    """Returns the names as a tuple, given one name or a list from a file."""
     if isinstance(value, str):
         return (value,)
     return tuple(value) if isinstance(value, list) else value
@@ -71,7 +74,7 @@ _LoRAModules = Annotated[
 
 
 class ServerConfig(Settings):
-    """The settings of the server, each declared here and nowhere else: see `setting`."""
+    """Holds the settings of the server, each declared here and nowhere else; see `setting`."""
 
     plain_text: ClassVar[frozenset[str]] = frozenset(
         {
@@ -101,7 +104,7 @@ class ServerConfig(Settings):
         "LoRA adapters that requests may name as model; with --enable-lora",
         metavar="NAME=PATH",
     )
-    # The next two let everybody who may send requests load files.
+    # With either of the next two settings everybody who may send requests can load files.
     lora_directory: _Text | None = setting(
         None,
         "LoRA adapters below it may be loaded by POST /v1/load_lora_adapter",
@@ -231,7 +234,9 @@ class ServerConfig(Settings):
     )
 
     def contradictions(self) -> Iterable[Problem]:
-        # not a field's bound: that of a tuple counts what is left without wrong names
+        """Yields the settings that contradict others, with the reason for each."""
+        # A bound of the field cannot refuse an empty tuple: it counts the names that are left after
+        # wrong ones are taken out.
         if self.served_model_name == ():
             yield "served_model_name", "must have a name, or be left out"
         if self.served_model_name and len(set(self.served_model_name)) < len(
@@ -269,7 +274,7 @@ class ServerConfig(Settings):
 
     @property
     def is_local(self) -> bool:
-        """Whether this machine alone can reach it."""
+        """Returns whether this machine alone can reach the server."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -284,7 +289,20 @@ def resolve_both(
     environment: Mapping[str, str] | None = None,
     overrides_origin: str = "argument",
 ) -> tuple[Resolved[EngineConfig], Resolved[ServerConfig]]:
-    """Both configurations from one file, the environment, and what was given by hand for each. Raises as `resolve_config` does."""
+    """Resolves both configurations from one file, the environment, and explicit settings.
+
+    Args:
+        path: The YAML file, or None.
+        engine: Explicit settings of the engine, which win over the file and the environment.
+        server: Explicit settings of the server, which win likewise.
+        environment: The environment variables; None for those of the process.
+        overrides_origin: The words that name the origin of explicit settings.
+
+    Raises:
+        ConfigError: A setting is unknown, wrong or below the wrong heading. The message has the
+            problems of both configurations.
+        UnsupportedError: Every problem is a setting that this version does not support.
+    """
     file = read_file(path)
     below = file.pop("server").value if "server" in file else {}
     problems: list[str] = []
@@ -305,7 +323,7 @@ def resolve_both(
             errors.append(error)
     if not errors:
         errors += _contradictions(resolved[0].config, resolved[1].config)
-    if errors:  # all of them at once
+    if errors:
         refusal = (
             UnsupportedError
             if all(isinstance(error, UnsupportedError) for error in errors)
@@ -338,7 +356,7 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
 
 
 def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
-    """What several hosts cannot do."""
+    """Returns an error for each setting that cannot be used with several hosts."""
     num_hosts, size = server.num_hosts, engine.tensor_parallel_size
     errors: list[JaxpageError] = []
     if size % num_hosts:
@@ -371,12 +389,14 @@ def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[Jaxpage
 def read_api_keys(
     config: ServerConfig, environment: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:
-    """The keys that let a request in: those of `api_key_file`, a line each, and of $JAXPAGE_API_KEY, with commas between them.
+    """Returns the keys that let a request in.
 
-    None at all means that no key is asked for; a source that is given and has none is an error, not an open door.
+    They come from `api_key_file`, one on each line, and from $JAXPAGE_API_KEY, separated by commas.
+    If neither is given there are no keys, and the server asks for none. A source that is given but
+    has no key is an error, so that a mistake opens no door.
 
     Raises:
-        ConfigError: a source cannot be read, is empty, or has a key that no header can carry.
+        ConfigError: A source cannot be read, is empty, or has a key that no header can carry.
     """
     text = (os.environ if environment is None else environment).get(API_KEY_VARIABLE)
     keys = [] if text is None else _keys(API_KEY_VARIABLE, text.split(","))
@@ -393,9 +413,8 @@ def _keys(source: str, texts: Iterable[str]) -> list[str]:
     if not keys:
         raise ConfigError(f"{source} is given, but has no key")
     if not all(key.isascii() and key.isprintable() and " " not in key for key in keys):
-        raise ConfigError(
-            f"{source}: a key must be printable ASCII without spaces"
-        )  # the error does not show which one: it is a secret
+        # The message does not show the key, which is a secret.
+        raise ConfigError(f"{source}: a key must be printable ASCII without spaces")
     return keys
 
 

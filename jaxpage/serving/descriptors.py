@@ -1,4 +1,4 @@
-"""Sees that the process may have as many files open as the server may have connections, and that it says so briefly where it may not."""
+"""Raises the limit of open files to what the connections need, and logs briefly where it cannot."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ import time
 from typing import Any
 
 logger = logging.getLogger(__name__)
-_OTHERS = 128  # files of the process that are no connections
-_PER_CONNECTION = 2  # as many again are taken for a moment, to be answered or cut
+_OTHERS = 128  # files of the process that are not connections
+# Connections over the limit are accepted for a moment, to be answered or cut.
+_PER_CONNECTION = 2
 _OUT_OF_SOMETHING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
-_SECONDS = 1.0  # between two lines
+_SECONDS = 1.0  # the least time between two lines of the log
 
 
 def room_for_connections(wanted: int) -> int:
-    """Raises the limit of open files as far as that is needed and allowed. Returns how many connections there is room for."""
+    """Raises the limit of open files as far as needed and allowed.
+
+    Args:
+        wanted: The number of connections that the server may have.
+
+    Returns:
+        The number of connections that there is room for, at most `wanted`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _PER_CONNECTION * wanted + _OTHERS
     if soft != resource.RLIM_INFINITY and soft < needed:
         raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        # macOS has a limit beyond the one that it tells
+        # macOS refuses numbers above a second limit, which it does not report.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
             soft = raised
@@ -41,12 +49,17 @@ def room_for_connections(wanted: int) -> int:
 
 
 class Complaints:
-    """asyncio's handler of what nobody handles. Connections that cannot be accepted are a line a second at most."""
+    """Handles the errors that asyncio catches itself.
+
+    Connections that cannot be accepted are logged at most once a second; all other errors go to
+    asyncio's own handler.
+    """
 
     def __init__(self) -> None:
         self._last = -_SECONDS
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Logs an error that asyncio has caught."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_SOMETHING:
             loop.default_exception_handler(context)

@@ -1,4 +1,7 @@
-"""Answers POST /v1/embeddings: one input after another on the engine's thread, between two of its steps."""
+"""Answers requests for embeddings, such as POST /v1/embeddings.
+
+The inputs of a request are computed one at a time on the engine's thread, between two of its steps.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,11 @@ Open = Callable[[dict[str, Any], ModelContext], EmbeddingAnswer]
 
 
 class Embedding:
-    """The vectors of texts. What their lengths need is compiled aside, so that requests that generate go on meanwhile."""
+    """Computes the vectors of texts.
+
+    An executable for a new length is compiled on another thread, so that generation goes on
+    meanwhile.
+    """
 
     def __init__(
         self, driver: AsyncDriver, preparing: Preparing, context: ModelContext, embedder: Embedder
@@ -36,7 +43,21 @@ class Embedding:
     async def answer(
         self, opened: Open, raw: bytes, arrived: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """opened: reads the request. Raises ApiError, and what the driver raises."""
+        """Reads a request, computes its vectors, and sends the answer.
+
+        Args:
+            opened: Reads the request.
+            raw: The body of the request.
+            arrived: The time at which the request came in, by `time.monotonic`.
+            scope: The request, as ASGI describes it.
+            receive: Gives the messages of the client.
+            send: Takes the messages of the answer.
+
+        Raises:
+            ApiError: The request cannot be answered.
+            JaxpageError: The driver refuses it: the queue is full, its time is over, or the engine
+                has ended.
+        """
         async with self._driver.in_time(arrived):
             asked = await self._preparing.run(lambda: opened(parse_object(raw), self._context))
             requests = await self._requests(asked)
@@ -53,7 +74,7 @@ class Embedding:
             return await self._preparing.requests(asked.prompts)
         except Exception as error:
             refusal = refusal_of(error) or asked.refusal(error)
-            # a 500 is logged
+            # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
     async def _vectors(

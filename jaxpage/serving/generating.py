@@ -1,4 +1,7 @@
-"""One exchange from its prepared requests to its last byte: submits, streams or waits, and ends everything when the client leaves."""
+"""Answers requests that generate: submits them to the engine, and streams or waits for the outputs.
+
+A client that leaves ends the requests of its exchange.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,9 @@ from jaxpage.serving.wire.dialects import Frame, dialect_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
-MAX_PROMPT_LOGPROBS = 1_000_000  # in one answer: some hundred MB
-KEEP_ALIVE_SECONDS = 15.0  # a comment keeps proxies from taking a stream that is silent for dead
+MAX_PROMPT_LOGPROBS = 1_000_000  # the most in one answer, which has some hundred MB then
+# After so long a silence a comment is sent, so that proxies do not take the stream for dead.
+KEEP_ALIVE_SECONDS = 15.0
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _ABORTIONS: dict[type[Exception], str] = {DeadlineExceeded: "deadline", ShuttingDown: "shutdown"}
 
@@ -43,11 +47,18 @@ class Generating:
         receive: Receive,
         send: Send,
     ) -> None:
-        """Raises ClientDisconnect, and, as long as nothing was sent, the error for the client.
+        """Reads a request, has the engine generate, and sends the answer.
 
         Args:
-            opened: reads the request, which may take a while.
-            arrived: when, by `time.monotonic`.
+            opened: Reads the request, which may take a while.
+            arrived: The time at which the request came in, by `time.monotonic`.
+            scope: The request, as ASGI describes it.
+            receive: Gives the messages of the client.
+            send: Takes the messages of the answer.
+
+        Raises:
+            ClientDisconnect: The client has left.
+            ApiError: The request cannot be answered, and nothing of the answer was sent.
         """
         await while_connected(receive, self._answered(opened, arrived, scope, receive, send))
 
@@ -92,7 +103,7 @@ class Generating:
             )
         except Exception as error:
             refusal = refusal_of(error) or exchange.refusal(error)
-            # a 500 is logged
+            # `to_api_error` logs an error that the client may not see.
             raise (to_api_error(error) if refusal.status == 500 else refusal) from error
 
     async def _stream(
@@ -103,18 +114,22 @@ class Generating:
         scope: Scope,
         send: Send,
     ) -> None:
-        """Events or lines. An error behind the headers is one, too, and the stream ends as it always ends."""
+        """Sends the outputs as events or lines, and an error after the headers likewise.
+
+        The stream ends in the same way after an error.
+        """
         dialect = dialect_of(scope["path"])
         frame = dialect.new_frame()
         headers = {"content-type": dialect.media_type, **_STREAM_HEADERS, **headers}
         raw_headers = [(name.encode(), value.encode()) for name, value in headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw_headers})
-        # for who looks whether the client is still there
+        # The connection sends this comment to find out whether the client is still there.
         scope["state"]["comment"] = dialect.comment
         try:
             async with aclosing(updates_of(submitted)) as updates:
                 async for deltas in updates:
-                    if any(delta.prompt_logprobs for _, delta in deltas):  # long, once
+                    # Prompt log probabilities come once and are long: the event loop must not wait.
+                    if any(delta.prompt_logprobs for _, delta in deltas):
                         part = await asyncio.to_thread(_events, exchange, deltas, frame)
                     else:
                         part = _events(exchange, deltas, frame) if deltas else dialect.comment
@@ -127,13 +142,17 @@ class Generating:
         )
 
     def _failure_of(self, error: Exception) -> ApiError:
-        """The client's error for a request that ran and did not finish."""
+        """Counts a request that did not finish, and returns the error for its client."""
         self._metrics.aborted(_ABORTIONS.get(type(error), "error"))
         return to_api_error(error)
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work, whose request was read to its end, or breaks it off when the client leaves: ClientDisconnect."""
+    """Does the work for a request that was read to its end, and ends it when the client leaves.
+
+    Raises:
+        ClientDisconnect: The client has left.
+    """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -154,7 +173,10 @@ async def _left(receive: Receive) -> None:
 async def updates_of(
     submitted: list[AwaitedHandle],
 ) -> AsyncGenerator[list[tuple[int, RequestOutput]], None]:
-    """What is new of streamed requests, each with its place among them; nothing at all after a long silence."""
+    """Yields the new outputs of streamed requests, each with the index of its request.
+
+    After a long silence it yields an empty list.
+    """
     waited = {one.next_delta(): index for index, one in enumerate(submitted)}
     while waited:
         done, _ = await asyncio.wait(
@@ -173,7 +195,7 @@ async def _send_part(send: Send, body: bytes) -> None:
 
 
 def _check_prompt_logprobs(requests: Sequence[PreparedRequest]) -> None:
-    """Raises ValueError where the answer would be too long to be kept and written."""
+    """Raises ValueError if the answer would be too long to be kept in memory and written."""
     number = sum(
         len(request.token_ids) * (1 + wanted) * getattr(request.params, "n", 1)
         for request in requests

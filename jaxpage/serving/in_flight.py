@@ -1,4 +1,4 @@
-"""Requests in flight, so that a server that shuts down waits for these and no others."""
+"""Counts the requests in flight, so that a server that shuts down waits for these and no others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from jaxpage.errors import ShuttingDown
 
 
 class InFlightRequests:
-    """Counts the requests for the engine, from their headers to their last byte. For one event loop."""
+    """Counts the requests for the engine, from their headers to their last byte.
+
+    It is used on one event loop.
+
+    Attributes:
+        is_closed: True once no further request may enter.
+    """
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -20,7 +26,11 @@ class InFlightRequests:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Raises ShuttingDown once it is closed."""
+        """Counts a request while the context lasts.
+
+        Raises:
+            ShuttingDown: The counter is closed.
+        """
         if self.is_closed:
             raise ShuttingDown("The server is shutting down")
         self._number += 1
@@ -33,7 +43,7 @@ class InFlightRequests:
                 self._nobody.set()
 
     async def left(self, timeout: float) -> bool:
-        """Whether everybody has left by then."""
+        """Waits until all requests have ended, and returns whether they have within `timeout`."""
         try:
             await asyncio.wait_for(self._nobody.wait(), timeout)
         except TimeoutError:

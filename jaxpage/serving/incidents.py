@@ -1,4 +1,4 @@
-"""The last steps of a server's engine as a file: POST /debug/incident, and after a failed step."""
+"""Writes the last steps of an engine to a file, for POST /debug/incident or after a failed step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,19 @@ from jaxpage.step.events import Both
 
 
 def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> Incidents | None:
-    """Listens to an engine that has not begun. None without `incident_steps`. Raises ConfigError if no file can be written."""
+    """Lets a ring of records listen to an engine that has not begun.
+
+    Args:
+        built: The engine with the spec and the model that the file's header describes.
+        engine: The settings of the engine.
+        server: The settings of the server.
+
+    Returns:
+        The records, which can be written to a file; None without `incident_steps`.
+
+    Raises:
+        ConfigError: No file can be written to `incident_directory`.
+    """
     if server.incident_steps is None:
         return None
     directory = Path(server.incident_directory)
@@ -43,7 +55,7 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
 
 
 def incident_routes(driver: AsyncDriver, incidents: Incidents | None) -> list[Route]:
-    """None where nothing is kept."""
+    """Returns the route /debug/incident; none if no records are kept."""
     if incidents is None:
         return []
 

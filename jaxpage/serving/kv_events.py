@@ -1,4 +1,7 @@
-"""KV events as vLLM has them: which prefixes this server's cache can find, for routers that send a request to where its prefix is."""
+"""Tells which prefixes this server's cache can find, as KV events in the form of vLLM.
+
+A router reads them, and sends a request to the server that has its prefix.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport
 
 Batch = list[Any]  # [time, events, rank]
-MEDIUM = "GPU"  # vLLM's word for the device
-RANK = 0  # of data parallelism
+MEDIUM = "GPU"  # vLLM's word for the device's memory
+RANK = 0  # the rank in data parallelism, which one server does not have
 
 
 class KVEvents(Events, CacheObserver):
-    """Gathers what happens to the prefix index in a step, and sends it as one batch.
+    """Gathers the changes of the prefix index in a step, and sends them as one batch.
 
-    Prefixes with a cache salt or an adapter are left out: others cannot find them, and are not to know their tokens.
+    Prefixes with a cache salt or an adapter are left out: other requests cannot find them, and
+    others must not learn their tokens.
     """
 
     def __init__(
@@ -30,10 +34,11 @@ class KVEvents(Events, CacheObserver):
     ) -> None:
         self._block_size, self._send, self._close = block_size, send, close
         self._events: list[dict[str, Any]] = []
-        self._hashes: dict[int, int] = {}  # of the blocks that were told of
-        self._last_block: int | None = None  # that the last event told of
+        self._hashes: dict[int, int] = {}  # the hash of each block that an event has named
+        self._last_block: int | None = None  # the last block of the last BlockStored event
 
     def stored(self, block: int, entry: Entry) -> None:
+        """Adds a block to the events, unless its prefix has a salt or an adapter."""
         parent = entry.parent
         if isinstance(parent, str) or (parent is not None and parent not in self._hashes):
             return
@@ -56,26 +61,33 @@ class KVEvents(Events, CacheObserver):
         self._last_block = block
 
     def removed(self, blocks: list[int]) -> None:
+        """Adds the removal of blocks that an event has named."""
         if hashes := [self._hashes.pop(block) for block in blocks if block in self._hashes]:
             self._add({"type": "BlockRemoved", "block_hashes": hashes, "medium": MEDIUM})
 
     def cleared(self) -> None:
+        """Adds that no block can be found any more."""
         self._hashes.clear()
         self._add({"type": "AllBlocksCleared"})
 
     def stepped(self, report: StepReport) -> None:
+        """Sends the events of the step."""
         self._flush()
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def pages_rebuilt(self) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def prefix_cache_reset(self) -> None:
+        """Sends the events so far."""
         self._flush()
 
     def closed(self) -> None:
+        """Sends the last events, and ends the sending."""
         self._flush()
         self._close()
 

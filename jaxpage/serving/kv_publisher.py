@@ -1,4 +1,7 @@
-"""Sends batches of KV events over ZeroMQ, numbered, and sends again what a subscriber missed. The wire format is vLLM's."""
+"""Sends numbered batches of KV events over ZeroMQ, and again those that a subscriber missed.
+
+The wire format is that of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,32 @@ import zmq
 from jaxpage.errors import ConfigError
 from jaxpage.serving.kv_events import Batch
 
-NUM_KEPT = 10_000  # batches that can be sent again
-REPLAY_SECONDS = 0.05  # that who asks for them may wait
-END = (-1).to_bytes(8, "big", signed=True)  # the number behind the last
+NUM_KEPT = 10_000  # the most batches that can be sent again
+REPLAY_SECONDS = 0.05  # the longest time that a subscriber waits until its request is looked at
+END = (-1).to_bytes(8, "big", signed=True)  # the number that follows the last batch of a replay
 
 
 class KVPublisher:
-    """A message is [topic, number as 8 bytes, batch as msgpack]. A slow subscriber loses batches, which their numbers show."""
+    """Publishes batches on a thread of its own.
+
+    A message is [topic, number as 8 bytes, batch as msgpack]. A slow subscriber loses batches, and
+    sees this from their numbers.
+    """
 
     def __init__(
         self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = ""
     ) -> None:
-        """Binds. Raises ConfigError if that cannot be."""
+        """Opens the endpoints.
+
+        Args:
+            endpoint: The address on which batches are published.
+            replay_endpoint: The address at which subscribers ask for batches that they missed, or
+                None.
+            topic: The topic of the messages.
+
+        Raises:
+            ConfigError: An endpoint cannot be bound.
+        """
         self._topic, self._number = topic.encode(), 0
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
@@ -38,11 +55,14 @@ class KVPublisher:
         self._thread.start()
 
     def send(self, batch: Batch) -> None:
-        """Never waits."""
+        """Puts a batch into the queue of the thread, without waiting."""
         self._waiting.put(batch)
 
     def close(self) -> None:
-        """What was sent before is sent."""
+        """Ends the thread after it has published the batches that are in its queue.
+
+        It waits five seconds at most.
+        """
         self._waiting.put(None)
         self._thread.join(5)
 
@@ -76,7 +96,10 @@ class KVPublisher:
         self._number += 1
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
-        """[who, empty, the first number]: everything from there on, then END. What is no such request is passed over."""
+        """Answers a request for the batches from a number on: sends these, then `END`.
+
+        A request is [sender, empty, the first number]; other messages are ignored.
+        """
         match socket.recv_multipart():
             case [who, b"", bytes(first)] if len(first) == 8:
                 for number, packed in self._kept:

@@ -1,4 +1,4 @@
-"""The server's address, opened before the slow imports, so that a port in use is reported at once."""
+"""Binds the server's address before the slow imports, so that a port in use is reported at once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ from jaxpage.serving.config import ServerConfig
 
 @contextlib.contextmanager
 def bound_socket(config: ServerConfig) -> Iterator[socket.socket]:
-    """The server's address is bound, and no client can connect yet: whether it can be had is known before a model is loaded.
+    """Binds the server's address, and closes it at the end of the context.
 
-    Raises ConfigError if it cannot.
+    No client can connect yet: the socket does not listen.
+
+    Args:
+        config: The settings of the server.
+
+    Raises:
+        ConfigError: The address cannot be bound.
     """
     place = f"{config.host} port {config.port}"
     try:
-        # two that start would both have it otherwise, until one of them listens
+        # With SO_REUSEADDR two servers could bind one address at first, until one of them listens.
         listener = _bound(config, reuse=False)
-    except UnicodeError:  # of a name that DNS does not know how to write
+    except UnicodeError:  # the name cannot be encoded for DNS
         raise ConfigError(f"cannot listen on {place}: the host name cannot be resolved") from None
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
         try:
-            # connections that a server left behind do not count
+            # Connections that an earlier server left in TIME_WAIT must not prevent a restart.
             listener = _bound(config, reuse=True)
         except OSError as error:
             raise ConfigError(f"cannot listen on {place}: {error.strerror}") from None
@@ -48,7 +54,7 @@ def _bound(config: ServerConfig, *, reuse: bool) -> socket.socket:
 
 
 def address_of(listener: socket.socket) -> str:
-    """The URL of a bound socket, from this machine."""
+    """Returns the URL of a bound socket, as a client on this machine uses it."""
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,6 +1,7 @@
-"""What the server writes to standard error: one record, one line, whatever stands in it; text or JSON; and a line on what goes on.
+"""Writes the server's log to standard error, as text or JSON, with one line for each record.
 
-Prompts are in no record unless `log_requests` asks for them.
+While requests run, a line now and then tells how many tokens they get. Prompts are in no record
+unless `log_requests` asks for them.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from jaxpage.serving.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 ACTIVITY_SECONDS = 10.0
-# A record must not look like two, nor move a terminal's cursor: C0 and C1 controls, and what
-# Unicode calls ends of lines.
+# These characters could make one record look like two, or move a terminal's cursor: C0 and C1
+# controls, and the line ends of Unicode.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # of a parameter
+_NAME = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # the name of a parameter
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -35,9 +36,13 @@ _OWN = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 class TextFormatter(logging.Formatter):
-    """`12:34:56 INFO message`; a traceback follows in indented lines, so that none of them looks like a record."""
+    """Formats a record as `12:34:56 INFO message`.
+
+    A traceback follows in indented lines, so that none of them looks like a record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the text of a record."""
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
         lines = [f"{clock} {record.levelname} {_escaped(record.getMessage())}{_fields(record)}"]
         if record.exc_info:
@@ -49,9 +54,13 @@ class TextFormatter(logging.Formatter):
 
 
 class JSONFormatter(logging.Formatter):
-    """An object per line: time (seconds since 1970, UTC), level, logger, message, and what the caller gave as `extra`."""
+    """Formats a record as one JSON object on one line.
+
+    It has time (seconds since 1970, UTC), level, logger, message, and the caller's `extra` fields.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Returns the JSON of a record."""
         found = {
             "time": round(record.created, 3),
             "level": record.levelname.lower(),
@@ -65,7 +74,11 @@ class JSONFormatter(logging.Formatter):
 
 
 def configure(config: ServerConfig) -> None:
-    """Sends the records of jaxpage and of the HTTP server to standard error, in place of whatever was set before."""
+    """Sends the records of all loggers to standard error, and replaces all handlers set before.
+
+    The setting `log_level` holds for jaxpage; of other libraries only warnings and errors are
+    shown.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JSONFormatter() if config.log_json else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -74,15 +87,20 @@ def configure(config: ServerConfig) -> None:
 
 
 def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
-    """An INFO line on a request that was refused: what for, and nothing that the client has written but its request id.
+    """Logs at INFO that a request was refused, and why.
+
+    The line has no text of the client, except for its request id and the name of a parameter if
+    that is harmless.
 
     Args:
-        scope: ASGI's, behind the answer: its state has the error's code and parameter.
-        reason: one of those that `/metrics` counts.
+        scope: The request, as ASGI describes it, after the answer was made: its state has the
+            error's code and parameter.
+        status: The HTTP status of the answer.
+        reason: The reason under which `/metrics` counts the refusal.
     """
     state = scope["state"]
-    # A path that no route has, or one with a name in it, is the client's text. Some requests are
-    # refused before they are routed.
+    # A path is shown only if a route has it to the letter, because any other is text of the client.
+    # Requests that are refused before they are routed have no app in their scope.
     routes = scope["app"].routes if "app" in scope else ()
     path = (
         scope["path"]
@@ -103,7 +121,16 @@ def log_refusal(scope: Mapping[str, Any], status: int, reason: str) -> None:
 
 
 def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> str | None:
-    """What went on between two snapshots of the engine, in a line; None if nothing did."""
+    """Returns a line about the engine's work between two snapshots of its metrics.
+
+    Args:
+        before: The values of `Engine.stats` at the first time.
+        after: The values at the second time.
+        seconds: The time between the two.
+
+    Returns:
+        The line; None if no step ran and no request is running or waiting.
+    """
 
     def gained(name: str) -> float:
         return float(after[name] - before[name])
@@ -137,7 +164,10 @@ def activity(before: Mapping[str, Any], after: Mapping[str, Any], seconds: float
 async def log_activity(
     stats: Callable[[], Awaitable[Mapping[str, Any]]], seconds: float = ACTIVITY_SECONDS
 ) -> None:
-    """An INFO line for every `seconds` in which something goes on, until it is cancelled or there is no engine to ask."""
+    """Logs at INFO, again and again, what the engine did in the last `seconds`.
+
+    It logs nothing when nothing goes on, and ends when it is cancelled or the engine has ended.
+    """
     with contextlib.suppress(JaxpageError):
         before, began = await stats(), time.monotonic()
         while True:
@@ -161,7 +191,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _fields(record: logging.LogRecord) -> str:
-    """The same as the text has it: behind the message, values as JSON."""
+    """Returns the `extra` fields of a record as they follow the message in a line of text."""
     return "".join(
         f" {name}={_escaped(json.dumps(value, default=str))}"
         for name, value in _extra(record).items()

@@ -1,8 +1,11 @@
-"""What every metric of `Engine.stats` and of the server means, in a line each. A test compares the names with those that there are."""
+"""Describes every metric of `Engine.stats` and of the server in a line.
+
+A test compares the names with those of the metrics that exist.
+"""
 
 from __future__ import annotations
 
-# Of metrics that have one value per label: the label's name.
+# The label's name of each metric that has one value per label.
 LABELS = {
     "rejected_total": "reason",
     "aborted_total": "reason",

@@ -1,4 +1,7 @@
-"""What `/metrics` says: the facts of `Engine.stats` under Prometheus' names, and what the server counts itself."""
+"""Writes the answer of `/metrics`.
+
+It has the values of `Engine.stats` under Prometheus' names, and the counters of the server.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from jaxpage.serving.metric_texts import HELP, LABELS
 
 PREFIX = "jaxpage_"
 
-# Closed: a label that clients could choose would let them fill the memory of everybody who stores
-# it.
+# The set is closed: if clients could choose a label's values, they could fill the memory of every
+# program that stores the metrics.
 REJECTIONS = (
     *("invalid", "unauthorized", "not_found", "too_large", "timeout"),
     *(
@@ -35,36 +38,53 @@ REJECTIONS = (
 )
 ABORTIONS = ("disconnect", "deadline", "slow_reader", "shutdown", "error", "other")
 
-_GAUGES = frozenset({"num_blocks_total"})  # it ends as a counter does, and is how many there are
+# This name ends like that of a counter, but is the number of blocks that there are.
+_GAUGES = frozenset({"num_blocks_total"})
 
 
 class ServerMetrics:
-    """The counters of one server. Any thread may count."""
+    """Keeps the counters of one server; any thread may count.
+
+    Attributes:
+        content_type: The media type of the exposition.
+    """
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self, model_name: str, block_size: int = 0):
-        """block_size: of the KV cache, for routers; 0: nothing for them."""
+        """Makes counters that are all 0.
+
+        Args:
+            model_name: The value of the label `model_name`.
+            block_size: The slots of a KV block, which routers read under vLLM's names; 0 leaves
+                out the metrics under these names.
+        """
         self._model_name, self._block_size = model_name, block_size
         self._lock = threading.Lock()
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._aborted = dict.fromkeys(ABORTIONS, 0)
 
     def rejected(self, reason: str) -> None:
-        """A request was answered with an error before the engine had it. What is not in REJECTIONS counts as "other"."""
+        """Counts a request that was answered with an error before the engine had it.
+
+        A reason that is not in `REJECTIONS` counts as "other".
+        """
         with self._lock:
             self._rejected[reason if reason in self._rejected else "other"] += 1
 
     def aborted(self, reason: str) -> None:
-        """A request was ended before it had finished. What is not in ABORTIONS counts as "other"."""
+        """Counts a request that was ended before it had finished.
+
+        A reason that is not in `ABORTIONS` counts as "other".
+        """
         with self._lock:
             self._aborted[reason if reason in self._aborted else "other"] += 1
 
     def exposition(self, stats: Mapping[str, Any]) -> bytes:
-        """Everything in Prometheus' text format.
+        """Returns all metrics in Prometheus' text format.
 
         Args:
-            stats: a snapshot of the engine, by `Engine.stats`; empty where there is none any more.
+            stats: The values of `Engine.stats`; empty if the engine gives none.
         """
         with self._lock:
             facts = {
@@ -82,7 +102,7 @@ class ServerMetrics:
 
 
 class _Collected:
-    """Metric families that were made already, as a collector."""
+    """A collector of metric families that are made already."""
 
     def __init__(self, families: Iterable[Metric]):
         self._families = list(families)
@@ -113,7 +133,10 @@ def _families(stats: Mapping[str, Any], model_name: str) -> Iterator[Metric]:
 def _under_vllm_names(
     stats: Mapping[str, Any], model_name: str, block_size: int
 ) -> Iterator[Metric]:
-    """What the endpoint picker of the Gateway API and other routers read, under the names that they know."""
+    """Yields the metrics that routers read, under vLLM's names, which they know.
+
+    Such a router is the endpoint picker of the Gateway API.
+    """
     if not stats or not block_size:
         return
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -1,4 +1,7 @@
-"""Slow motion: a time that each step takes at least, as long as a viewer of the page asks for it."""
+"""Slows the engine down as long as a viewer of the page asks for it.
+
+In slow motion at least a given time passes from one step to the next.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,29 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-_SECONDS_BETWEEN_LOOKS = 0.02  # whether somebody asks the engine something meanwhile
+_SECONDS_BETWEEN_LOOKS = 0.02  # the time between two looks at the driver's orders
 
 
 class Pace:
-    """Asked for on the event loop by viewers, and looked at by the driver before each step."""
+    """Holds the least time of a step.
+
+    Viewers ask for it on the event loop, and the driver's thread looks at it before each step.
+    """
 
     def __init__(self) -> None:
-        # by each viewer, in seconds; replaced as a whole: two threads see it
+        # The seconds that each viewer asks for. The tuple is replaced as a whole, because two
+        # threads see it.
         self._asked: tuple[float, ...] = ()
-        self._stepped = 0.0  # when the last step began
+        self._stepped = 0.0  # the time at which the last step began
 
     @property
     def seconds(self) -> float:
-        """From step to step at least; 0.0: as fast as it goes."""
+        """Returns the least time from one step to the next; 0.0 if nobody slows the engine down."""
         return max(self._asked, default=0.0)
 
     @contextlib.contextmanager
     def held(self, seconds: float) -> Iterator[None]:
-        """Of several the slowest counts."""
+        """Asks for a least time while the context lasts; of several requests the longest counts."""
         self._asked = (*self._asked, seconds)
         try:
             yield

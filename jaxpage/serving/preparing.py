@@ -1,4 +1,7 @@
-"""The work of requests that must not hold the event loop up, on a few threads: reading, templates, encoding, checks, grammars."""
+"""Prepares requests on a few threads, so that the work does not hold up the event loop.
+
+The work is reading, chat templates, tokenizing, checks of parameters, and compiling grammars.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,23 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-_READING_THREADS = 2  # tokenizers and parsers let the engine's thread run meanwhile, or are short
-GRAMMAR_QUEUE_SECONDS = 10.0  # for the grammars of other requests before it
+# Tokenizers and parsers let the engine's thread run meanwhile, or are short.
+_READING_THREADS = 2
+GRAMMAR_QUEUE_SECONDS = 10.0  # the longest wait for the grammars of other requests before it
 _GRAMMAR_THREADS = 1  # grammars are compiled one at a time
-MAX_PANIC = 200  # characters of what it says
-_ASIDE_THREADS = 1  # a text that no model could take may be tokenized, which takes seconds
+MAX_PANIC = 200  # the most characters of a panic's message
+# POST /tokenize may bring a text that is too long for any model, which takes seconds.
+_ASIDE_THREADS = 1
 
 
 def _contained(function: Callable[[], _Result]) -> _Result:
-    """The function's result. Native code (tokenizers, their regular expressions) panics with what is no Exception: nobody would
-    answer it. Raises NativeError in its place.
+    """Returns the function's result, and turns a panic of native code into an error.
+
+    Native code (tokenizers, their regular expressions) panics with a BaseException that is no
+    Exception, so that no handler of errors would answer the request.
+
+    Raises:
+        NativeError: Native code has panicked.
     """
     try:
         return function()
@@ -44,14 +54,21 @@ def _contained(function: Callable[[], _Result]) -> _Result:
 
 
 class Workers:
-    """A few threads with a bounded number of things to do."""
+    """A few threads with a bounded queue of functions to run."""
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"jaxpage-{name}")
         self._places = threading.BoundedSemaphore(num_threads + max_waiting)
 
     async def run(self, function: Callable[[], _Result]) -> _Result:
-        """The function's result. Who stops waiting takes it back, unless it has begun. Raises QueueFull, and what it raises."""
+        """Runs a function on one of the threads, and returns its result.
+
+        A caller that stops waiting takes the function back, unless it has begun.
+
+        Raises:
+            QueueFull: The queue has no place.
+            NativeError: Native code has panicked. The function's own exceptions come as they are.
+        """
         if not self._places.acquire(blocking=False):
             raise QueueFull("Too many requests are being read; try again later")
         try:
@@ -63,7 +80,7 @@ class Workers:
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
-        """What has not begun never does."""
+        """Takes back the functions that have not begun, without waiting for the others."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_done(self, future: Future[Any]) -> None:
@@ -71,37 +88,45 @@ class Workers:
 
 
 class Preparing:
-    """Prepares requests for an engine that runs elsewhere meanwhile."""
+    """Prepares requests for an engine that runs on another thread meanwhile."""
 
     def __init__(self, engine: Engine, max_waiting: int) -> None:
         self._engine = engine
         self._reading = Workers("reading", _READING_THREADS, max_waiting)
         self._aside = Workers("aside", _ASIDE_THREADS, max_waiting)
-        # of their own: each may take seconds
+        # Grammars have a thread of their own, because each may take seconds.
         self._grammars = Workers("grammars", _GRAMMAR_THREADS, max_waiting)
 
     async def run(self, function: Callable[[], _Result]) -> _Result:
-        """Anything else that a request needs done. Raises QueueFull, and what it raises."""
+        """Runs a function that reads a request; see `Workers.run`."""
         return await self._reading.run(function)
 
     async def aside(self, function: Callable[[], _Result]) -> _Result:
-        """The same for what is not on its way to the engine: what is does not wait behind it."""
+        """Runs a function that may take long, on a thread for which no generation waits.
+
+        See `Workers.run`.
+        """
         return await self._aside.run(function)
 
     async def requests(self, prompt_requests: Sequence[PromptRequest]) -> list[PreparedRequest]:
-        """Of one exchange, whose prompts share their parameters.
+        """Prepares the prompts of one exchange, which share their parameters.
 
-        Raises QueueFull, and what is wrong with one of the prompts: see `Admission` and `Engine.compiled`.
+        Raises:
+            QueueFull: Too many requests are being read.
+            TimeoutError: The grammar has waited too long for those of other requests.
+            ValueError, JaxpageError: A prompt or the parameters cannot be served; see `Admission`
+                and `Engine.compiled`.
         """
         params = prompt_requests[0].params
         checked = await self._reading.run(partial(self._engine.admission.check_params, params))
+        # One prompt at a time goes to the threads, so that other exchanges come in between.
         requests = [
             await self._reading.run(partial(self._prepared, prompt_request, checked))
             for prompt_request in prompt_requests
-        ]  # others come in between
+        ]
         if (asked := getattr(params, "structured_outputs", None)) is None:
             return requests
-        grammar = self._engine.grammars.found(asked)  # what is known does not queue
+        grammar = self._engine.grammars.found(asked)  # a known grammar does not queue
         if grammar is None:
             grammar = await self._grammars.run(partial(self._compiled, params, time.monotonic()))
         return [request._replace(grammar=grammar) for request in requests]
@@ -109,7 +134,7 @@ class Preparing:
     def _compiled(
         self, params: SamplingParams | BeamSearchParams, asked_at: float
     ) -> Grammar | None:
-        """Raises TimeoutError if the turn of who asked then comes too late."""
+        """Compiles a grammar, or raises TimeoutError if the request has waited for it too long."""
         if time.monotonic() - asked_at > GRAMMAR_QUEUE_SECONDS:
             raise TimeoutError(
                 f"structured_outputs: timed out after {GRAMMAR_QUEUE_SECONDS:g} s waiting for the grammar compiler; try again"
@@ -117,6 +142,7 @@ class Preparing:
         return self._engine.compiled(params)
 
     def close(self) -> None:
+        """Takes back what the threads have not begun."""
         self._reading.close()
         self._aside.close()
         self._grammars.close()

@@ -1,4 +1,7 @@
-"""Traces of the JAX profiler, for debugging: only where `profile_directory` asks for them, and none longer than a minute."""
+"""Writes traces of the JAX profiler, for debugging.
+
+Only a server with `profile_directory` does so, and no trace is longer than a minute.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ LONGEST_SECONDS = 60.0  # a trace grows in memory until it ends
 
 
 class Profiler:
-    """One trace at a time, of everything that this process does. Used on one event loop."""
+    """Traces everything that this process does, one trace at a time; used on one event loop."""
 
     def __init__(self, directory: str):
         self._directory = directory
@@ -31,7 +34,11 @@ class Profiler:
         self._enough = asyncio.Event()
 
     async def start(self) -> bool:
-        """Begins a trace; it ends by itself after a time limit. False if there is one already."""
+        """Begins a trace, which ends by itself after a minute.
+
+        Returns:
+            False if there is one already.
+        """
         if self._trace is not None and not self._trace.done():
             return False
         await asyncio.to_thread(jax.profiler.start_trace, self._directory)
@@ -40,7 +47,11 @@ class Profiler:
         return True
 
     async def stop(self) -> bool:
-        """Ends the trace, and waits until it is written. False if there is none."""
+        """Ends the trace, and waits until it is written.
+
+        Returns:
+            False if there is none.
+        """
         if self._trace is None or self._trace.done():
             return False
         self._enough.set()
@@ -55,7 +66,10 @@ class Profiler:
 
 
 def profiler_routes(config: ServerConfig) -> list[Route]:
-    """POST /start_profile and /stop_profile, vLLM's names; none without `profile_directory`."""
+    """Returns the routes that begin and end a trace; none without `profile_directory`.
+
+    Their paths, /start_profile and /stop_profile, are those of vLLM.
+    """
     if config.profile_directory is None:
         return []
     profiler = Profiler(config.profile_directory)
@@ -75,7 +89,10 @@ def profiler_routes(config: ServerConfig) -> list[Route]:
 
 
 async def _check(request: Request) -> None:
-    """Raises ApiError for what a page of another site could send without being asked first."""
+    """Raises ApiError if a page of another site can send this request without the browser's leave.
+
+    A browser sends other requests only after it has asked the server (CORS preflight).
+    """
     check_origin(request.headers)
     if await request.body():
         check_is_json(request.headers)

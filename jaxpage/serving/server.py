@@ -1,4 +1,10 @@
-"""A server from its first connection to its exit status: uvicorn, the engine's thread, signals, and the way out."""
+"""Runs a server from its first connection to its exit status.
+
+It starts uvicorn and the engine's thread, waits for a signal or the engine's death, and shuts down:
+
+    signal ─▶ no new requests ─▶ running ones finish ─▶ the rest end with an error ─▶ exit
+              (503)              shutdown_timeout       PARTING_SECONDS
+"""
 
 from __future__ import annotations
 
@@ -31,13 +37,13 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.wire.context import ModelContext
 
 logger = logging.getLogger(__name__)
-FIRST_BYTE_SECONDS = 5.0  # of a connection, which may be made beforehand
-HEADER_SECONDS = 5.0  # beside the time for the body
-# for requests that ended early to get their error, and for the engine's thread to end
+FIRST_BYTE_SECONDS = 5.0  # the time for a connection's first byte; clients may connect beforehand
+HEADER_SECONDS = 5.0  # the time for a request in addition to that for its body
+# The time in which requests that ended early get their error, and the engine's thread ends.
 PARTING_SECONDS = 5.0
-# from the second signal to the end of the process, whatever is still being done
+# The time from the second signal to the end of the process, whatever is still being done.
 HURRIED_SECONDS = 2.0
-SILENT_SECONDS = 5  # that a connection may be silent behind an answer
+SILENT_SECONDS = 5  # the time that a connection may be silent after an answer
 
 
 def run_server(
@@ -53,14 +59,25 @@ def run_server(
     incidents: Incidents | None = None,
     hosts: Leader | None = None,
 ) -> int:
-    """Serves until a signal comes or the engine dies. The first SIGINT or SIGTERM lets finish what runs, the second ends it at once.
+    """Serves until a signal comes or the engine dies.
+
+    After the first SIGINT or SIGTERM running requests finish; the second ends them at once.
 
     Args:
-        listener: bound, not listening.
-        announce: called once connections are answered.
-        hosts: the others, of several.
+        built: The engine.
+        config: The settings of the server.
+        context: The facts about the model that the wire format needs.
+        listener: The server's socket, which is bound but does not listen.
+        metrics: The counters of the server.
+        capabilities: The object that `/v1/capabilities` answers.
+        api_keys: The keys that let a request in; see `build_app`.
+        announce: Called once connections are answered.
+        incidents: The records of the last steps; None where they are not kept.
+        hosts: The leader of the other hosts; None where this is the only one.
 
-    Returns: the exit status. 0: it was asked to end, and did, at its deadline at the latest; 1: it was hurried, or the engine has died.
+    Returns:
+        The exit status: 0 after one signal, also if the deadline has ended requests; 1 after a
+        second signal or the death of the engine.
     """
     driver = AsyncDriver(
         built,
@@ -81,7 +98,7 @@ def run_server(
     )
     if hosts is not None:
         hosts.start(driver.fail)
-    # For the next one: what its connections leave behind.
+    # A server that starts after this one must not fail on the connections that this one leaves.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         status = asyncio.run(_serve(app, driver, config, listener, announce))
@@ -111,8 +128,8 @@ async def _serve(
         )
         logger.info("%s: %s", signal.Signals(number).name, what)
         if serving.is_hurried:
-            # Threads that wait for something, or a step of the engine, could keep the process for
-            # long.
+            # Without the timer a step of the engine or a thread that waits could keep the process
+            # alive for long.
             ending = threading.Timer(HURRIED_SECONDS, _end_process)
             ending.daemon = True
             ending.start()
@@ -137,24 +154,28 @@ class Serving:
         self._driver = driver
         self._shutdown_seconds = config.shutdown_timeout_seconds
         self._listener = listener
-        # For its connections, or what follows the head of an answer waits up to 40 ms for the
-        # client's acknowledgement. asyncio sees to it only of sockets that name TCP, and a usual
-        # one says 0.
+        # The connections inherit this. Without it the body of an answer waits up to 40 ms for the
+        # client's acknowledgement of the head. asyncio sets it only on sockets whose protocol is
+        # TCP by number, and that of this socket is 0.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._signalled = asyncio.Event()
         self._hurried = asyncio.Event()
         self._uvicorn = _Uvicorn(_settings(app, config), announce)
 
     def signal(self) -> None:
-        """Asks it to end; the second time, at once. On the event loop."""
+        """Asks the server to end, and at the second call to end at once; call it on the loop."""
         (self._hurried if self._signalled.is_set() else self._signalled).set()
 
     @property
     def is_hurried(self) -> bool:
+        """Returns whether the server was asked twice to end."""
         return self._hurried.is_set()
 
     async def run(self) -> int:
-        """Starts the engine's thread; stopping it is left to the caller. Returns the exit status."""
+        """Starts the engine's thread, serves, and returns the exit status.
+
+        The caller stops the engine's thread.
+        """
         self._driver.start()
         serving = asyncio.ensure_future(self._uvicorn.serve([self._listener]))
         died = asyncio.ensure_future(_ended(self._driver))
@@ -180,7 +201,10 @@ class Serving:
             self._server.preparing.close()
 
     async def _part(self) -> None:
-        """Ends what is left with an error, lets it be sent, and ends the engine's thread and the inspector."""
+        """Ends the remaining requests with an error, waits until it is sent, and stops the engine.
+
+        The streams of the inspector end with the engine's thread.
+        """
         with contextlib.suppress(TimeoutError, JaxpageError):
             await asyncio.wait_for(self._driver.drained(0, "The server"), PARTING_SECONDS)
         await self._server.visitors.left(PARTING_SECONDS)
@@ -188,7 +212,10 @@ class Serving:
 
 
 class _Uvicorn(uvicorn.Server):
-    """Without its own signal handlers, which would end the process by the signal instead of with a status."""
+    """A uvicorn server without signal handlers of its own.
+
+    They would end the process by the signal instead of with an exit status.
+    """
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -196,14 +223,16 @@ class _Uvicorn(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
+        """Captures no signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Opens the sockets, and announces that connections are answered."""
         await super().startup(sockets)
         self._announce()
 
     def cut(self) -> None:
-        """All connections, whatever they wait for."""
+        """Cuts all connections, whatever they wait for."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
 
@@ -234,7 +263,10 @@ def _settings(app: Starlette, config: ServerConfig) -> uvicorn.Config:
 
 @contextlib.contextmanager
 def _handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Signals arrive in the main thread alone."""
+    """Handles SIGINT, SIGTERM and SIGHUP while the context lasts.
+
+    Outside the main thread it does nothing: Python delivers signals to the main thread alone.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -264,12 +296,12 @@ def _end_process() -> None:
 
 
 async def _ended(driver: AsyncDriver) -> None:
-    with contextlib.suppress(Exception):  # it is in the log
+    with contextlib.suppress(Exception):  # the driver has logged it
         await asyncio.wrap_future(driver.ended)
 
 
 async def _first(*awaitables: Awaitable[Any]) -> None:
-    """Waits until one of them is done; coroutines are broken off then, other tasks go on."""
+    """Waits until one of the awaitables is done, then cancels the coroutines; tasks go on."""
     tasks = [asyncio.ensure_future(one) for one in awaitables]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, one in zip(tasks, awaitables, strict=True):

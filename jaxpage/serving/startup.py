@@ -1,4 +1,4 @@
-"""From settings to a server that answers, with what happens on the way on standard error."""
+"""Starts a server from its settings, and reports the phases of the start on standard error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ logger = logging.getLogger(__name__)
 
 
 class StartUp:
-    """Tells what begins and how long what came before took: lines for people, or records for programs."""
+    """Reports each phase of a start and how long the one before took.
+
+    It prints lines for people, or writes records to the log for programs.
+    """
 
     def __init__(self, *, as_records: bool):
         self._as_records = as_records
@@ -53,7 +56,7 @@ class StartUp:
         self._phase: str | None = None
 
     def phase(self, name: str) -> None:
-        """A phase begins, one of PHASES."""
+        """Reports that a phase begins, which is one of `PHASES`."""
         self._end_phase()
         self._phase, self._phase_began = name, time.monotonic()
         if not self._as_records:
@@ -64,7 +67,12 @@ class StartUp:
             )
 
     def ready(self, text: str, address: str) -> None:
-        """The server answers at `address`; `text` says how it is asked."""
+        """Reports that the server answers.
+
+        Args:
+            text: Instructions for people.
+            address: The URL of the server, for programs.
+        """
         self._end_phase()
         seconds = time.monotonic() - self._began
         if self._as_records:
@@ -82,7 +90,11 @@ class StartUp:
 
 
 def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
-    """The model's name for clients: served_model_name, or the engine's; of a directory or file only the last part, which shows no path."""
+    """Returns the names of the model for clients, the first of which is in the answers.
+
+    They are `served_model_name`, or else the engine's name of the model. For a directory or a file
+    this is the last part of its path, so that clients see no path of this machine.
+    """
     if server.served_model_name:
         return server.served_model_name
     path = Path(engine.model)
@@ -90,7 +102,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 
 
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
-    """What the wire format has to know of the model. The adapters have been checked."""
+    """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
@@ -109,7 +121,7 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
 
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:
-    """A curl line and a program, to be copied as they are."""
+    """Returns instructions for people: a curl line and a program, to be copied as they are."""
     path, call, answer = "completions", "completions", "choices[0].text"
     asked: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
     if getattr(context.tokenizer, "chat_template", None):
@@ -135,7 +147,11 @@ def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page:
 
 
 def publish_kv_events(built: Built, server: ServerConfig) -> None:
-    """Of an engine that has not begun, if `kv_events` asks for it. Raises ConfigError if it cannot be."""
+    """Publishes the KV events of an engine that has not begun, if `kv_events` asks for them.
+
+    Raises:
+        ConfigError: A package is missing, or an endpoint cannot be bound.
+    """
     if server.kv_events is None:
         return
     try:
@@ -149,7 +165,7 @@ def publish_kv_events(built: Built, server: ServerConfig) -> None:
     )
     events = KVEvents(built.memory.block_size, publisher.send, publisher.close)
     cached = built.engine.scheduler.block_manager.cached
-    assert cached is not None  # `resolve_both` has seen to it
+    assert cached is not None  # `resolve_both` refuses kv_events without prefix caching
     cached.index.observer = events
     built.engine.events = Both(built.engine.events, events)
 
@@ -167,28 +183,34 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
     """Builds the engine, serves until a signal comes, and returns the exit status.
 
     Args:
-        listener: the server's address, not listening yet: no client can connect before the engine is ready.
+        engine: The settings of the engine.
+        server: The settings of the server.
+        listener: The server's socket, which is bound but does not listen, so that no client can
+            connect before the engine is ready.
 
-    Raises JaxpageError, before a model is loaded where that is possible: no keys, no model, no memory.
+    Raises:
+        JaxpageError: The settings, the model or the memory do not allow it. Where possible this is
+            raised before the model is loaded.
     """
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     api_keys = read_api_keys(server)
-    with _handled_as(signal.SIGHUP, signal.SIG_IGN):  # a terminal that goes takes no server along
+    with _handled_as(signal.SIGHUP, signal.SIG_IGN):  # the server outlives its terminal
         if not api_keys and not server.is_local:
             logger.warning(
                 "no API key: anyone who can reach %s can send requests; set --api-key-file or %s",
                 server.host,
                 API_KEY_VARIABLE,
             )
-        # While a model is loaded and compiled there is nothing to tidy up, and compiling threads
-        # would be waited for.
+        # Ctrl-C ends the process at once while a model is loaded and compiled: there is nothing to
+        # tidy up, and Python's own handler would wait for the compiling threads.
         with _handled_as(signal.SIGINT, signal.SIG_DFL):
             built, channels = _opened(engine, server, start_up)
         hosts = Leader(channels, server.host_timeout_seconds) if channels else None
         publish_kv_events(built, server)
         incidents = open_incidents(built, engine, server)
-        if hosts is not None:  # the last: it leaves a step in which a host is lost
+        if hosts is not None:
+            # The leader listens last: it raises in a step in which a host is lost.
             built.engine.events = Both(built.engine.events, hosts)
         context, address = model_context(built, engine, server), address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
@@ -205,14 +227,24 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
             hosts=hosts,
         )
         if hosts is not None and hosts.has_lost:
-            os._exit(status)  # at its exit JAX would wait for the host that is gone
+            os._exit(status)  # otherwise JAX waits at its exit for the host that is gone
         leave_processes()
         return status
 
 
 def follow(engine: EngineConfig, server: ServerConfig) -> int:
-    """Of several hosts one that is not rank 0: no server, an engine that does what that of rank 0 does. Returns the exit status, when rank
-    0 ends. Raises as `start`."""
+    """Builds the engine of a rank above 0, which follows that of rank 0 and answers no requests.
+
+    Args:
+        engine: The settings of the engine.
+        server: The settings of the server.
+
+    Returns:
+        The exit status, once rank 0 has ended.
+
+    Raises:
+        JaxpageError: The settings, the model or the memory do not allow it; see `start`.
+    """
     logs.configure(server)
     start_up = StartUp(as_records=server.log_json)
     built, channels = _opened(engine, server, start_up)
@@ -222,7 +254,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
     )
     status = Follower(built.engine, channels[0], server.host_timeout_seconds, adapters).run()
     if status:
-        os._exit(status)  # without the others, for which JAX would wait
+        os._exit(status)  # otherwise JAX waits at its exit for the other hosts
     leave_processes()
     return status
 
@@ -230,7 +262,7 @@ def follow(engine: EngineConfig, server: ServerConfig) -> int:
 def _opened(
     engine: EngineConfig, server: ServerConfig, start_up: StartUp
 ) -> tuple[Built, dict[int, Channel]]:
-    """The engine, and the channels to the other hosts, whose engines are the same."""
+    """Opens the engine, and returns it with the channels to the other hosts."""
     check_lora_modules(engine, server, model_names(engine, server))
     channels = join(engine, server) if server.num_hosts > 1 else {}
     sized = functools.partial(smallest_sizes, channels=channels, host_rank=server.host_rank)

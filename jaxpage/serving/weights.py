@@ -1,4 +1,7 @@
-"""POST /v1/update_weights: other weights for the model that is served, from below one directory."""
+"""Replaces the weights of the served model, for POST /v1/update_weights.
+
+The new weights are files below one directory, which a setting gives.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,26 @@ MAX_PROBLEMS_CHARACTERS = 100_000
 
 
 class Updating:
-    """One update at a time. Until it has come to its end the old weights are in use."""
+    """Loads new weights, one update at a time; the old ones are in use until an update ends."""
 
     def __init__(self, driver: AsyncDriver, directory: Path):
         self._driver, self._directory = driver, directory
         self._loading = Workers("weights", 1, 0)
 
     async def update(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What is answered. Raises ApiError."""
+        """Loads and takes the weights that a request names.
+
+        Args:
+            body: The request's object.
+
+        Returns:
+            The object of the answer, which has the version of the weights.
+
+        Raises:
+            ApiError: A field is wrong, the weights cannot be loaded or taken, or another update is
+                under way.
+            ShuttingDown: The server is shutting down.
+        """
         check_fields(body, {"path", "mode", "check_finite"})
         if (mode := body.get("mode", "wait")) not in MODES:
             raise ApiError(
@@ -72,7 +87,10 @@ class Updating:
         return {"weights_version": version}
 
     def _loaded(self, path: Path, *, check_finite: bool) -> Any:
-        """Raises CheckpointError; check_finite: also for numbers that are NaN or infinite."""
+        """Returns the weights on the device, or raises CheckpointError.
+
+        With `check_finite` numbers that are NaN or infinite are an error, too.
+        """
         model, spec = self._driver.built.model, self._driver.built.spec
         return weights_on_device(with_weights_of(model, path), spec, finite=check_finite)
 
@@ -80,7 +98,16 @@ class Updating:
 def weights_routes(
     config: ServerConfig, driver: AsyncDriver, visitors: InFlightRequests
 ) -> list[Route]:
-    """None without `weights_directory`. Raises UnsupportedError where this model's cannot be replaced."""
+    """Returns the route that updates the weights; none without `weights_directory`.
+
+    Args:
+        config: The settings of the server.
+        driver: The driver of the engine.
+        visitors: The counter of the requests for which a shutdown waits.
+
+    Raises:
+        UnsupportedError: The weights of this model cannot be replaced.
+    """
     if config.weights_directory is None:
         return []
     check_replaceable(driver.built.model, None, "weights_directory")

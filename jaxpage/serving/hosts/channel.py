@@ -1,6 +1,7 @@
-"""Lines of JSON between two hosts over TCP, of which both have shown that they know a secret. Nothing is encrypted.
+"""Carries lines of JSON between two hosts over TCP, after both have shown that they know a secret.
 
-Each line has a code made of the secret, the connection and the line's number, so that none can be changed, left out or sent again.
+Nothing is encrypted. Each line has a code made from the secret, the connection and the line's
+number, so that no line can be changed, left out or sent again.
 """
 
 from __future__ import annotations
@@ -16,35 +17,42 @@ from typing import Any
 from jaxpage.replay.event_log import MAX_LINE_BYTES, encoded
 from jaxpage.replay.recorder import Record
 
-GREETING_SECONDS = 5.0  # for each line of it
+GREETING_SECONDS = 5.0  # the longest wait for a read or a write of the greeting
 _GREETING_BYTES = 1024
 
 
 class Refused(Exception):
-    """The other side does not take part, or may not."""
+    """Says that the other side refuses this one, or is refused."""
 
 
 class Channel:
-    """One thread may receive; any may send. All raise OSError when the other side is gone, is silent for too long or is not who it was."""
+    """A connection whose two sides know each other; one thread may receive, and any may send.
+
+    The methods raise OSError if the other side is gone or silent for too long, or if a line has a
+    wrong code.
+    """
 
     def __init__(self, connection: socket.socket, key: bytes, *, leads: bool) -> None:
         self._connection = connection
         self._lines = connection.makefile("rb")
         self._key = key
-        self._ways = (b"down", b"up") if leads else (b"up", b"down")  # what is sent, and what comes
+        self._ways = (b"down", b"up") if leads else (b"up", b"down")  # the way out, and the way in
         self._num_sent = self._num_received = 0
         self._lock = threading.Lock()
 
     def set_timeout(self, seconds: float | None) -> None:
+        """Sets the longest time that a call may wait; None for no limit."""
         self._connection.settimeout(seconds)
 
     def send(self, record: Record) -> None:
+        """Sends a record as a line."""
         line = encoded(record)
         with self._lock:
             self._connection.sendall(self._code(self._ways[0], self._num_sent, line) + b" " + line)
             self._num_sent += 1
 
     def receive(self) -> Record:
+        """Waits for the next line, and returns its record."""
         line = self._lines.readline(MAX_LINE_BYTES)
         if not line.endswith(b"\n"):
             raise ConnectionError("the connection has ended")
@@ -56,12 +64,12 @@ class Channel:
         return record
 
     def shut(self) -> None:
-        """Both sides find that it has ended, who receives included."""
+        """Ends the connection, which a thread that receives notices on both sides."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody receives any more."""
+        """Closes the connection; no thread may be receiving."""
         self.shut()
         self._lines.close()
         self._connection.close()
@@ -71,7 +79,19 @@ class Channel:
 
 
 def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Channel]:
-    """The rank that has connected. Raises Refused if it does not know the secret, OSError if it is gone or says nothing."""
+    """Greets a follower that has connected, as rank 0.
+
+    Args:
+        connection: The connection, on which nothing was sent yet.
+        secret: The common secret of the hosts.
+
+    Returns:
+        The follower's rank, and the channel to it.
+
+    Raises:
+        Refused: The follower does not know the secret, or is no host of jaxpage.
+        OSError: The follower is gone, or says nothing.
+    """
     connection.settimeout(GREETING_SECONDS)
     nonce = secrets.token_hex(16)
     _say(connection, {"nonce": nonce})
@@ -87,7 +107,17 @@ def greet_follower(connection: socket.socket, secret: bytes) -> tuple[int, Chann
 
 
 def greet_leader(connection: socket.socket, secret: bytes, rank: int) -> Channel:
-    """Raises Refused if one of both does not know the secret of the other."""
+    """Greets rank 0, as a follower, and returns the channel to it.
+
+    Args:
+        connection: The connection, on which nothing was sent yet.
+        secret: The common secret of the hosts.
+        rank: The rank of this host.
+
+    Raises:
+        Refused: The secrets of the two hosts differ, or the other side is no host of jaxpage.
+        OSError: Rank 0 is gone, or says nothing.
+    """
     connection.settimeout(GREETING_SECONDS)
     nonce = secrets.token_hex(16)
     about = f"{_heard(connection, {'nonce': str})['nonce']} {nonce} {rank}".encode()
@@ -111,7 +141,7 @@ def _say(connection: socket.socket, record: Record) -> None:
 
 
 def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:
-    """A line, byte by byte: what is behind it is for the channel."""
+    """Receives one line of the greeting byte by byte, because the channel reads the next ones."""
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)

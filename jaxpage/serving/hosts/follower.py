@@ -1,4 +1,4 @@
-"""A rank above 0: does to its engine what rank 0 did to its own, and compares all that comes of it."""
+"""Runs the engine of a rank above 0 like that of rank 0, and compares the records of both."""
 
 from __future__ import annotations
 
@@ -29,15 +29,18 @@ NAMES = ("rank 0", "this rank")
 
 class _Told(HostRecorder):
     def failed(self, plan: StepPlan, error: Exception) -> None:
-        """Rank 0 waits in this step for what will not come."""
+        """Raises Differs, because rank 0 now waits for this host in a step that cannot end."""
         raise Differs(
             f"step {plan.step_id} failed on this rank alone: {type(error).__name__}: {error}"
         )
 
 
 class Follower:
-    """Block tables, queues and tokens of each step are in the records, so that the first difference is seen where it comes up: that of a
-    plan before the step runs."""
+    """Does to its engine what rank 0 did to its own.
+
+    The records have the block tables, the queues and the tokens of each step. So a difference is
+    found where it begins, and one in a plan before its step runs.
+    """
 
     def __init__(
         self,
@@ -46,19 +49,30 @@ class Follower:
         timeout_seconds: float,
         adapters: Mapping[str, LoRARequest] | None = None,
     ) -> None:
-        """timeout_seconds: rank 0 is gone if it is silent for longer. adapters: those that requests may have, by name."""
+        """Listens to the engine and to the channel.
+
+        Args:
+            engine: The engine of this host, which has not begun.
+            channel: The channel to rank 0.
+            timeout_seconds: Rank 0 is taken for gone if it is silent for longer.
+            adapters: The adapters that requests may have, by name.
+        """
         engine.events = _Told(self._came)
-        # The engine's own might draft otherwise: how many drafts are worth it is measured.
+        # The drafts come from the records. The engine's own speculator might choose another number
+        # of drafts, because it measures how many are worth their time.
         engine.speculator = self._drafts = LoggedDrafts()
         self._engine, self._channel, self._adapters = engine, channel, adapters or {}
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
-        self._theirs: Record | None = None  # what the engine must say next
-        self._ours: deque[Record] = deque()  # what it has said, and rank 0 not yet
+        self._theirs: Record | None = None  # the record that this engine must make next
+        self._ours: deque[Record] = deque()  # records of this engine that rank 0 has not sent yet
         self._plan: Record = {}
         channel.set_timeout(timeout_seconds)
 
     def run(self) -> int:
-        """Until rank 0 ends. Returns the exit status; the process ends by itself if rank 0 is gone, in the middle of a step too."""
+        """Follows rank 0 until it ends, and returns the exit status: 1 after a difference.
+
+        If rank 0 is gone the process ends at once with status 1, even in the middle of a step.
+        """
         threading.Thread(target=self._receive, name="jaxpage-rank-0", daemon=True).start()
         try:
             while (record := self._received.get())["event"] != "end":
@@ -73,7 +87,11 @@ class Follower:
         return 0
 
     def follow(self, record: Record) -> None:
-        """Raises Differs."""
+        """Does what one record says, and compares the records of both engines.
+
+        Raises:
+            Differs: This engine does something else than that of rank 0.
+        """
         if self._ours:
             self._compare(record, self._ours.popleft())
             return
@@ -108,7 +126,7 @@ class Follower:
             ) from error
 
     def _came(self, record: Record) -> None:
-        """The sink of the engine's recorder. Of a plan it is called before the device begins."""
+        """Takes a record of this engine; the record of a plan comes before the device begins."""
         ours = json.loads(encoded(record))
         if self._theirs is None:
             self._ours.append(ours)
@@ -133,4 +151,4 @@ class Follower:
                     return
         except (OSError, ValueError) as error:
             logger.critical("rank 0 is gone: %s", error)
-            os._exit(1)  # the engine may wait in a step that never ends
+            os._exit(1)  # the engine's thread may wait in a step that never ends

@@ -1,4 +1,7 @@
-"""`coordinator: auto`: the hosts are the processes of a job that Slurm, Open MPI or Kubernetes has started."""
+"""Finds the hosts of `coordinator: auto`, which are the processes of a job.
+
+Slurm, Open MPI or Kubernetes has started the job.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,18 @@ from jaxpage.settings.engine_config import EngineConfig
 
 
 def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
-    """The settings with rank, number of hosts and coordinator of the job, as JAX detects them, where `auto` asks for it.
+    """Returns the server's settings, completed from the job that has started this process.
 
-    Raises ConfigError where there is no such job, ConfigError or UnsupportedError for what several hosts cannot do.
+    JAX detects the rank, the number of hosts and the coordinator. Without `coordinator: auto` the
+    settings stay as they are.
+
+    Args:
+        engine: The settings of the engine.
+        server: The settings of the server.
+
+    Raises:
+        ConfigError: There is no such job, or the settings do not fit its number of hosts.
+        UnsupportedError: A setting is not supported with several hosts.
     """
     if server.coordinator != AUTO:
         return server
@@ -23,11 +35,11 @@ def hosts_of_job(engine: EngineConfig, server: ServerConfig) -> ServerConfig:
             "coordinator: auto finds no job of Slurm, Open MPI or Kubernetes in the environment: give num_hosts, host_rank and coordinator"
         )
     if job.local_id is not None and engine.tensor_parallel_size == job.num_processes:
-        os.environ.setdefault(
-            "JAX_LOCAL_DEVICE_IDS", str(job.local_id)
-        )  # JAX reads it; without it each process has all devices
+        # JAX reads this variable; without it each process takes all devices of its machine.
+        os.environ.setdefault("JAX_LOCAL_DEVICE_IDS", str(job.local_id))
     host, _, port = job.coordinator.rpartition(":")
-    # the port behind it is used too, and JAX's may be the last
+    # The channels use the port after the coordinator's, and the port that JAX has chosen may be the
+    # last one there is.
     coordinator = f"{host}:{int(port) - 1}"
     found = server.replace(
         coordinator=coordinator, num_hosts=job.num_processes, host_rank=job.process_id

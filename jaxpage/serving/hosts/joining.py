@@ -1,4 +1,8 @@
-"""How hosts come together: a connection of each follower to rank 0, then `jax.distributed`, then an engine on each, of the same shapes."""
+"""Brings the hosts together before they serve.
+
+Each follower connects to rank 0, then all join `jax.distributed`, and then each builds an engine of
+the same shapes.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +32,31 @@ from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 300.0  # for all hosts to be there
-LEAVE_SECONDS = 10.0  # at the end, for the others
+JOIN_SECONDS = 300.0  # the time in which all hosts must have joined
+LEAVE_SECONDS = 10.0  # the time that a host waits for the others at the end
 _RETRY_SECONDS = 0.2
-# Where models are may differ, and what they are is hashed; a log is rank 0's alone.
+# The paths of models may differ, because their files are hashed; rank 0 alone writes a log.
 _NOT_COMPARED = ("model", "tokenizer", "event_log")
 _SIZES = ("num_blocks", "swap_space_blocks")
 
 
 class HostsError(JaxpageError):
-    """The hosts do not come together."""
+    """Says that the hosts cannot come together."""
 
 
 def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
-    """Waits for all hosts, and has JAX see the devices of all. Returns the channels to the others by rank: a follower's is to rank 0.
+    """Waits for all hosts, and makes their devices known to JAX; call it before JAX opens devices.
 
-    Before JAX has opened its devices. Raises ConfigError without a secret; HostsError if one does not come, or this one is refused.
+    Args:
+        engine: The settings of the engine.
+        server: The settings of the server.
+
+    Returns:
+        The channels to the other hosts by rank; that of a follower leads to rank 0.
+
+    Raises:
+        ConfigError: There is no secret.
+        HostsError: A host has not come, or this one is refused.
     """
     secret = read_secret(server)
     host, port = coordinator_of(server)
@@ -68,8 +81,21 @@ def join(engine: EngineConfig, server: ServerConfig) -> dict[int, Channel]:
 def smallest_sizes(
     spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int
 ) -> dict[str, int]:
-    """Settings with which this engine is no larger than any host has memory for; {} where all have planned the same. Logs whose memory is
-    the least. Before a model is loaded. Raises HostsError, also for another dtype, which may follow the processor."""
+    """Returns settings with which the engine fits into the memory of every host.
+
+    It is called before a model is loaded, and logs which host has the least memory.
+
+    Args:
+        spec: The spec of the engine as this host has planned it.
+        channels: The channels to the other hosts.
+        host_rank: The rank of this host.
+
+    Returns:
+        The sizes to change; none if all hosts have planned the same.
+
+    Raises:
+        HostsError: A host is gone, or has chosen another dtype, which may follow its processor.
+    """
     record = spec.record()
     said = _said_by_all(
         {"event": "sizes", **{name: record[name] for name in ("dtype", *_SIZES)}},
@@ -88,7 +114,7 @@ def smallest_sizes(
             "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
         )
         logger.warning(text, name, least, sizes[name].index(least), sizes[name].index(most), most)
-    # What is swapped follows the pool.
+    # Another size of the pool changes the swap space that follows from it, so both are fixed.
     return {
         name: min(values)
         for name, values in sizes.items()
@@ -97,18 +123,27 @@ def smallest_sizes(
 
 
 def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) -> None:
-    """That all engines have the same pool and shapes; host_rank: of this one. Returns when all are compiled. Raises HostsError."""
+    """Waits until the engines of all hosts are compiled, and checks that they are the same.
+
+    Args:
+        spec: The spec of this host's engine.
+        channels: The channels to the other hosts.
+        host_rank: The rank of this host.
+
+    Raises:
+        HostsError: A host is gone, or its engine has another pool or other shapes.
+    """
     said = _said_by_all({"event": "engine", "engine": spec.record()}, channels, host_rank)
     _check_same([each["engine"] for each in said])
 
 
 def _said_by_all(record: Record, channels: Mapping[int, Channel], host_rank: int) -> list[Record]:
-    """What each host says, by its rank."""
+    """Sends a record to all hosts, and returns the records of all in order of rank."""
     said: list[Record] = [json.loads(encoded(record))]
     ranks = range(1, len(channels) + 1) if host_rank == 0 else ()
     rank = 0
     for channel in channels.values():
-        channel.set_timeout(None)  # models are read from disks of different speed
+        channel.set_timeout(None)  # one host may load its model much faster than another
     try:
         if host_rank:
             channels[0].send(record)
@@ -129,6 +164,7 @@ def _check_same(said: Sequence[Record], advice: str = "") -> None:
 
 
 def coordinator_of(server: ServerConfig) -> tuple[str, int]:
+    """Returns the host and the port of the setting `coordinator`."""
     host, _, port = (server.coordinator or "").rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -186,7 +222,7 @@ def _join_leader(host: str, port: int, secret: bytes, rank: int, about: Record) 
     try:
         channel = greet_leader(connection, secret, rank)
         channel.send(about)
-        channel.set_timeout(JOIN_SECONDS)  # rank 0 takes one host after the other
+        channel.set_timeout(JOIN_SECONDS)  # rank 0 admits the hosts one at a time
         answer = channel.receive()
     except Refused as error:
         raise HostsError(f"rank 0 at {host} port {port}: {error}") from None
@@ -213,7 +249,10 @@ def _family(host: str, port: int) -> socket.AddressFamily:
 
 
 def _about(engine: EngineConfig, server: ServerConfig) -> Record:
-    """What must be the same on all hosts and is known before a model is loaded: the header of an event log, with hashes of files."""
+    """Returns a record of what must be the same on all hosts and is known before a model is loaded.
+
+    It is like the header of an event log, with hashes of the files.
+    """
     config = {
         name: value for name, value in engine.model_dump().items() if name not in _NOT_COMPARED
     }
@@ -244,7 +283,10 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
 
 
 def model_hash(model: Path) -> str:
-    """Of the names and bytes of all files of a model, hidden ones left out. Reads them once."""
+    """Returns a hash of the names and bytes of all files of a model, without hidden ones.
+
+    It reads every file once.
+    """
     paths = (
         [model]
         if model.is_file()
@@ -267,7 +309,10 @@ def _file_hash(path: Path) -> str:
 
 
 def _difference(theirs: Record, ours: Record, rank: int) -> str | None:
-    """The first, in words that hold on both hosts; theirs: of that rank, ours: of rank 0."""
+    """Returns the first difference between two records, in words that hold on both hosts.
+
+    `theirs` is the record of that rank, and `ours` is that of rank 0.
+    """
     for name, value in ours.items():
         other = theirs.get(name)
         if isinstance(value, dict) and isinstance(other, dict):

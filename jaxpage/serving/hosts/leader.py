@@ -1,4 +1,4 @@
-"""Rank 0 of several hosts: tells all others what happens to its engine, in the form of the event log."""
+"""Tells the other hosts what happens to the engine of rank 0, in the form of the event log."""
 
 from __future__ import annotations
 
@@ -14,19 +14,28 @@ from jaxpage.step.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-PINGS_IN_TIME = 4  # before a host that does not answer counts as lost
-REASON_SECONDS = 1.0  # after a failed step, for what may be the reason
+PINGS_IN_TIME = 4  # the pings in the time after which a silent host is lost
+# A lost host that is noticed within this time after a failed step counts as the reason.
+REASON_SECONDS = 1.0
 
 
 class HostLost(Leave):
-    """The engine cannot go on: a host is gone, or does something else."""
+    """Says that the engine cannot go on, because a host is gone or does something else."""
 
 
 class Leader(HostRecorder):
-    """Listens to the engine of rank 0. A plan is sent before its step begins, which ends on all hosts or on none."""
+    """Listens to the engine of rank 0, and sends its records to the other hosts.
+
+    A plan is sent before its step begins, because a step ends on all hosts or on none.
+    """
 
     def __init__(self, channels: Mapping[int, Channel], timeout_seconds: float) -> None:
-        """channels: by rank. timeout_seconds: a host that is silent for longer is lost; each step must be shorter."""
+        """Makes a leader that is not started.
+
+        Args:
+            channels: The channels to the other hosts by rank.
+            timeout_seconds: A host that is silent for longer is lost; so each step must be shorter.
+        """
         super().__init__(self._send)
         self._channels = dict(channels)
         self._timeout = timeout_seconds
@@ -36,7 +45,11 @@ class Leader(HostRecorder):
         self._ended = threading.Event()
 
     def start(self, tell: Callable[[BaseException], None]) -> None:
-        """tell: called once, on any thread, when a host is lost."""
+        """Starts the threads that send pings and receive the answers.
+
+        Args:
+            tell: Called once, on any thread, when a host is lost.
+        """
         self._tell = tell
         threading.Thread(target=self._ping, name="jaxpage-hosts", daemon=True).start()
         for rank, channel in self._channels.items():
@@ -46,21 +59,27 @@ class Leader(HostRecorder):
 
     @property
     def has_lost(self) -> bool:
+        """Returns whether a host was lost."""
         return self._lost is not None
 
     def planned(self, plan: StepPlan) -> None:
+        """Sends the plan to the other hosts, and raises HostLost if one was lost."""
         super().planned(plan)
         if self._lost is not None:
             raise HostLost(self._lost)
 
     def failed(self, plan: StepPlan, error: Exception) -> None:
-        """What others hold of this step is not known, so that there is no going on. Of a host that is gone the device may know first."""
+        """Raises HostLost, because nobody knows what the other hosts have computed of this step.
+
+        The device may notice before the channel that a host is gone, so it waits a moment for the
+        better reason.
+        """
         self._ended.wait(REASON_SECONDS)
         self._lose(f"step {plan.step_id} failed: {type(error).__name__}: {error}")
         raise HostLost(self._lost)
 
     def closed(self) -> None:
-        """The others end too."""
+        """Tells the other hosts to end, too, unless one was lost."""
         if self._lost is None:
             super().closed()
         self._ended.set()
@@ -77,7 +96,7 @@ class Leader(HostRecorder):
             self._send({"event": "ping"})
 
     def _listen(self, rank: int, channel: Channel) -> None:
-        """To answers to pings, which come between two steps of the other host."""
+        """Receives the answers to pings, which a host sends between two steps, until it is lost."""
         channel.set_timeout(self._timeout)
         while True:
             try:
@@ -98,6 +117,7 @@ class Leader(HostRecorder):
             self._lost = why
         self._ended.set()
         logger.critical("the hosts cannot go on together: %s", why)
-        for channel in self._channels.values():  # the others see that this one is gone
+        # The other hosts see that their connection has ended, and end, too.
+        for channel in self._channels.values():
             channel.shut()
         self._tell(HostLost(why))

@@ -1,4 +1,4 @@
-"""What the hosts of a server show each other that they know."""
+"""Reads the common secret of the hosts of a server."""
 
 from __future__ import annotations
 
@@ -14,9 +14,16 @@ _LEAST_BYTES = 16
 
 
 def read_secret(config: ServerConfig, environment: Mapping[str, str] | None = None) -> bytes:
-    """From `hosts_secret_file`, or else from $JAXPAGE_HOSTS_SECRET; spaces and line ends around it do not count.
+    """Returns the secret in `hosts_secret_file`, or else in $JAXPAGE_HOSTS_SECRET.
 
-    Raises ConfigError if there is none, or it is short.
+    Spaces and line ends around it do not count.
+
+    Args:
+        config: The settings of the server.
+        environment: The environment variables; None for those of the process.
+
+    Raises:
+        ConfigError: There is no secret, it is too short, or the file cannot be read.
     """
     environment = os.environ if environment is None else environment
     if config.hosts_secret_file is not None:

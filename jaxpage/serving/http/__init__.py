@@ -1,1 +1,1 @@
-"""What stands between a socket and the application: connections with deadlines, and middlewares. All of it is plain ASGI."""
+"""Guards the application: connections with deadlines, and middlewares, all of them plain ASGI."""

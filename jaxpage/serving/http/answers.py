@@ -1,4 +1,4 @@
-"""Answers as ASGI messages: JSON, and errors in the shape of the API that was called."""
+"""Makes answers in JSON, and errors in the shape of the API that was called."""
 
 from __future__ import annotations
 
@@ -26,20 +26,25 @@ logger = logging.getLogger(__name__)
 def json_answer(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
+    """Returns an answer in JSON."""
     return Response(encoded(value), status, headers, "application/json")
 
 
 def ignored_header(fields: Sequence[str]) -> dict[str, str]:
-    """Tells the fields of a request that were taken no notice of."""
+    """Returns the header that names the ignored fields of a request, if there are any."""
     return {"x-jaxpage-ignored-fields": ", ".join(fields)} if fields else {}
 
 
 def error_answer(error: ApiError, path: str) -> Response:
+    """Returns an error as an answer, in the shape of the API of this path."""
     return json_answer(dialect_of(path).error(error), error.status, error.headers)
 
 
 def refusal_of(error: Exception) -> ApiError | None:
-    """The client's error for an exception that may be shown to it: an ApiError, or one of the driver."""
+    """Returns the error for the client, if it may see this exception; otherwise None.
+
+    It may see an ApiError, a panic of native code (without its text), and the errors of the driver.
+    """
     match error:
         case ApiError():
             return error
@@ -59,7 +64,10 @@ def refusal_of(error: Exception) -> ApiError | None:
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """The client's error for any exception. One that may not be shown is logged, and the client gets a fixed text."""
+    """Returns the error for the client, for any exception.
+
+    An exception that the client may not see is logged, and the client gets a fixed text.
+    """
     refusal = refusal_of(error)
     if refusal is None:
         logger.error("a request could not be answered", exc_info=error)
@@ -67,5 +75,6 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 async def send_error(error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Sends an error as an answer, and notes its code and parameter in the scope."""
     scope.setdefault("state", {}).update(refused_because=error.code, refused_param=error.param)
     await error_answer(error, scope["path"])(scope, receive, send)

@@ -1,4 +1,7 @@
-"""Who may come in: every path needs a key but for those on a list, whether there is anything at the path or not."""
+"""Lets requests in by API key.
+
+Every path needs a key, whether it exists or not, except for a list of open paths.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,13 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
 class ApiKeys:
-    """Lets a request through whose `Authorization: Bearer` has one of the keys. Without any key everybody comes in.
-    Anthropic's paths also take it from `x-api-key`, where Anthropic's clients may send it.
+    """Lets a request through if its header `Authorization: Bearer` has one of the keys.
 
-    It decides on the path that the router sees, as it stands: what is no exact match of an open path is none. Host, query and other
-    headers have no say. All keys are compared, each in constant time.
+    Without any key every request comes in. Anthropic's paths also take the key from `x-api-key`,
+    where Anthropic's clients may send it.
+
+    A path is open only if it equals an open path to the letter, as the router sees it. Host, query
+    and other headers make no difference. All keys are compared, each in constant time.
     """
 
     def __init__(
@@ -31,6 +36,7 @@ class ApiKeys:
         self._open_paths = frozenset(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it with status 401."""
         if self._digests and scope["path"] not in self._open_paths and not self._has_key(scope):
             message = "No valid API key was given; send it in a header: 'Authorization: Bearer KEY'"
             refusal = ApiError(

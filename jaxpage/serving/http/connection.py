@@ -1,4 +1,7 @@
-"""Connections that cannot be held open: uvicorn's HTTP/1.1 protocol with deadlines for what comes in and for what is not read."""
+"""Adds deadlines to uvicorn's HTTP/1.1 connections, so that no client can hold one open for ever.
+
+There are deadlines for the bytes of a request, and for an answer that the client does not read.
+"""
 
 from __future__ import annotations
 
@@ -18,39 +21,48 @@ from jaxpage.serving.http.parser import Parser
 from jaxpage.serving.wire.dialects import encoded
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
-MAX_BYTES_BEHIND = 1 << 16  # a request that is being answered: of the next ones, which wait
-MAX_BYTES_DROPPED = 1 << 24  # of a body that is not read
-LINGER_SECONDS = 2.0  # for what is still sent when its answer is out
-PROBE_SECONDS = 0.01  # from the end of what a client sends to the first look whether it is there
-MAX_PROBE_SECONDS = 10.0  # between two looks: each time it is four times as long
+# The most bytes of further requests that wait while one is being answered.
+MAX_BYTES_BEHIND = 1 << 16
+MAX_BYTES_DROPPED = 1 << 24  # the most bytes that are received but not read
+LINGER_SECONDS = 2.0  # the time for a client to send the rest after its answer is out
+PROBE_SECONDS = 0.01  # the time from the client's end of input to the first probe
+MAX_PROBE_SECONDS = 10.0  # the longest time between two probes; each is four times the one before
 
 
 class _Timer:
-    """Calls something later, unless it is stopped or started again before."""
+    """Calls a function later, unless it is stopped or started again before."""
 
     def __init__(self) -> None:
         self._handle: asyncio.TimerHandle | None = None
 
     @property
     def runs(self) -> bool:
+        """Returns whether a function is going to be called."""
         return self._handle is not None
 
     def start(self, seconds: float, function: Callable[[], None]) -> None:
+        """Calls the function after so many seconds, and forgets an earlier one."""
         self.stop()
         self._handle = asyncio.get_running_loop().call_later(seconds, function)
 
     def stop(self) -> None:
+        """Forgets the function."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
 
 
 class Connection(H11Protocol):
-    """One connection of a client. When it is cut, who answers sees a disconnect.
+    """A client's connection; when it is cut, the application sees a disconnect.
 
-    A client that sends no more may have left, or wait for its answer: only a client that is gone resets the connection when something
-    is written to it. So something is written from time to time that asks nothing of a client that is there: the interim answer 100, or
-    the comment of a stream (`state["comment"]` of its scope). A client of HTTP/1.0, which has no interim answers, is taken for gone.
+    A client that has closed its sending side may have left, or may wait for its answer. Only a
+    client that is gone resets the connection when something is written to it. So the server writes
+    from time to time a probe that a waiting client ignores: the interim answer 100, or the comment
+    of a stream (`state["comment"]` of its scope). HTTP/1.0 has no interim answers, so a client of
+    HTTP/1.0 whose answer has not begun is taken for gone.
+
+    Attributes:
+        conn: The parser of the client's bytes.
     """
 
     conn: Parser
@@ -65,13 +77,17 @@ class Connection(H11Protocol):
         no_room: ASGIApp,
         **kwargs: Any,
     ) -> None:
-        """
+        """Makes a connection.
+
         Args:
-            silent_seconds: from the connection's beginning to its first byte.
-            receive_seconds: from the first byte of a request to its end.
-            send_seconds: that nothing of an answer is read.
-            max_connections: one more takes the place of one that is idle; if none is, it is answered by `no_room`. From twice as many
-                on they are cut at once.
+            *args: The arguments of uvicorn's protocol.
+            silent_seconds: The longest time from the connection's beginning to its first byte.
+            receive_seconds: The longest time from the first byte of a request to its end.
+            send_seconds: The longest time in which the client reads nothing of an answer.
+            max_connections: The most connections. A further one takes the place of an idle one; if
+                none is idle, `no_room` answers it. Above twice as many they are cut at once.
+            no_room: The application that answers a connection for which there is no place.
+            **kwargs: The keyword arguments of uvicorn's protocol.
         """
         super().__init__(*args, **kwargs)
         self.conn = Parser()
@@ -83,8 +99,8 @@ class Connection(H11Protocol):
         self._is_silent = True
         self._since = time.monotonic()
         self._address = ""
-        self._has_ended = False  # what the client sends
-        self._drops = False  # what it still sends
+        self._has_ended = False  # True once the client has closed its sending side
+        self._drops = False  # True once further bytes of the client are dropped
         self._num_dropped = 0
         self._probe_seconds = PROBE_SECONDS
         self._receiving = _Timer()
@@ -93,6 +109,7 @@ class Connection(H11Protocol):
         self._lingering = _Timer()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Admits the connection, puts it into the place of another, or refuses it."""
         super().connection_made(transport)
         self._address = str((self.client or ("",))[0])
         if len(self.connections) > 2 * self._max_connections:
@@ -100,17 +117,21 @@ class Connection(H11Protocol):
             return
         if len(self.connections) > self._max_connections and not self._takes_place_of_another():
             self.app = self._no_room
-        transport.set_write_buffer_limits(high=0)  # so that we hear of every byte that is not read
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` is called for any unread byte
         self._receiving.start(self._silent_seconds, self.transport.abort)
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing of a request has come, or nothing after the last answer."""
+        """Returns whether no request has begun to come since the beginning or the last answer."""
         has_begun = self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]
         return not has_begun and (self.cycle is None or self.cycle.response_complete)
 
     def _takes_place_of_another(self) -> bool:
-        """Cuts an idle connection of the client that has most of them, so that nobody keeps all places by only holding them."""
+        """Cuts an idle connection, and returns whether there was one.
+
+        It takes the oldest idle connection of the client that has the most connections, so that
+        no client keeps all places by holding connections that it does not use.
+        """
         others = [
             one for one in self.connections if isinstance(one, Connection) and one is not self
         ]
@@ -122,12 +143,13 @@ class Connection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stops the timers."""
         for timer in (self._receiving, self._sending, self._probing, self._lingering):
             timer.stop()
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Whether there is an answer to give still; else the connection is closed."""
+        """Returns whether there is still an answer to give; otherwise the connection is closed."""
         self._has_ended = True
         waits = (
             self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
@@ -138,7 +160,8 @@ class Connection(H11Protocol):
         return waits
 
     def data_received(self, data: bytes) -> None:
-        # it said itself that nothing follows
+        """Parses the bytes of a client, or drops them after its last request."""
+        # In MUST_CLOSE the client has said itself that no request follows.
         if self._drops or self.conn.their_state is h11.MUST_CLOSE:
             self._num_dropped += len(data)
             if self._num_dropped > MAX_BYTES_DROPPED:
@@ -154,10 +177,13 @@ class Connection(H11Protocol):
             self._receiving.stop()
 
     def handle_events(self) -> None:
-        """uvicorn reads no further while a request is being answered, so it does not notice a client that disconnects."""
+        """Handles the parser's events, and goes on reading while a request is being answered.
+
+        By itself uvicorn would stop reading, and so would not notice a client that disconnects.
+        """
         super().handle_events()
         if self.conn.their_state is h11.DONE and not self.transport.is_closing():
-            # it gets its answer, which is the last one
+            # The client gets the answer to this request, but none to those that wait.
             if len(self.conn.trailing_data[0]) > MAX_BYTES_BEHIND:
                 self._drops = True
                 self.cycle.keep_alive = False
@@ -165,22 +191,29 @@ class Connection(H11Protocol):
             self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
+        """Stops the deadline of the request, and closes the connection if no other can follow."""
         super().on_response_complete()
-        if self.conn.their_state is h11.IDLE:  # uvicorn closes it if nothing follows
+        if self.conn.their_state is h11.IDLE:  # uvicorn's own timeout closes an idle connection
             self._receiving.stop()
         if self._has_ended and not self.eof_received():
             self.transport.close()
 
     def pause_writing(self) -> None:
+        """Starts the deadline for an answer that the client does not read."""
         super().pause_writing()
         self._watch_reader(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        """Stops the deadline, because the client has read everything."""
         super().resume_writing()
         self._sending.stop()
 
     def send_400_response(self, msg: str) -> None:
-        """What is not HTTP is answered once, unless an answer is under way. Who is still sending reads it when everything is sent."""
+        """Answers input that is not HTTP with status 400, unless another answer is under way.
+
+        The connection lingers, because many clients read the answer only when they have sent
+        everything.
+        """
         body = encoded(ApiError(400, self.conn.problem or msg).body())
         headers = [
             ("content-type", "application/json"),
@@ -207,21 +240,24 @@ class Connection(H11Protocol):
             self._receiving.start(self._receive_seconds, self.transport.abort)
 
     def _probe(self) -> None:
-        """Of a client that is gone the first look is answered by a reset, and the next one fails."""
+        """Writes a probe to a client that sends no more, and plans the next one.
+
+        A client that is gone answers the probe with a reset, which ends the connection.
+        """
         if self.cycle.response_complete or self.transport.is_closing():
             return
         event: Any = None
         if self.cycle.response_started:
             if comment := self.cycle.scope["state"].get("comment"):
                 event = h11.Data(data=comment)
-        elif self.cycle.scope["http_version"] < "1.1":  # which has no interim answers
+        elif self.cycle.scope["http_version"] < "1.1":  # HTTP/1.0 has no interim answers
             self.transport.close()
         else:
             event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
         if event is not None and not self.transport.get_write_buffer_size():
             self.transport.write(self.conn.send(event) or b"")
         self._probe_seconds = min(4 * self._probe_seconds, MAX_PROBE_SECONDS)
-        # of a connection that is closed it does nothing
+        # A probe of a connection that was closed meanwhile does nothing.
         self._probing.start(self._probe_seconds, self._probe)
 
     def _watch_reader(self, num_unread: int) -> None:
@@ -230,7 +266,7 @@ class Connection(H11Protocol):
     def _cut_if_not_read(self, num_unread: int) -> None:
         left = self.transport.get_write_buffer_size()
         if left < num_unread:
-            self._watch_reader(left)  # slow, but it reads
+            self._watch_reader(left)  # the client is slow, but it reads
         else:
             if self.scope is not None:
                 self.scope["state"]["cut_because"] = "slow_reader"
@@ -238,7 +274,7 @@ class Connection(H11Protocol):
 
 
 async def no_room(scope: Scope, receive: Receive, send: Send) -> None:
-    """The answer to a connection that is one too many."""
+    """Answers a connection for which there is no place."""
     headers = {**RETRY_AFTER, "connection": "close"}
     error = ApiError(
         503, "There are too many connections", code="too_many_connections", headers=headers

@@ -1,4 +1,7 @@
-"""The outermost middleware: request ids, headers of every answer, an answer to every error, and the count of refusals."""
+"""Wraps the application in its outermost middleware.
+
+It gives every request an id and every answer its headers, answers every error, and counts refusals.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +33,14 @@ _REASONS = {
 
 
 class Envelope:
-    """Around everything that answers a request. Every error before the answer's first byte is sent to the client."""
+    """The outermost middleware, which answers every error that comes before the first byte."""
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
         self._app = app
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Has a request answered, and adds the headers and errors of the envelope."""
         if scope["type"] != "http":
             raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
         headers = Headers(scope=scope)
@@ -61,7 +65,8 @@ class Envelope:
                 answer = MutableHeaders(scope=message)
                 answer["x-request-id"] = request_id
                 answer["x-content-type-options"] = "nosniff"
-                if not body_is_read or scope["state"].get("is_last"):  # the rest is not read
+                # The rest of the input is not read, so no request can follow.
+                if not body_is_read or scope["state"].get("is_last"):
                     answer["connection"] = "close"
                 if (reason := _reason(message["status"], scope["state"])) is not None:
                     self._metrics.rejected(reason)
@@ -71,7 +76,7 @@ class Envelope:
                 await _read_on(watched_receive)
                 message = {"type": "http.response.body"}
             await send(message)
-            # not before: of a start that could not be sent the client knows nothing
+            # Set after sending: if the start could not be sent, an error can still be answered.
             has_begun = True
 
         try:
@@ -88,10 +93,11 @@ class Envelope:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Lets go of what the frames that an error came through hold.
+    """Removes the tracebacks of an error and of its causes, so that their frames are freed.
 
-    One of them holds the task that holds the error, and another the request. Nothing but the garbage collector would end
-    this circle, and it seldom looks at everything: 32 refused bodies of 2.7 MB kept 1 GB.
+    One of the frames holds the task that holds the error, and another the request. Only the garbage
+    collector would end this circle, and it seldom looks at everything: 32 refused bodies of 2.7 MB
+    kept 1 GB.
     """
     errors: list[BaseException | None] = [error]
     while errors:
@@ -101,8 +107,11 @@ def _forget_frames(error: BaseException) -> None:
 
 
 async def _read_on(receive: Receive) -> None:
-    """Takes what is still sent of a body whose answer is out, for a while: a connection that is closed before is reset, and many clients
-    read the answer only when they have sent everything."""
+    """Receives the rest of a body whose answer is out, for at most `LINGER_SECONDS`.
+
+    A connection that is closed before the client has sent everything is reset, and many clients
+    read the answer only after they have sent everything.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_SECONDS):
             while (await receive()).get("more_body", False):
@@ -110,7 +119,10 @@ async def _read_on(receive: Receive) -> None:
 
 
 def _reason(status: int, state: Mapping[str, Any]) -> str | None:
-    """Why a request was refused. What fails later is no refusal."""
-    if status == 503:  # of many kinds: see `send_error`
+    """Returns why a request was refused; None for an answer that is no refusal.
+
+    A request that the engine had and that failed is not refused.
+    """
+    if status == 503:  # this status has many reasons; `send_error` notes the one that holds
         return state.get("refused_because") or "busy"
     return _REASONS.get(status, "invalid" if 400 <= status < 500 else None)

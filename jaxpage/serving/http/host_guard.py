@@ -1,4 +1,7 @@
-"""A server for this machine alone, without keys: pages of other sites, which run in a browser here, may not use it."""
+"""Keeps pages of other sites from using a local server that has no API keys.
+
+Such pages run in a browser on this machine, and so they reach a server that listens here alone.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +18,20 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/?#@]+)(:[0-9]*)?")
 
 
 class HostGuard:
-    """Lets a request through whose Host is a name of this machine (another's may have been made to lead here, by DNS), and which no page
-    of another origin has sent (browsers send simple requests anywhere, and only keep the answer from the page).
+    """Lets a request through if its Host names this machine and no foreign page has sent it.
+
+    A foreign name may have been made to lead here by DNS (DNS rebinding). A foreign page may send
+    simple requests anywhere; browsers only keep the answer from it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, or refuses it with status 403."""
         headers = Headers(scope=scope)
         try:
-            # HTTP/1.0 has none
+            # A request of HTTP/1.0 has no Host, and passes.
             if not all(is_of_this_machine(host) for host in headers.getlist("host")):
                 raise ApiError(
                     403,
@@ -40,9 +46,15 @@ class HostGuard:
 
 
 def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
-    """Raises ApiError for a request that a browser sends for a page of another origin than the server's.
+    """Refuses a request that a browser sends for a page of another origin than the server's.
 
-    may_be_link: somebody may have followed a link to the server, which changes nothing.
+    Args:
+        headers: The headers of the request.
+        may_be_link: True for a request that changes nothing, which may come from a link that
+            somebody has followed.
+
+    Raises:
+        ApiError: A page of another origin has sent the request.
     """
     own = f"http://{headers.get('host')}"
     if any(origin != own for origin in headers.getlist("origin")):
@@ -53,7 +65,7 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
         "sec-fetch-site" not in headers or headers.get("sec-fetch-mode") == "navigate"
     ):
         return
-    # Browsers send no Origin with some requests, but say for whom they send them.
+    # Browsers send some requests without Origin, but say in other headers for whom they send them.
     if not {"none", "same-origin"}.issuperset(headers.getlist("sec-fetch-site")):
         raise ApiError(
             403, _refusal("no Sec-Fetch-Site header, or 'same-origin'"), code="foreign_origin"
@@ -67,7 +79,7 @@ def check_origin(headers: Headers, *, may_be_link: bool = False) -> None:
 
 
 def is_of_this_machine(host: str) -> bool:
-    """Whether the value of a Host header names this machine, in a form that no DNS owner can define."""
+    """Returns whether a Host header names this machine in a form that no DNS owner can define."""
     if not (found := _HOST.fullmatch(host)):
         return False
     name = found[1].strip("[]").lower()

@@ -1,4 +1,4 @@
-"""What a request may bring: how many headers, what kind of body, how much of it, and in what time."""
+"""Limits the headers of a request, and the type, size and duration of its body."""
 
 from __future__ import annotations
 
@@ -13,20 +13,27 @@ from jaxpage.serving.http.parser import MAX_HEADER_BYTES
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADERS = 100
-_WORTH_GIVING_BACK = 32 << 20  # bytes
-NUM_LARGEST_BODIES = 32  # that may be held at the same time, or as many bytes in smaller ones
+_WORTH_GIVING_BACK = 32 << 20  # the bytes from which on freed memory is given back
+# The number of bodies of the largest size that may be held at a time, or as many bytes in smaller
+# ones.
+NUM_LARGEST_BODIES = 32
 
 
 def give_memory_back() -> None:
-    """Asks glibc for the pages of what was freed: of many bodies at once it would keep hundreds of megabytes for the next ones."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
+    """Asks glibc to give the pages of freed memory back to the system.
+
+    By itself it keeps hundreds of megabytes after many bodies at once.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # other C libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class Limits:
-    """Refuses what is too much before anybody has read it. What it wraps sees ApiError from `receive` where a body breaks a limit.
+    """Refuses requests that break a limit, before they are read in whole.
 
-    The bodies of all requests that are being answered share a budget, so that their memory does not grow with the connections.
+    If a body breaks a limit, the wrapped application gets an ApiError from `receive`. The bodies of
+    all requests that are being answered share a budget, so that their memory does not grow with the
+    number of connections.
     """
 
     def __init__(self, app: ASGIApp, *, max_body_bytes: int, body_timeout_seconds: float) -> None:
@@ -34,10 +41,11 @@ class Limits:
         self._max_body_bytes = max_body_bytes
         self._timeout = body_timeout_seconds
         self._budget = NUM_LARGEST_BODIES * max_body_bytes
-        self._num_held = 0  # bytes
-        self._most_held = 0  # since the allocator was told to give memory back
+        self._num_held = 0  # the bytes of all bodies that are held now
+        self._most_held = 0  # the most of them since memory was last given back
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes a request on, and counts the bytes of its body."""
         headers = Headers(scope=scope)
         self._check(headers)
         deadline = asyncio.get_running_loop().time() + self._timeout
@@ -46,7 +54,7 @@ class Limits:
         async def limited_receive() -> Message:
             nonlocal num_bytes, is_complete
             if is_complete:
-                return await receive()  # only the disconnect is left to come
+                return await receive()  # only the disconnect can follow
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
@@ -83,7 +91,8 @@ class Limits:
                 431, f"The request has {len(headers)} headers; at most {MAX_HEADERS} are read"
             )
         num_bytes = sum(len(name) + len(value) for name, value in headers.raw)
-        if num_bytes > MAX_HEADER_BYTES:  # what comes in one piece has not been measured yet
+        # The parser has its own limit, but does not measure headers that arrive in one piece.
+        if num_bytes > MAX_HEADER_BYTES:
             raise ApiError(
                 431, f"The headers have {num_bytes} bytes; at most {MAX_HEADER_BYTES} are read"
             )
@@ -97,7 +106,7 @@ class Limits:
 
 
 def check_is_plain(headers: Headers) -> None:
-    """Raises ApiError if the body is encoded in some way."""
+    """Raises ApiError if the headers say that the body is compressed or encoded otherwise."""
     if (encoding := headers.get("content-encoding", "identity").strip().lower()) not in (
         "identity",
         "",
@@ -108,7 +117,7 @@ def check_is_plain(headers: Headers) -> None:
 
 
 def check_is_json(headers: Headers) -> None:
-    """Raises ApiError unless the body says that it is JSON in UTF-8."""
+    """Raises ApiError unless the headers say that the body is JSON in UTF-8."""
     media_type, _, parameters = headers.get("content-type", "").lower().partition(";")
     if media_type.strip() != "application/json" or (
         "charset" in parameters and "utf-8" not in parameters

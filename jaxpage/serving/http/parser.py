@@ -1,4 +1,7 @@
-"""Requests as h11 reads them, and what h11 leaves to its user: where a request begins, how long it is, what it asks for."""
+"""Parses requests with h11, and adds the checks that h11 leaves to its user.
+
+These concern empty lines before a request, the length of its body, and the form of its target.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,28 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]*)(.*)", re.IGNORECASE)
 class Parser(h11.Connection):
     """The server's side of a connection.
 
-    Before a request, empty lines are skipped (RFC 9112, 2.2). A target in absolute form is that of its path, on the host that it names
-    (3.2.2). Of two lengths of one body each could be meant, which is how requests are smuggled past a proxy: refused (6.1).
+    Empty lines before a request are skipped (RFC 9112, 2.2). A target in absolute form is replaced
+    by its path, and the Host by the host that it names (3.2.2). A request that gives the length of
+    its body in two ways is refused (6.1): a proxy may take the other one, which is how requests are
+    smuggled past it.
+
+    Attributes:
+        problem: The reason for which a request was refused that h11 itself would take; else None.
     """
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
-        # of a request that was refused, where h11 has nothing against it
         self.problem: str | None = None
 
     def next_event(self) -> Any:
+        """Returns the next event, which is checked if it is a request."""
         if self.their_state is h11.IDLE and not self._skip_empty_lines():
             return h11.NEED_DATA
         event = super().next_event()
         return self._checked(event) if isinstance(event, h11.Request) else event
 
     def _skip_empty_lines(self) -> bool:
-        """False if the rest may be half of one."""
+        """Removes empty lines, and returns False if the rest may be the first half of one."""
         waiting, _ = self.trailing_data
         found = _EMPTY_LINES.match(waiting)
         if found and found.end():

@@ -1,4 +1,7 @@
-"""Routes that take a POST with JSON, and see when their client leaves."""
+"""Makes routes for POST requests, and reads their JSON.
+
+The handlers get the ASGI messages as they come, so that they see when their client leaves.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 
 
 class _Post:
-    """An ASGI application that is no function: Starlette hands it the request as it came."""
+    """An ASGI application around a function.
+
+    Starlette would wrap a plain function, but hands the messages to an object as they come.
+    """
 
     def __init__(self, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._answer = answer
@@ -24,16 +30,18 @@ class _Post:
 
 
 def post_route(path: str, answer: Callable[[Scope, Receive, Send], Awaitable[None]]) -> Route:
+    """Returns a route for POST requests."""
     return Route(path, _Post(answer), methods=["POST"])
 
 
 async def json_body(scope: Scope, receive: Receive) -> bytes:
+    """Returns the body of a request, or raises ApiError if it may not be JSON."""
     request = Request(scope, receive)
     check_is_plain(request.headers)
     if scope["path"].startswith(OLLAMA_PATHS):
-        # Ollama takes JSON under any name, and its clients and the lines for curl in its
-        # documentation rely on it. But a page of another site may send whatever has no name of its
-        # own, so the browser has to say that it is none.
+        # Ollama takes JSON under any media type, and its clients and the curl lines of its
+        # documentation rely on this. But a page of another site may send a body of a simple media
+        # type without asking, so the origin is checked.
         check_origin(request.headers)
     else:
         check_is_json(request.headers)

@@ -1,1 +1,4 @@
-"""The page: a playground, and a view of the KV blocks, the queue and the steps of a running engine or of a recorded event log."""
+"""Serves the inspector page: a playground, and a view of an engine's KV blocks, queue and steps.
+
+The view shows a running engine or a recorded event log.
+"""

@@ -1,6 +1,7 @@
-"""The routes of the page: its files, and what it shows of the engine. They exist where the page is turned on, and not otherwise.
+"""Makes the routes of the inspector page: its files, and snapshots of the engine.
 
-The files are the same for everybody and tell nothing of the server, so they need no key (`PAGE_PATHS`); what lies below /debug does.
+They exist only where the setting `ui` is on. The files are the same for everybody and tell nothing
+about the server, so they need no API key (`PAGE_PATHS`); the paths below /debug need one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from jaxpage.settings.argument_checks import shown
 _Result = TypeVar("_Result")
 
 SECONDS_BETWEEN_SNAPSHOTS = 0.1
-SECONDS_BETWEEN_COMMENTS = 15.0  # which keep an idle stream open
-MOST_VIEWERS = 16  # streams at the same time
-MAX_SECONDS_PER_STEP = 2.0  # of slow motion
+SECONDS_BETWEEN_COMMENTS = 15.0  # comments keep an idle stream open
+MOST_VIEWERS = 16  # the most streams at the same time
+MAX_SECONDS_PER_STEP = 2.0  # the slowest motion
 
 _DIRECTORY = Path(__file__).parent / "static"
 _TYPES = {
@@ -44,8 +45,8 @@ _TYPES = {
 _FILES = {f"/ui/{path.name}": path for path in _DIRECTORY.iterdir() if path.suffix in _TYPES}
 PAGE_PATHS = frozenset({"/", "/ui", "/ui/", *_FILES})
 
-# Nothing but the page's own files, no inline code or style, no frame around it, and no way to make
-# HTML of a string.
+# The page may load nothing but its own files, and has no inline code or style. No other page may
+# put it into a frame, and no script may make HTML of a string.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
@@ -62,20 +63,31 @@ _PRIVATE = {"x-content-type-options": "nosniff", "cache-control": "no-store"}
 
 
 class Source(Protocol):
-    """The driver of the engine, which is the `AsyncDriver` of the server."""
+    """The driver of an engine, as the page needs it; the server's is an `AsyncDriver`.
+
+    Attributes:
+        before_step: Called before each step, with a function that says whether the driver has
+            orders; returns whether the step may run.
+    """
 
     before_step: Callable[[Callable[[], bool]], bool] | None
 
     @property
     def ready(self) -> bool:
-        """False when the server is about to end: then streams end too."""
+        """Returns False when the server is about to end; streams end then, too."""
 
     async def snapshot(self, function: Callable[[Engine], _Result], /) -> _Result:
-        """Runs a function of the engine between two of its steps."""
+        """Runs a function on the engine between two of its steps, and returns the result."""
 
 
 def routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> list[BaseRoute]:
-    """All routes of the page. can_be_slow: viewers may ask for slow motion, which all requests have then."""
+    """Returns all routes of the page.
+
+    Args:
+        driver: The driver of the engine.
+        show_prompts: Snapshots have the prompts of all users.
+        can_be_slow: Viewers may ask for slow motion, which delays the requests of everybody.
+    """
     return [
         *page_routes(),
         *state_routes(driver, show_prompts=show_prompts, can_be_slow=can_be_slow),
@@ -83,10 +95,10 @@ def routes(driver: Source, *, show_prompts: bool, can_be_slow: bool = False) -> 
 
 
 def page_routes() -> list[BaseRoute]:
-    """The page alone: it opens recorded event logs without an engine."""
+    """Returns the routes of the page's files, which open recorded event logs without an engine."""
 
     async def from_root(request: Request) -> Response:
-        return RedirectResponse("ui/", 307)  # for now: without the page there is something else
+        return RedirectResponse("ui/", 307)  # temporary: without the page, / is the server's index
 
     async def to_page(request: Request) -> Response:
         return RedirectResponse("/ui/", 308)
@@ -112,7 +124,13 @@ def _file(name: str, path: Path) -> Route:
 def state_routes(
     driver: Source, *, show_prompts: bool, can_be_slow: bool = False
 ) -> list[BaseRoute]:
-    """Snapshots of the engine: one, or a stream of them as they change."""
+    """Returns the routes of snapshots: one snapshot, or a stream of them as they change.
+
+    Args:
+        driver: The driver of the engine.
+        show_prompts: Snapshots have the prompts of all users.
+        can_be_slow: Viewers may ask for slow motion, which delays the requests of everybody.
+    """
     feed = _Feed(driver, Inspector(show_prompts=show_prompts), can_be_slow=can_be_slow)
 
     async def state(request: Request) -> Response:
@@ -120,7 +138,10 @@ def state_routes(
         return Response(body, media_type="application/json", headers=_PRIVATE)
 
     async def events(request: Request) -> Response:
-        """A POST may ask for slow motion: it changes what others see, so no link and no image may lead to it."""
+        """Streams snapshots; a POST may ask for slow motion.
+
+        Slow motion delays others, so no link and no image may lead to it.
+        """
         if feed.num_viewers >= MOST_VIEWERS:
             raise ApiError(
                 503,
@@ -138,7 +159,7 @@ def state_routes(
             body = parse_object(await request.body())
             check_fields(body, {"seconds_per_step"})
             seconds = _seconds_per_step(body.get("seconds_per_step", 0), can_be_slow=can_be_slow)
-        # for who looks whether the viewer is still there
+        # The connection sends this comment to find out whether the viewer is still there.
         request.scope["state"]["comment"] = COMMENT
         return StreamingResponse(
             feed.events(seconds), media_type="text/event-stream", headers=_PRIVATE
@@ -148,7 +169,7 @@ def state_routes(
 
 
 def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
-    """Of a viewer who asks for slow motion; 0.0: of one who does not."""
+    """Returns the least time of a step that a viewer asks for; 0.0 without slow motion."""
     seconds = (
         float(given) if isinstance(given, int | float) and not isinstance(given, bool) else math.nan
     )
@@ -165,7 +186,10 @@ def _seconds_per_step(given: Any, *, can_be_slow: bool) -> float:
 
 
 class _Feed:
-    """The newest snapshot, made at most ten times a second for all viewers together, and never without one."""
+    """Makes the snapshots for all viewers together, at most ten times a second.
+
+    It makes none unless somebody asks.
+    """
 
     def __init__(self, driver: Source, inspector: Inspector, *, can_be_slow: bool = False) -> None:
         self.num_viewers = 0
@@ -175,13 +199,17 @@ class _Feed:
         self._inspector = inspector
         self._can_be_slow = can_be_slow
         self._lock = asyncio.Lock()
-        self._due = 0.0  # when the next one may be made
-        self._content: Snapshot = {}  # of the last, without the time
+        self._due = 0.0  # the time from which on the next snapshot may be made
+        self._content: Snapshot = {}  # the last snapshot without its time
         self._version = 0
         self._body = b""
 
     async def latest(self) -> tuple[int, bytes]:
-        """A number that grows when something changes, and the snapshot as JSON. Raises what `AsyncDriver.snapshot` raises."""
+        """Returns a number that grows when something changes, and the newest snapshot as JSON.
+
+        Raises:
+            JaxpageError: The engine has ended; see `AsyncDriver.snapshot`.
+        """
         async with self._lock:
             if time.monotonic() >= self._due:
                 snapshot = await self._driver.snapshot(self._inspector.inspect)
@@ -197,14 +225,18 @@ class _Feed:
             return self._version, self._body
 
     async def events(self, seconds_per_step: float = 0.0) -> AsyncIterator[bytes]:
-        """seconds_per_step: that the engine takes at least, as long as the viewer is there."""
+        """Yields snapshots as events, as long as the viewer is there.
+
+        Args:
+            seconds_per_step: The least time of a step meanwhile.
+        """
         self.num_viewers += 1
         try:
             with self._pace.held(seconds_per_step):
                 async for frame in self._frames():
                     yield frame
         except JaxpageError:
-            return  # the engine is gone, and with it what there was to see
+            return  # the engine has ended, and with it the stream
         finally:
             self.num_viewers -= 1
 

@@ -1,7 +1,7 @@
-"""A snapshot of an engine as JSON, made between two steps: who owns which block, who runs, who waits, and what the last steps were.
+"""Makes snapshots of an engine between two steps: its blocks, its requests, and its last steps.
 
-The page makes the same form of a recorded event log (static/log_snapshot.js), so that one drawing serves both.
-docs/guides/inspector.md describes it.
+The page makes the same form from a recorded event log (static/log_snapshot.js), so that it draws
+both in the same way. docs/guides/inspector.md describes the form.
 """
 
 from __future__ import annotations
@@ -15,20 +15,28 @@ from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
 from jaxpage.step.request import Sequence, SequenceGroup
 
 Snapshot = dict[str, Any]
-MOST_COPIES = 24  # of the last steps
+MOST_COPIES = 24  # the most block copies of the last steps that a snapshot shows
 
 
 class Inspector:
-    """Looks at one engine. To be called by the thread that may step it; nothing is kept of an engine without viewers."""
+    """Looks at one engine, on the thread that steps it; it keeps nothing of one without viewers."""
 
     def __init__(self, *, show_prompts: bool = False) -> None:
-        """show_prompts: snapshots have the prompts of requests in them. Otherwise neither text nor token ids leave the engine here."""
+        """Makes an inspector that has not looked yet.
+
+        Args:
+            show_prompts: Snapshots have the prompts of requests. Otherwise they have neither text
+                nor token ids.
+        """
         self._show_prompts = show_prompts
-        self._epoch = time.monotonic()  # what times count from
+        self._epoch = time.monotonic()  # the times of snapshots count from here
         self._watcher: Watcher | None = None
 
     def inspect(self, engine: Engine) -> Snapshot:
-        """The state of the engine now. Costs a walk over the block tables of running requests, and copies of what it returns."""
+        """Returns the state of the engine now.
+
+        The cost is a walk over the block tables of its requests, and copies of what it returns.
+        """
         watcher = self._watcher
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine)
@@ -127,13 +135,17 @@ def _sequence(sequence: Sequence, manager: BlockManager) -> Snapshot:
 
 
 def _blocks(sequence_id: int, manager: BlockManager) -> Snapshot:
-    """Returns the block table of the first cache group, and those of further groups if there are any."""
+    """Returns the block table of the first cache group, and those of further groups, if any."""
     first, *further = manager.block_tables(sequence_id)
     return {"blocks": first, **({"further_blocks": further} if further else {})}
 
 
 def _pool(manager: BlockManager) -> Snapshot:
-    """Of the first cache group, and of the others in `further_groups`, whose blocks have ids of their own."""
+    """Returns the state of the pools.
+
+    The top level is that of the first cache group; the others are in `further_groups`, and their
+    blocks have other ids.
+    """
     first, *further = manager.groups
     host_pool = first.swapped.pool
     return {
@@ -141,7 +153,7 @@ def _pool(manager: BlockManager) -> Snapshot:
         "num_blocks": first.pool.num_blocks,  # the null block included
         "num_host_blocks": 0 if host_pool is None else host_pool.num_usable,
         "ref_counts": first.pool.ref_counts(),  # by block
-        "kept": first.pool.kept_blocks(),  # whose content the prefix index finds
+        "kept": first.pool.kept_blocks(),  # the blocks whose content the prefix index finds
         "further_groups": [
             {
                 "window": group.sliding_window,

@@ -1,4 +1,7 @@
-"""What a look at an engine cannot see: the course of its requests and its last steps. Noted while somebody looks, and not otherwise."""
+"""Notes the course of an engine's requests and its last steps, as long as a viewer looks.
+
+A single look at the engine cannot show these.
+"""
 
 from __future__ import annotations
 
@@ -17,28 +20,37 @@ from jaxpage.step.request import SequenceGroup
 
 logger = logging.getLogger(__name__)
 
-MOST_SEGMENTS = 200  # of a timeline; an older one is merged or left out
-NUM_STEPS = 160  # that are remembered
-NUM_FINISHED = 12  # requests that are remembered
-PATIENCE_SECONDS = 10.0  # without a look, and nothing more is noted
+MOST_SEGMENTS = 200  # the most segments of a timeline; further ones are merged, or the oldest go
+NUM_STEPS = 160  # the number of steps that are remembered
+NUM_FINISHED = 12  # the number of finished requests that are remembered
+PATIENCE_SECONDS = 10.0  # after so long a time without a look nothing more is noted
 
 
 @dataclass
 class Timeline:
-    """What a request was doing: segments [kind, start, end or None, tokens], in seconds of `time.monotonic`.
+    """The course of a request, in segments of time.
 
-    Kinds: queued, chunk (tokens that were known: a prompt, or all of it again after a preemption), decode, preempted, swapped.
+    The kinds of segments are queued, chunk (the row computes tokens that were known: a prompt, or
+    everything again after a preemption), decode, preempted and swapped.
+
+    Attributes:
+        segments: The segments [kind, start, end or None, tokens], by `time.monotonic`.
+        last_step: The id of the last step that computed a row of the request.
     """
 
     segments: list[list[Any]] = field(default_factory=list)
     last_step: int = 0
 
     def wait(self, kind: str, at: float) -> None:
+        """Ends the open segment, and begins one in which the request waits."""
         self.close(at)
         self.segments.append([kind, at, None, 0])
 
     def compute(self, kind: str, began: float, ended: float, num_tokens: int, step: int) -> None:
-        """A row of a step. The decodes of one step after the other become one segment; each step's chunk is its own."""
+        """Adds a row of a step.
+
+        Decodes of consecutive steps become one segment; the chunk of each step has its own.
+        """
         self.close(began)
         last = self.segments[-1] if self.segments else None
         goes_on = self.last_step == step or (kind == "decode" and self.last_step == step - 1)
@@ -54,12 +66,16 @@ class Timeline:
         self.last_step = step
 
     def close(self, at: float) -> None:
+        """Ends the last segment, if it is open."""
         if self.segments and self.segments[-1][2] is None:
             self.segments[-1][2] = at
 
     @classmethod
     def begun(cls, metrics: RequestMetrics, now: float) -> Timeline:
-        """Of a request that nobody looked at until now, from the times that are kept of every request."""
+        """Makes the timeline of a request that began before anybody looked.
+
+        Its segments come from the times that the engine keeps for every request.
+        """
         line = cls()
         line.wait("queued", metrics.arrival_time)
         if metrics.first_scheduled_time is not None:
@@ -73,32 +89,39 @@ class Timeline:
 
 @dataclass
 class Track:
-    """A request that is followed."""
+    """A request with its timeline."""
 
     group: SequenceGroup
     timeline: Timeline
 
 
 def is_chunk(row: Row, num_prompt_tokens: int) -> bool:
-    """Whether the row computes tokens that were known already: of a prompt, or after a preemption."""
+    """Returns whether the row computes known tokens: those of a prompt, or after a preemption."""
     return row.start < num_prompt_tokens or len(row.token_ids) - len(row.parents) > 1
 
 
 class Watcher(Both):
-    """Listens to an engine in front of whoever listens already, and tells that one everything. Leaves when nobody has looked for a while.
+    """Listens to an engine in front of its present listener, which it tells everything.
 
-    What goes wrong in here costs the page its history and no request anything.
+    It leaves when nobody has looked for a while. An error in here costs the page its history, but
+    no request anything.
+
+    Attributes:
+        tracks: The requests of the engine by id; those that have ended leave at the next look.
+        finished: The last requests that have ended.
+        steps: The last steps, as snapshots show them.
+        last_look: The time of the last look, by `time.monotonic`.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.tracks: dict[str, Track] = {}  # by request id; those that are gone go at the next look
+        self.tracks: dict[str, Track] = {}
         self.finished: deque[Track] = deque(maxlen=NUM_FINISHED)
         self.steps: deque[dict[str, Any]] = deque(maxlen=NUM_STEPS)
         self.last_look = now = time.monotonic()
         self._engine = engine
         super().__init__(engine.events, Events())
         self._began = now
-        # of the step that is under way, by sequence id
+        # The requests of the step that is under way, by sequence id.
         self._group_of: dict[int, SequenceGroup] = {}
         for group in (*engine.scheduler.running, *engine.scheduler.waiting):
             metrics = engine.metrics.requests[group.request.request_id]
@@ -107,10 +130,11 @@ class Watcher(Both):
 
     @property
     def is_listening(self) -> bool:
+        """Returns whether the engine still tells this watcher its events."""
         return self._engine.events is self
 
     def looked(self) -> None:
-        """Somebody looks now. Who is gone joins the finished ones."""
+        """Notes that somebody looks now, and moves ended requests to the finished ones."""
         self.last_look = time.monotonic()
         scheduler = self._engine.scheduler
         present = {group.request.request_id for group in (*scheduler.running, *scheduler.waiting)}
@@ -119,19 +143,23 @@ class Watcher(Both):
             self.finished[-1].timeline.close(self.last_look)
 
     def arrived(self, group: SequenceGroup) -> None:
+        """Begins the timeline of a new request."""
         super().arrived(group)
         track = self.tracks[group.request.request_id] = Track(group, Timeline())
         track.timeline.wait("queued", time.monotonic())
 
     def aborted(self, group: SequenceGroup) -> None:
+        """Ends the timeline of an aborted request."""
         super().aborted(group)
         self._close(group)
 
     def pinned(self, group: SequenceGroup, pin_id: int) -> None:
+        """Ends the timeline of a request whose prefix was pinned."""
         super().pinned(group, pin_id)
         self._close(group)
 
     def planned(self, plan: StepPlan) -> None:
+        """Notes when a step begins, and whose sequences it may compute."""
         super().planned(plan)
         self._began = time.monotonic()
         self._group_of = {
@@ -141,6 +169,7 @@ class Watcher(Both):
         }
 
     def stepped(self, report: StepReport) -> None:
+        """Notes a step that ran, or leaves if nobody has looked for a while."""
         super().stepped(report)
         now = time.monotonic()
         if now - self.last_look > PATIENCE_SECONDS:
@@ -163,7 +192,7 @@ class Watcher(Both):
             track.timeline.close(time.monotonic())
 
     def _note(self, plan: StepPlan, now: float) -> None:
-        """Books a step that ran."""
+        """Adds a step that ran to the timelines and to the last steps."""
         scheduler = self._engine.scheduler
         for request_id in plan.preempted:
             if track := self.tracks.get(request_id):

@@ -1,1 +1,5 @@
-"""OpenAI's wire format as pure functions: request bodies in, prompts for the engine out; outputs of the engine in, response bodies out."""
+"""Translates OpenAI's wire format by pure functions.
+
+Request bodies go in and prompts for the engine come out; outputs of the engine go in and response
+bodies come out. The formats of Anthropic and Ollama are translated into OpenAI's.
+"""

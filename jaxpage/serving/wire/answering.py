@@ -1,4 +1,4 @@
-"""What the answers of both endpoints have in common: ids, usage, and the errors for the engine's failures."""
+"""Makes what the answers of completions and chats share: ids, usage, and errors of the engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jaxpage.step.strategy import NO_TOKEN_LEFT
 
 
 class Answer:
-    """The parts of an exchange that are the same for completions and chat."""
+    """Makes the parts of an exchange that are the same for completions and chats."""
 
-    _prefix: str  # of the id
+    _prefix: str  # begins the id
     _object: str
     _chunk_object: str
-    _parameter_names: Mapping[str, str]  # of the engine's, in the client's terms
+    _parameter_names: Mapping[str, str]  # the client's names by the engine's names
 
     def __init__(
         self,
@@ -37,16 +37,18 @@ class Answer:
         self.ignored_fields = ignored_fields
         self._request = request
         self._context = context
-        self._num_choices = request.n or 1  # of each prompt
+        self._num_choices = request.n or 1  # for each prompt
         self._created = int(time.time())
         self._usage = Usage()
-        self._weights_version = 0  # the prompts of a request have the same weights
-        self._ended: set[int] = set()  # choices of a stream
+        self._weights_version = 0  # all prompts of a request are computed by the same weights
+        self._ended: set[int] = set()  # the choices of a stream that have ended
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error, names=self._parameter_names).quoting(self._request)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._usage.add(job_index, delta)
         self._weights_version = delta.weights_version
         options = self._request.stream_options
@@ -68,12 +70,14 @@ class Answer:
         return chunks
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         options = self._request.stream_options
         if options is None or not options.include_usage:
             return []
         return [{**self._envelope(self._chunk_object, []), "usage": self._usage.body()}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         choices = []
         for job_index, output in enumerate(outputs):
             self._usage.add(job_index, output)
@@ -88,7 +92,7 @@ class Answer:
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int
     ) -> list[dict[str, Any]]:
-        """What is new of `delta.outputs[position]`; nothing where there is nothing to say."""
+        """Returns what is new in `delta.outputs[position]`; an empty list if nothing is."""
         raise NotImplementedError
 
     def _choice(self, index: int, output: RequestOutput, position: int) -> dict[str, Any]:
@@ -105,25 +109,27 @@ class Answer:
         }
 
     def _end(self, output: CompletionOutput, finish_reason: str | None) -> dict[str, Any]:
-        """The fields of a choice that say how it ended, and its token ids where they were asked for."""
+        """Returns the fields of a choice that say how it ended, and its token ids if asked for."""
         end: dict[str, Any] = {"finish_reason": finish_reason, "stop_reason": output.stop_reason}
         return {**end, "token_ids": output.token_ids} if self._request.return_token_ids else end
 
 
 class Usage:
-    """Tokens of all prompts so far."""
+    """Counts the tokens of all prompts of a request so far."""
 
     def __init__(self) -> None:
-        # by prompt: tokens, and how many of them the prefix cache had
+        # For each prompt: its tokens, and how many of them were in the prefix cache.
         self._prompts: dict[int, tuple[int, int]] = {}
         self._num_generated = 0
 
     def add(self, job_index: int, output: RequestOutput) -> None:
+        """Adds the tokens of an output."""
         num_cached = output.metrics.num_cached_tokens if output.metrics else 0
         self._prompts[job_index] = (len(output.prompt_token_ids), num_cached)
         self._num_generated += sum(len(one.token_ids) for one in output.outputs)
 
     def body(self) -> dict[str, Any]:
+        """Returns the usage as OpenAI writes it."""
         num_prompt = sum(tokens for tokens, _ in self._prompts.values())
         return {
             "prompt_tokens": num_prompt,
@@ -138,9 +144,16 @@ class Usage:
 def check_finished(
     output: CompletionOutput, request: Any, names: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ApiError for a sequence that the engine gave up: 400 where the request left it no way to go on.
+    """Raises the client's error for a sequence that the engine gave up.
 
-    names: of the engine's parameters, in the client's terms.
+    Args:
+        output: The sequence.
+        request: The request; the error may quote it.
+        names: The client's names of parameters, by the engine's names.
+
+    Raises:
+        ApiError: The status is 400 where the request left the engine no token to sample or its
+            grammar failed, 503 where the sequence was aborted, and 500 for any other failure.
     """
     reason = str(output.stop_reason or "")
     if output.finish_reason == "abort":
@@ -155,7 +168,12 @@ def check_finished(
 
 
 def prompt_logprobs_body(entries: Entries | None, wanted: int) -> list[Any] | None:
-    """vLLM's form: by token id, the `wanted` likeliest and the token itself."""
+    """Returns the log probabilities of a prompt as vLLM writes them, by token id.
+
+    Args:
+        entries: The candidates of each position, or None.
+        wanted: The number of most likely candidates; the token itself is always included.
+    """
     if entries is None:
         return None
     return [

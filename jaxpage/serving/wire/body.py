@@ -1,4 +1,8 @@
-"""A request body as a JSON object, strictly: what JSON does not have, or leaves open, is refused."""
+"""Reads a request body as a JSON object, strictly.
+
+A body that JSON does not allow is refused, and so is one whose meaning JSON leaves open, such as an
+object that has a key twice.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.settings.argument_checks import shown
 
 MAX_BODY_DEPTH = 128
-# Of a body: a parser makes objects of them that are up to fifty times as large as their text.
+# Both limits keep memory small: a parsed value can be fifty times as large as its text.
 MAX_CONTAINERS = 65_536
 MAX_STRINGS = 262_144
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
@@ -21,11 +25,12 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 @quotes
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The object. Linear in its length.
+    """Returns the JSON object of a request body; the time is linear in the length of the body.
 
     Raises:
-        ApiError: 400; it is empty, not UTF-8, not JSON, no object, too deep, has a key twice, a number that is none, or text that is
-            no Unicode.
+        ApiError: The status is 400: the body is empty, not UTF-8, not JSON or no object; it is too
+            deep or has too many arrays, objects or strings; it has a key twice, a number that is
+            not finite, an integer with too many digits, or text that is not valid Unicode.
     """
     if not raw.strip():
         raise ApiError(400, "Request body is empty; expected a JSON object")
@@ -35,15 +40,17 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise ApiError(400, f"Request body is not UTF-8: byte {error.start} is not valid") from None
     _check_structure(text)
     try:
+        # Integers have no hook: a million calls of it would keep the engine's thread waiting.
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, object_pairs_hook=_without_twins
-        )  # no hook for integers: of a million of them it would take the engine's thread its turns
+        )
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise ApiError(400, f"Request body is not valid JSON: {error.msg} ({where})") from None
     except RecursionError:
         raise ApiError(400, f"Request body is nested more than {MAX_BODY_DEPTH} deep") from None
-    except ValueError:  # Python reads no integer of more digits than sys.get_int_max_str_digits()
+    # Python reads no integer that has more digits than sys.get_int_max_str_digits().
+    except ValueError:
         raise ApiError(400, "Request body has an integer with too many digits to read") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"Request body is {shown(value)}; expected a JSON object")
@@ -54,7 +61,11 @@ def parse_object(raw: bytes) -> dict[str, Any]:
 
 
 def _check_structure(text: str) -> None:
-    """Before the parser, which recurses and makes objects. A string that does not end is the parser's to find."""
+    """Raises ApiError for a text that is nested too deeply or has too many parts.
+
+    This runs before the parser, which recurses and makes an object of each part. A string that does
+    not end is left for the parser to report.
+    """
     if text.count("[") + text.count("{") <= MAX_BODY_DEPTH and text.count('"') <= 2 * MAX_STRINGS:
         return
     depth = num_containers = num_strings = 0
@@ -105,7 +116,11 @@ def _check_unicode(name: str, value: Any) -> None:
 
 
 def text_field(body: dict[str, Any], name: str) -> str:
-    """Of a request for whoever runs the server. Raises ApiError."""
+    """Returns a string field of a request to an administrator's route.
+
+    Raises:
+        ApiError: The field is not a string of 1 to 4096 characters.
+    """
     value = body.get(name)
     if not isinstance(value, str) or not 0 < len(value) <= 4096:
         raise ApiError(
@@ -115,6 +130,6 @@ def text_field(body: dict[str, Any], name: str) -> str:
 
 
 def check_fields(body: dict[str, Any], known: set[str]) -> None:
-    """The same: unknown ones are refused."""
+    """Raises ApiError if an administrator's request has a field that is not a known one."""
     if unknown := sorted(body.keys() - known):
         raise ApiError(400, f"Unknown parameter: {shown(unknown[0])}", param="body")

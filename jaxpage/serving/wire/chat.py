@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""Reads requests to POST /v1/chat/completions and makes their answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,13 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 @quotes
 def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
-    """An `Exchange`. Renders the chat template, which may take a while. Raises ApiError."""
+    """Returns the exchange of a request to POST /v1/chat/completions.
+
+    It renders the chat template, which may take a while.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, ChatCompletionRequest, context)
     check_common(request)
     _check_logprobs(request)
@@ -52,7 +58,7 @@ def _check_logprobs(request: ChatCompletionRequest) -> None:
 
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:
-    """None: as many as the model has room for."""
+    """Returns the most tokens of an answer; None for as many as the model has room for."""
     new, old = request.max_completion_tokens, request.max_tokens
     if new is not None and old is not None and new != old:
         message = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
@@ -76,7 +82,7 @@ def _params(
 
 
 class ChatAnswer(Answer):
-    """One conversation, and `n` messages that go on with it."""
+    """Answers one conversation with `n` messages that continue it."""
 
     _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
     _request: ChatCompletionRequest
@@ -98,9 +104,10 @@ class ChatAnswer(Answer):
         self._is_named = tools.is_named
         self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
-        self._readers_by_choice: dict[int, _Reader] = {}  # of a stream
+        self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         is_first = not self._readers_by_choice
         chunks = super().chunks(job_index, delta)
         if self._request.return_token_ids and is_first and chunks:
@@ -108,6 +115,7 @@ class ChatAnswer(Answer):
         return chunks
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         response = super().whole(outputs)
         if self._request.prompt_logprobs is not None:
             response["prompt_logprobs"] = prompt_logprobs_body(
@@ -121,7 +129,7 @@ class ChatAnswer(Answer):
         self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse
     ) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
-        # A grammar leaves no room for reasoning.
+        # A grammar leaves no room for reasoning, so an answer under one is not searched for it.
         is_free = getattr(prompt_request.params, "structured_outputs", None) is None
         if context.reasoning_parser is None or not is_free:
             return lambda: _Reader(tools.new_parser(), several=several)
@@ -146,8 +154,8 @@ class ChatAnswer(Answer):
             more = self._end(replace(one, stop_reason=None), None)
             choices.append({"index": index, "delta": said, "logprobs": logprobs, **more})
         if one.finish_reason is not None:
-            # In a chunk of its own, as OpenAI sends it: its client takes a call for finished when a
-            # chunk says nothing more of it.
+            # The end has a chunk of its own, as in OpenAI's streams: OpenAI's client takes a call
+            # for finished when a chunk has nothing more of it.
             end = self._end(
                 replace(one, token_ids=[]), self._finish_reason(one.finish_reason, reader)
             )
@@ -183,17 +191,28 @@ class ChatAnswer(Answer):
         )
 
     def _finish_reason(self, reason: str | None, reader: _Reader) -> str | None:
-        """As OpenAI has it: a call of the tool that the request named is no surprise, and just a stop."""
+        """Returns the finish reason as OpenAI writes it.
+
+        A call of the tool that the request itself named keeps the reason "stop".
+        """
         return (
             "tool_calls" if reason == "stop" and reader.num_calls and not self._is_named else reason
         )
 
 
 class _Reader:
-    """Makes of the text of one answer what a delta says: content, reasoning_content, tool_calls."""
+    """Turns the text of one answer into the fields of deltas.
+
+    The fields are content, reasoning_content and tool_calls.
+    """
 
     def __init__(self, parser: PieceParser, *, several: bool) -> None:
-        """several: more than one call may be returned."""
+        """Makes a reader for one answer.
+
+        Args:
+            parser: The parser of the answer's text.
+            several: True if more than one call may be returned.
+        """
         self.num_calls = 0
         self._parser = parser
         self._several = several

@@ -1,4 +1,4 @@
-"""POST /v1/completions."""
+"""Reads requests to POST /v1/completions and makes their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ DEFAULT_MAX_TOKENS = 16
 
 @quotes
 def open_completion(body: dict[str, Any], context: ModelContext) -> CompletionAnswer:
-    """An `Exchange`. Raises ApiError."""
+    """Returns the exchange of a request to POST /v1/completions.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, CompletionRequest, context)
     check_common(request)
     prompts = _prompts(request, context)
@@ -90,7 +94,7 @@ def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams
 
 
 class CompletionAnswer(Answer):
-    """One or several prompts, and `n` texts for each."""
+    """Answers one or several prompts with `n` texts for each."""
 
     _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
     _request: CompletionRequest
@@ -106,23 +110,28 @@ class CompletionAnswer(Answer):
         self._parameter_names = {
             "prompt_token_ids": "prompt",
             "beam_width": "n",
-            # as many sequences as the engine runs
+            # The engine counts the sequences that it runs: `best_of`, where that is given.
             "n": "n" if request.best_of is None else "best_of",
             "structured_outputs": format_parameter(request),
         }
         self._texts = TokenTexts(context.tokenizer)
-        self._begun: set[int] = set()  # choices of a stream that have their prompt
-        self._prompt_logprobs: dict[int, Entries] = {}  # by prompt: they come once
+        self._begun: set[int] = set()  # the choices of a stream that have had a chunk
+        self._prompt_logprobs: dict[int, Entries] = {}  # by prompt; a stream brings them once
         self._offsets: dict[int, TextOffsets] = {}  # by choice
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         return super().chunks(job_index, self._cut(delta))
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         return super().whole([self._cut(output) for output in outputs])
 
     def _cut(self, output: RequestOutput) -> RequestOutput:
-        """With max_tokens=0 nothing but the prompt; the engine draws a token all the same."""
+        """Returns the output without its tokens if max_tokens is 0.
+
+        The engine draws one token even then.
+        """
         if self._request.max_tokens != 0:
             return output
         return replace(

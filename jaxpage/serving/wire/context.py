@@ -1,4 +1,4 @@
-"""What the wire has to know of the model and of the server's settings."""
+"""Holds what the wire format needs to know about the model and about the server's settings."""
 
 from __future__ import annotations
 
@@ -13,36 +13,59 @@ from jaxpage.settings.lora_request import LoRARequest
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Bounds of one request beside those of its fields (fields.py)."""
+    """Holds the bounds of one request that are not bounds of its fields (fields.py).
+
+    Attributes:
+        max_prompts: The most prompts of a request.
+        max_sequences: The most sequences of a request: its prompts times the sequences of each.
+        max_tokenize_characters: The longest text that is tokenized.
+        max_detokenize_tokens: The most tokens that are detokenized.
+    """
 
     max_prompts: int = 256
-    max_sequences: int = 1024  # prompts times sequences of each
+    max_sequences: int = 1024
     max_tokenize_characters: int = 1_000_000
     max_detokenize_tokens: int = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelContext:
-    """One model as its clients see it."""
+    """Holds one model as its clients see it.
 
-    model_names: tuple[str, ...]  # any of them is the model
-    adapters: dict[str, LoRARequest] = field(
-        default_factory=dict
-    )  # by name, beside the model; they change as it serves
-    max_model_len: int  # tokens, prompt and output together
-    vocab_size: int  # the width of the logits: token ids are below it
-    tokenizer: Any | None  # transformers'; None: prompts are token ids, and there is no text
-    # of SamplingParams, where a request says nothing
+    Attributes:
+        model_names: The names of the model; any of them may be used.
+        adapters: The LoRA adapters by name. Adapters come and go while the server runs.
+        max_model_len: The most tokens of a sequence, prompt and output together.
+        vocab_size: The width of the logits (V); token ids are smaller.
+        tokenizer: The tokenizer of transformers. None if there is no text.
+        sampling_defaults: The fields of SamplingParams where a request does not set them.
+        system_fingerprint: The fingerprint of the weights at the start; empty for none.
+        model_type: The type of the model in its config.json.
+        tool_parser: The format of tool calls, "hermes" or "llama3_json"; None for no tools.
+        reasoning_parser: The format of reasoning, "think"; None if it is not parsed.
+        strict_requests: True if unknown fields are refused.
+        limits: The bounds of one request.
+    """
+
+    model_names: tuple[str, ...]
+    adapters: dict[str, LoRARequest] = field(default_factory=dict)
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Any | None
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""
-    model_type: str = ""  # as config.json has it
-    tool_parser: str | None = None  # "hermes" | "llama3_json"
-    reasoning_parser: str | None = None  # "think"
-    strict_requests: bool = False  # unknown fields are refused
+    model_type: str = ""
+    tool_parser: str | None = None
+    reasoning_parser: str | None = None
+    strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
 
     def adapter(self, name: str | None) -> LoRARequest | None:
-        """Of a request's `model`. None: the model without one. Raises ApiError for a name that is not served."""
+        """Returns the adapter that a request's `model` names; None for the model itself.
+
+        Raises:
+            ApiError: No model or adapter of this name is served.
+        """
         if name is None or name in self.model_names:
             return None
         if (adapter := self.adapters.get(name)) is None:
@@ -55,7 +78,10 @@ class ModelContext:
         return adapter
 
     def fingerprint(self, weights_version: int) -> str | None:
-        """Of answers: what was computed by other weights than those of the start has their version behind it."""
+        """Returns the fingerprint for an answer, or None if there is none.
+
+        If the weights were replaced after the start, the version of the weights follows it.
+        """
         if not self.system_fingerprint:
             return None
         return (
@@ -66,7 +92,10 @@ class ModelContext:
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:
-        """No longer text fits in the model, however it is spelled: so much is refused before it is encoded, which takes time."""
+        """Returns a number of characters that no text which fits in the model exceeds.
+
+        Longer texts are refused before they are encoded, because encoding takes time.
+        """
         longest = (
             max(map(len, self.tokenizer.get_vocab()), default=1)
             if self.tokenizer is not None
@@ -75,7 +104,16 @@ class ModelContext:
         return self.max_model_len * longest
 
     def checked_prompt(self, prompt: str | list[int], param: str) -> str | tuple[int, ...]:
-        """The prompt of a request. Raises ApiError for one that is too long on the face of it, or text where there is no tokenizer."""
+        """Returns the prompt of a request, with token ids as a tuple.
+
+        Args:
+            prompt: The text or the token ids.
+            param: The field that the prompt came from.
+
+        Raises:
+            ApiError: The text is certainly too long or is not valid Unicode, or there is no
+                tokenizer.
+        """
         if not isinstance(prompt, str):
             return tuple(prompt)
         if self.tokenizer is None:
@@ -86,14 +124,18 @@ class ModelContext:
         return valid_text(prompt, param)
 
     def check_length(self, text: str, param: str) -> None:
-        """Raises ApiError for a text that is too long on the face of it."""
+        """Raises ApiError for a text with more characters than any text that fits in the model."""
         if len(text) > self.max_prompt_characters:
             message = f"The prompt has {len(text)} characters, which cannot fit in max_model_len={self.max_model_len} tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def valid_text(text: str, param: str) -> str:
-    """Text that UTF-8 can express: tokenizers take no other. Raises ApiError for a lone surrogate."""
+    """Returns the text if UTF-8 can express it, because tokenizers take no other.
+
+    Raises:
+        ApiError: The text has a lone surrogate.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""How each API that the server speaks writes its errors and its streams."""
+"""Defines how each API that the server speaks writes its errors and its streams."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from jaxpage.serving.wire.errors import ApiError
 
-Frame = Callable[[dict[str, Any]], bytes]  # a part of a stream, as it is sent
-COMMENT = b": keep-alive\n\n"  # server-sent, and of no meaning
+Frame = Callable[[dict[str, Any]], bytes]  # encodes a part of a stream
+COMMENT = b": keep-alive\n\n"  # a server-sent comment, which clients ignore
 OLLAMA_PATHS = "/api/"
-# JSON leaves them as they are, but Unicode ends a line with them, and so do clients that read a
+# JSON does not escape these characters, but they end a line in Unicode, and for clients that read a
 # stream line by line.
 _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 _LINE_END = re.compile("[\x85\u2028\u2029]")
@@ -23,31 +23,44 @@ _EVENTS = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True)
 class Dialect:
-    """One API's way to write. `new_frame` is called for each stream."""
+    """Writes errors and streams in the format of one API.
 
-    error: Callable[[ApiError], dict[str, Any]]  # the body of an answer
-    stream_error: Callable[[ApiError], dict[str, Any]]  # a part of a stream, its last
+    Attributes:
+        error: Makes the body of an answer of an error.
+        stream_error: Makes the last part of a stream that fails.
+        new_frame: Makes, for each stream, the function that encodes its parts.
+        end: The bytes that end a stream.
+        media_type: The media type of a stream.
+        comment: Bytes without meaning, which keep a silent stream open.
+    """
+
+    error: Callable[[ApiError], dict[str, Any]]
+    stream_error: Callable[[ApiError], dict[str, Any]]
     new_frame: Callable[[], Frame]
-    end: bytes = b""  # of a stream
-    media_type: str = _EVENTS  # of a stream
-    comment: bytes = COMMENT  # keeps a silent stream open
+    end: bytes = b""
+    media_type: str = _EVENTS
+    comment: bytes = COMMENT
 
 
 def dialect_of(path: str) -> Dialect:
-    """The API that a path belongs to: OpenAI's, if it is none of another one."""
+    """Returns the dialect of the API that a path belongs to; OpenAI's for any unknown path."""
     if path.startswith(OLLAMA_PATHS):
         return OLLAMA
     return _DIALECTS.get(path, OPENAI)
 
 
 def encoded(value: Any) -> bytes:
-    """Compact JSON in one line. NaN and infinities, which JSON does not have, are errors."""
+    """Returns compact JSON in one line.
+
+    Raises:
+        ValueError: The value has a NaN or an infinity, which JSON does not have.
+    """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.translate(_LINE_ENDS).encode() if _LINE_END.search(text) else text.encode()
 
 
 def event(data: bytes) -> bytes:
-    """One server-sent event."""
+    """Returns one server-sent event."""
     return b"data: " + data + b"\n\n"
 
 
@@ -56,7 +69,7 @@ def _unnamed() -> Frame:
 
 
 def _named() -> Frame:
-    """Events that are called what their `type` says."""
+    """Returns a frame that names each event after its `type`."""
     return lambda value: b"event: " + value["type"].encode() + b"\n" + event(encoded(value))
 
 
@@ -102,7 +115,7 @@ def _ollama_error(error: ApiError) -> dict[str, Any]:
 OPENAI = Dialect(ApiError.body, ApiError.body, _unnamed, end=event(b"[DONE]"))
 RESPONSES = Dialect(ApiError.body, _responses_error, _numbered)
 MESSAGES = Dialect(_messages_error, _messages_error, _named)
-# White space may stand before a line's JSON, and every stream ends with a line.
+# A space is a comment here: white space may precede the JSON of a line, and a line always follows.
 OLLAMA = Dialect(
     _ollama_error, _ollama_error, _lines, media_type="application/x-ndjson", comment=b" "
 )

@@ -1,4 +1,7 @@
-"""POST /v1/embeddings: OpenAI's, with the pooling and the normalisation of `LLM.embed`."""
+"""Reads requests to POST /v1/embeddings and makes their answers.
+
+The format is OpenAI's, with the pooling and the normalisation of `LLM.embed`.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,17 @@ from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
 from jaxpage.settings.sampling_params import SamplingParams
 
-MAX_INPUTS = 2048  # as OpenAI
+MAX_INPUTS = 2048  # OpenAI's limit
 
 
 class EmbeddingAnswer:
-    """What is asked, and what is said of the vectors."""
+    """A request for embeddings, and the answer that is made of the vectors.
+
+    Attributes:
+        prompts: The inputs.
+        ignored_fields: The paths of ignored fields.
+        pooling: The way in which the vectors of tokens become one.
+    """
 
     def __init__(
         self,
@@ -35,18 +44,23 @@ class EmbeddingAnswer:
         self._request = request
 
     def refusal(self, error: Exception) -> ApiError:
-        """The client's error for an input that the engine refuses."""
+        """Returns the client's error for an input that the engine refuses."""
         names = {"prompt": "input", "prompt_token_ids": "input"}
         return as_api_error(error, names=names).quoting(self._request)
 
     def check_width(self, width: int) -> None:
-        """Raises ApiError if other dimensions are asked than the vectors have."""
+        """Raises ApiError if the request asks for another width than the vectors have."""
         if (asked := self._request.dimensions) not in (None, width):
             message = f"dimensions={asked} is not supported: the vectors of this model have {width}"
             raise ApiError(400, message, param="dimensions")
 
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
-        """The response. num_tokens: of all inputs."""
+        """Returns the response.
+
+        Args:
+            vectors: The vectors, one for each input.
+            num_tokens: The number of tokens of all inputs.
+        """
         data = [
             {"object": "embedding", "index": index, "embedding": self._written(vector)}
             for index, vector in enumerate(vectors)
@@ -66,7 +80,16 @@ class EmbeddingAnswer:
 def open_embeddings(
     body: dict[str, Any], context: ModelContext, kind: type[EmbeddingAnswer] = EmbeddingAnswer
 ) -> EmbeddingAnswer:
-    """kind: who writes the answer. Raises ApiError."""
+    """Returns the `EmbeddingAnswer` of a request to POST /v1/embeddings.
+
+    Args:
+        body: The JSON object.
+        context: The served model and the server's settings.
+        kind: The class that makes the answer.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, EmbeddingRequest, context)
     if context.adapter(request.model) is not None:
         raise ApiError(

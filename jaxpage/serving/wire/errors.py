@@ -1,4 +1,7 @@
-"""Errors for clients: a status and OpenAI's error object. Nothing of the machine shows in it."""
+"""Makes the errors that clients receive: a status and OpenAI's error object.
+
+A message shows nothing of the server's machine: no addresses, files or traces.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,12 @@ _TYPES = {
 MAX_MESSAGE = 1000  # characters
 RETRY_AFTER = {"Retry-After": "1"}
 INTERNAL = "The server failed to answer this request"
-# Addresses, object reprs, files (never the server's own routes) and traces.
+# Addresses, reprs of objects, files (but not the routes under /v1/) and traces.
 _OF_THE_MACHINE = re.compile(
     r"0x[0-9a-fA-F]+|<[\w.]+ object[^>]*>|object at\b|(?<![\w/])/(?!v1/)(?:[\w.+@-]+/)+[\w.+@-]*|site-packages|Traceback"
 )
-# what the engine says of a request as a whole, by its own id, and the parameter that it is about
+# The engine's messages about a whole request begin with an id that the client does not know. Each
+# entry has the pattern of that beginning, the parameter to name instead, and the words after it.
 _PARAMETERS_OF_REQUESTS = (
     (re.compile(r"request '[^']*' asks for "), "n", "asks for "),
     (re.compile(r"request '[^']*' has a prompt of "), "prompt", "has "),
@@ -49,7 +53,16 @@ _PARAMETERS = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `code` is what programs look at; `headers` go with the response."""
+    """An error that is the answer to a request.
+
+    Attributes:
+        status: The HTTP status.
+        message: The text for people, without anything of the machine.
+        type: The kind of error, in OpenAI's words.
+        param: The parameter that is at fault, or None.
+        code: The name of the error for programs, or None.
+        headers: The headers that go with the response.
+    """
 
     def __init__(
         self,
@@ -61,7 +74,17 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
         limit: int = MAX_MESSAGE,
     ) -> None:
-        """limit: of the message, in characters."""
+        """Makes an error.
+
+        Args:
+            status: The HTTP status.
+            message: The text for people; what looks like something of the machine is removed.
+            type: The kind of error; None takes the usual one for the status.
+            param: The parameter that is at fault.
+            code: The name of the error for programs.
+            headers: The headers that go with the response.
+            limit: The most characters of the message that are kept.
+        """
         self.status = status
         self._unscrubbed = message[:limit]
         self.message = scrubbed(self._unscrubbed)
@@ -72,13 +95,21 @@ class ApiError(Exception):
         super().__init__(self.message)
 
     def quoting(self, request: Any) -> ApiError:
-        """Itself: what looks like something of the machine, but stands in the request, is shown as it stands there."""
+        """Shows again the parts of the message that come from the request, and returns the error.
+
+        A part that looks like something of the machine was removed from the message; if the request
+        contains it, the client knows it already.
+        """
         self.message = scrubbed(self._unscrubbed, request)
         self.args = (self.message,)
         return self
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Itself, for a client that knows the parameter by another name."""
+        """Gives the parameter the name by which the client knows it, and returns the error.
+
+        Args:
+            names: The client's names by our names; other parameters keep their name.
+        """
         if self.param is not None and (name := names.get(self.param)) is not None:
             self._unscrubbed = re.sub(rf"^{re.escape(self.param)}\b", name, self._unscrubbed)
             self.message = re.sub(rf"^{re.escape(self.param)}\b", name, self.message)
@@ -86,6 +117,7 @@ class ApiError(Exception):
         return self
 
     def body(self) -> dict[str, Any]:
+        """Returns the response body."""
         return {
             "error": {
                 "message": self.message,
@@ -97,13 +129,15 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) -> ApiError:
-    """What an error of the engine, or of anything else, is to the client.
+    """Returns the client's error for an error of the engine or of anything else.
 
-    A request that is refused (ValueError, UnsupportedError, CapacityError) is 400 with the parameter that the message begins with;
-    a TimeoutError, which others cause, is 503; everything else is 500 with a fixed message.
+    A request that is refused (ValueError, UnsupportedError, CapacityError) gets 400 with the
+    parameter that the message names; a TimeoutError, which other requests cause, gets 503;
+    everything else gets 500 with a fixed message.
 
     Args:
-        names: of the parameters that the client knows by another name.
+        error: The error.
+        names: The client's names of parameters, by the engine's names.
     """
     if isinstance(error, ApiError):
         return error
@@ -134,7 +168,7 @@ def as_api_error(error: Exception, *, names: Mapping[str, str] | None = None) ->
 
 
 def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """For a function whose first argument is a request: its errors quote it."""
+    """Decorates a function whose first argument is a request, so that its errors quote it."""
 
     @functools.wraps(function)
     def wrapped(*arguments: _Arguments.args, **named: _Arguments.kwargs) -> _Result:
@@ -148,17 +182,19 @@ def quotes(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Res
 
 
 def scrubbed(message: str, request: Any = None) -> str:
-    """Without addresses, files and traces: fixed texts say what is missing. What the request has itself may stay.
+    """Returns the message with "..." in place of addresses, files and traces.
 
     Args:
-        request: bytes of JSON, or what was made of them.
+        message: The message.
+        request: The request as bytes of JSON, or as the object that was made of them. A text that
+            it contains is not replaced.
     """
-    own: list[str] = []  # looked for once, and only if it matters
+    own: list[str] = []  # the request's text, which is made once and only if it matters
 
     def kept(found: re.Match[str]) -> str:
         if request is not None and not own:
             own.append(_text_of(request))
-        # dots: a value that was shortened
+        # A value that was shortened for the message ends with dots, which the request lacks.
         return found[0] if own and found[0].rstrip(".") in own[0] else "..."
 
     return _OF_THE_MACHINE.sub(kept, message)

@@ -1,4 +1,7 @@
-"""One request of a client and what is said in answer: the seam between the wire format and the server."""
+"""Defines the exchange, the seam between the wire format and the server.
+
+An exchange is one request of a client together with its answer.
+"""
 
 from __future__ import annotations
 
@@ -24,29 +27,47 @@ __all__ = [
 
 
 class Exchange(Protocol):
-    """A request that was understood. The server runs its prompts, all or none, and gives what comes of them back in here.
+    """A request that was understood, and the answer that is made of the engine's outputs.
 
-    For one thread at a time. A stream is `chunks` for every delta of every prompt, in any order among prompts, then `last_chunks`.
+    The server runs all of its prompts or none, and passes their outputs to the methods here. Only
+    one thread at a time may use an exchange:
+
+        stream       chunks(delta of any prompt) ... chunks(delta) ── last_chunks()
+        no stream    whole(one output for each prompt)
+
+    Attributes:
+        id: The id of the answer.
+        stream: True if the answer is streamed.
+        prompts: The prompts, which share one object of parameters, so that it is checked once.
+            An exchange without prompts generates nothing.
+        ignored_fields: The paths of ignored fields, which are safe in a header.
     """
 
     id: str
     stream: bool
-    # with one object of parameters, checked once; none: nothing is generated
     prompts: list[PromptRequest]
-    ignored_fields: tuple[str, ...]  # unknown ones, as paths; safe in a header
+    ignored_fields: tuple[str, ...]
 
     def refusal(self, error: Exception) -> ApiError:
-        """The client's error for a prompt that the engine refuses: `as_api_error`, in the client's terms."""
+        """Returns the client's error for a prompt that the engine refuses; see `as_api_error`."""
         ...
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
-        """Of a stream: what to send of a delta. Raises ApiError where the engine failed: no chunk comes after it."""
+        """Returns the chunks of a stream to send for a delta of one prompt.
+
+        Raises:
+            ApiError: The engine failed. No chunk follows.
+        """
         ...
 
     def last_chunks(self) -> list[dict[str, Any]]:
-        """Of a stream, after all deltas: the usage, if it was asked for."""
+        """Returns the chunks that end a stream, after all deltas."""
         ...
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
-        """Not streamed: the response, of one output for each prompt. Raises ApiError where the engine failed."""
+        """Returns the response where the request does not stream, from one output for each prompt.
+
+        Raises:
+            ApiError: The engine failed.
+        """
         ...

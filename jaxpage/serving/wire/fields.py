@@ -1,4 +1,4 @@
-"""The fields of requests, each with its type and its bounds."""
+"""Defines the fields of requests, each with its type and its bounds."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 
 Item = TypeVar("Item")
-Items = Annotated[
-    list[Item], Field(fail_fast=True)
-]  # a body has room for a million wrong items, each with an error of its own
+# Validation stops at the first error: a body has room for a million wrong items.
+Items = Annotated[list[Item], Field(fail_fast=True)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -35,7 +34,11 @@ Count = Annotated[int, Field(ge=1, le=INT32_MAX)]
 
 
 def one_of(wanted: str) -> WrapValidator:
-    """One message for a union, instead of one for each of its members."""
+    """Makes a union report one message instead of one for each of its members.
+
+    Args:
+        wanted: The words that follow "must be" in the message.
+    """
 
     def validate(value: Any, handler: Any) -> Any:
         try:
@@ -47,42 +50,55 @@ def one_of(wanted: str) -> WrapValidator:
 
 
 class Fields(BaseModel):
-    """Strict: no type becomes another. Unknown fields are kept, to be reported."""
+    """A JSON object of a request, read strictly: the text "1" is not a number.
+
+    Unknown fields are kept, so that they can be reported.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
 
 class StreamOptions(Fields):
+    """Holds the options of a stream."""
+
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool | None = None
-    # usage in every chunk, with `include_usage` or without
+    # Every chunk has a usage then, whether or not `include_usage` is true.
     continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Fields):
+    """Asks for text without a grammar."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["text"]
 
 
 class JsonObjectFormat(Fields):
+    """Asks for a JSON object of any shape."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_object"]
 
 
 class JsonSchema(Fields):
+    """Holds a JSON schema and its name."""
+
     model_config = ConfigDict(extra="forbid")
 
     name: Name
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # it is kept to in either case
+    strict: bool | None = None  # has no effect: the schema is always kept to
 
 
 class JsonSchemaFormat(Fields):
+    """Asks for JSON that keeps to a schema."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_schema"]
@@ -95,7 +111,7 @@ ResponseFormat = Annotated[
 
 
 class GenerationRequest(Fields):
-    """What completions and chat have in common. A field that is null counts as left out."""
+    """Holds the fields that completions and chats share; a null field counts as left out."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     stream: bool | None = None
@@ -159,10 +175,10 @@ Prompts = Annotated[
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions."""
+    """A request to POST /v1/completions."""
 
     prompt: Prompts
-    # 0: with echo, nothing but the prompt
+    # 0 needs echo: the answer is the prompt alone.
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     echo: bool | None = None
@@ -170,6 +186,8 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(Fields):
+    """A part of a message's content; only text is supported."""
+
     type: Literal["text"]
     text: str
 
@@ -181,38 +199,50 @@ Content = Annotated[
 
 
 class SystemMessage(Fields):
+    """A message that instructs the model."""
+
     role: Literal["system", "developer"]
     content: Content
     name: str | None = None
 
 
 class UserMessage(Fields):
+    """A message of the user."""
+
     role: Literal["user"]
     content: Content
     name: str | None = None
 
 
 class CalledFunction(Fields):
+    """Holds the name and the arguments of a call."""
+
     name: Name
     arguments: str  # a JSON object
 
 
 class ToolCall(Fields):
+    """A call of a tool, in a message of the assistant."""
+
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class AssistantMessage(Fields):
+    """A message of the assistant."""
+
     role: Literal["assistant"]
     content: Content | None = None
     reasoning_content: str | None = None
-    reasoning: str | None = None  # the same: vLLM's name for it, and that of its router
+    reasoning: str | None = None  # the same, by the name that vLLM and its router use
     tool_calls: Items[ToolCall] | None = None
     name: str | None = None
 
 
 class ToolMessage(Fields):
+    """A message with the result of a tool call."""
+
     role: Literal["tool"]
     content: Content
     tool_call_id: str
@@ -225,6 +255,8 @@ Message = Annotated[
 
 
 class Function(Fields):
+    """Describes a function that the model may call."""
+
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema
@@ -232,17 +264,23 @@ class Function(Fields):
 
 
 class Tool(Fields):
+    """A tool that the model may call; only functions are supported."""
+
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Fields):
+    """Names a function."""
+
     model_config = ConfigDict(extra="forbid")
 
     name: Name
 
 
 class NamedTool(Fields):
+    """Names the one tool that the model must call."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["function"]
@@ -250,7 +288,7 @@ class NamedTool(Fields):
 
 
 class ConversationFields(Fields):
-    """What a chat template is given."""
+    """Holds the fields from which a chat template renders a prompt."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -260,7 +298,7 @@ class ConversationFields(Fields):
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationFields):
-    """POST /v1/chat/completions."""
+    """A request to POST /v1/chat/completions."""
 
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
@@ -279,12 +317,12 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
 
 
 class EmbeddingRequest(Fields):
-    """POST /v1/embeddings."""
+    """A request to POST /v1/embeddings."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     input: Prompts
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Count | None = None  # those of the model
+    dimensions: Count | None = None  # only the model's own width is accepted
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     add_special_tokens: bool | None = None
@@ -292,7 +330,7 @@ class EmbeddingRequest(Fields):
 
 
 class ScoreRequest(Fields):
-    """POST /v1/score. A single prompt goes with all continuations."""
+    """A request to POST /v1/score; a single prompt goes with all continuations."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)]
     prompt: Prompts
@@ -306,7 +344,7 @@ class ScoreRequest(Fields):
 
 
 class TokenizeRequest(Fields):
-    """POST /tokenize with a text."""
+    """A request to POST /tokenize with a text."""
 
     model: str | None = None
     prompt: str
@@ -315,7 +353,7 @@ class TokenizeRequest(Fields):
 
 
 class TokenizeChatRequest(ConversationFields):
-    """POST /tokenize with a conversation."""
+    """A request to POST /tokenize with a conversation."""
 
     model: str | None = None
     add_special_tokens: bool = False
@@ -323,7 +361,7 @@ class TokenizeChatRequest(ConversationFields):
 
 
 class DetokenizeRequest(Fields):
-    """POST /detokenize."""
+    """A request to POST /detokenize."""
 
     model: str | None = None
     tokens: Items[TokenId]

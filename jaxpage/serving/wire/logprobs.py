@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI writes them, in two forms: columns in completions, a row for each token in chat."""
+"""Writes log probabilities as OpenAI does: columns for completions, a row per token for chats."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from jaxpage.outputs import Logprob
 
-Entries = list[
-    dict[int, Logprob] | None
-]  # by position; the chosen token first. None: the first token of an echoed prompt
+# The candidates of each position, the chosen token first; None for the first token of an echoed
+# prompt.
+Entries = list[dict[int, Logprob] | None]
 
 
-_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # as SentencePiece names those that are no text
-_MOST_PIECES = 4  # bytes of a character in UTF-8
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's name of a byte that is no text
+_MOST_PIECES = 4  # a character has at most four bytes in UTF-8
 
 
 class TokenTexts:
-    """What tokens are called: their text, or their number where the model has no tokenizer."""
+    """Gives tokens their names: the text, or the number where the model has no tokenizer."""
 
     def __init__(self, tokenizer: Any | None) -> None:
         self._tokenizer = tokenizer
 
     def __call__(self, token_id: int, logprob: Logprob | None = None) -> str:
+        """Returns the name of a token."""
         if logprob is not None and logprob.decoded_token is not None:
             return logprob.decoded_token
         return (
@@ -35,7 +36,7 @@ class TokenTexts:
         )
 
     def piece(self, token_id: int) -> bytes | None:
-        """Returns the bytes of a token that is a piece of a character, where the vocabulary is one of bytes."""
+        """Returns the bytes of a token, or None if the vocabulary does not consist of bytes."""
         name = None if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(token_id)
         if not isinstance(name, str):
             return None
@@ -47,13 +48,13 @@ class TokenTexts:
 
 @functools.cache
 def _byte_of_letter() -> dict[str, int]:
-    """The letters by which vocabularies of bytes (GPT-2's and those after it) name them."""
+    """Returns the byte for each letter of a vocabulary of bytes (GPT-2 and its successors)."""
     return {letter: byte for byte, letter in bytes_to_unicode().items()}
 
 
 @functools.lru_cache(maxsize=4)
 def special_token_ids(tokenizer: Any | None) -> frozenset[int]:
-    """The ids that `decode(skip_special_tokens=True)` leaves out."""
+    """Returns the ids that `decode(skip_special_tokens=True)` leaves out."""
     if tokenizer is None:
         return frozenset()
     added = getattr(tokenizer, "added_tokens_decoder", {})
@@ -63,20 +64,34 @@ def special_token_ids(tokenizer: Any | None) -> frozenset[int]:
 
 
 class TextOffsets:
-    """Where the tokens of one choice begin in its text. Those that are pieces of one character begin where it does."""
+    """Finds where the tokens of one choice begin in its text.
+
+    Tokens that are pieces of one character begin where the character begins.
+    """
 
     def __init__(
         self, tokenizer: Any | None, *, skips_special: bool = False, prompt: str | None = None
     ) -> None:
-        """skips_special: special tokens are not in the text; prompt: an echoed one that was given as text, and is shown as it was given."""
+        """Makes the offsets of a choice, before its first token.
+
+        Args:
+            tokenizer: The tokenizer, or None.
+            skips_special: True if special tokens are not in the text.
+            prompt: The text of an echoed prompt. It is part of the text as it was given.
+        """
         self._tokenizer = tokenizer
         self._special = special_token_ids(tokenizer) if skips_special else frozenset()
         self._prompt = prompt
         self._offset = 0
-        self._pieces: list[int] = []  # of a character that is not whole yet
+        self._pieces: list[int] = []  # the tokens of a character that is not whole yet
 
     def after(self, token_id: int, text: str) -> int:
-        """The offset of the next token, in characters."""
+        """Returns where the next token begins, in characters.
+
+        Args:
+            token_id: The next token.
+            text: The text of that token alone.
+        """
         if token_id in self._special and not self._is_shown(text):
             return self._offset + self._length_of_pieces()
         if self._tokenizer is None or "\ufffd" not in text:
@@ -94,11 +109,14 @@ class TextOffsets:
         return offset
 
     def _is_shown(self, text: str) -> bool:
-        """Returns whether a special token is text of the echoed prompt, where a tokenizer adds some and a user may write others."""
+        """Returns whether a special token is text of the echoed prompt.
+
+        A tokenizer may add special tokens to a prompt, and a user may write others.
+        """
         return self._prompt is not None and self._prompt.startswith(text, self._offset)
 
     def _length_of_pieces(self) -> int:
-        """Of pieces that were none: as many characters as the text has for them."""
+        """Returns how many characters the text has for pieces that never became a character."""
         return (
             len(self._tokenizer.decode(self._pieces))
             if self._tokenizer is not None and self._pieces
@@ -107,12 +125,18 @@ class TextOffsets:
 
 
 def bounded(logprob: float) -> float:
-    """JSON has no infinity; OpenAI writes -9999 for what cannot come."""
+    """Returns the log probability, but at least -9999.
+
+    JSON has no infinity, and OpenAI writes -9999 for a token that cannot come.
+    """
     return max(logprob, -9999.0)
 
 
 def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
-    """The token itself and the `wanted` likeliest: there may be more, where another field asked for them."""
+    """Returns the token itself and the `wanted` most likely candidates.
+
+    The entry may have more candidates, if another field asked for them.
+    """
     chosen = next(iter(entry))
     return {
         token_id: one for token_id, one in entry.items() if token_id == chosen or one.rank <= wanted
@@ -122,7 +146,15 @@ def likeliest(entry: dict[int, Logprob], wanted: int) -> dict[int, Logprob]:
 def completion_logprobs(
     token_ids: list[int], entries: Entries, wanted: int, places: TextOffsets, texts: TokenTexts
 ) -> dict[str, Any]:
-    """Of completions. `places`: after the tokens of the choice before these; `wanted`: candidates beside the token itself."""
+    """Returns log probabilities as completions have them.
+
+    Args:
+        token_ids: The tokens.
+        entries: The candidates of each token.
+        wanted: The number of candidates in addition to the token itself.
+        places: The offsets of the choice, after the tokens before these.
+        texts: Gives the texts of tokens.
+    """
     tokens, logprobs, tops, offsets = [], [], [], []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = texts(token_id, entry[token_id] if entry else None)
@@ -141,7 +173,14 @@ def completion_logprobs(
 def chat_logprobs(
     token_ids: list[int], entries: Entries, wanted: int, texts: TokenTexts
 ) -> dict[str, Any]:
-    """Of chat. `wanted`: candidates for each token, the likeliest first."""
+    """Returns log probabilities as chats have them.
+
+    Args:
+        token_ids: The tokens.
+        entries: The candidates of each token.
+        wanted: The number of candidates of each token; the most likely comes first.
+        texts: Gives the texts of tokens.
+    """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         given = entry or {}
@@ -152,8 +191,11 @@ def chat_logprobs(
 
 
 def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
-    """The chosen token first. Of several with one text, which pieces of a character have, the others go by their number: lm-eval
-    takes the largest value for the likeliest token's."""
+    """Returns log probabilities by text, with the chosen token first.
+
+    Several tokens may have one text, as pieces of characters do; the later ones are named by their
+    numbers. lm-eval takes the largest value for that of the most likely token, so none may be lost.
+    """
     found: dict[str, float] = {}
     for token_id, one in entry.items():
         text = texts(token_id, one)
@@ -162,7 +204,10 @@ def _by_text(entry: dict[int, Logprob], texts: TokenTexts) -> dict[str, float]:
 
 
 def _row(token_id: int, one: Logprob, texts: TokenTexts) -> dict[str, Any]:
-    """`bytes` is null where neither the text of a token nor the vocabulary tells them."""
+    """Returns the row of one token.
+
+    Its `bytes` are null if neither the token's text nor the vocabulary tells them.
+    """
     token = texts(token_id, one)
     found = texts.piece(token_id) if "\ufffd" in token else token.encode()
     return {

@@ -1,4 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens, which are Anthropic's, as a chat. Text alone."""
+"""Translates requests to POST /v1/messages and /v1/messages/count_tokens into chats.
+
+The format is Anthropic's. Only text is supported.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +25,22 @@ from jaxpage.serving.wire.translating import InBlocks
 
 @quotes
 def open_message(body: dict[str, Any], context: ModelContext) -> MessageAnswer:
-    """An `Exchange`. Raises ApiError."""
+    """Returns the exchange of a request to POST /v1/messages.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, MessagesRequest, context)
     return MessageAnswer(open_chat, _chat_of(request), context, request.model, ignored)
 
 
 @quotes
 def count_tokens(body: dict[str, Any], context: ModelContext) -> Transformed:
-    """Of the prompt that a message would have. Raises ApiError."""
+    """Returns the number of tokens of the prompt that a message would have.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, CountTokensRequest, context)
     counted = tokenize({"model": request.model, **_conversation_of(request)}, context)
     return Transformed({"input_tokens": counted.body["count"]}, ignored)
@@ -72,7 +83,7 @@ def _text_of(content: Any) -> Any:
 
 
 class MessageAnswer(InBlocks):
-    """One message; its blocks are content blocks."""
+    """Answers with one message, whose blocks are content blocks."""
 
     _prefix = "msg"
     _names = {"prompt": "messages", "stop": "stop_sequences"}  # noqa: RUF012
@@ -88,7 +99,8 @@ class MessageAnswer(InBlocks):
             "content": [self._block(kind, "".join(texts)) for kind, texts in self._blocks],
             **self._stop(),
             "usage": {
-                "input_tokens": usage["prompt_tokens"] - num_cached,  # the API's sum is of both
+                "input_tokens": usage["prompt_tokens"]
+                - num_cached,  # this API counts cached tokens apart
                 "cache_read_input_tokens": num_cached,
                 "cache_creation_input_tokens": 0,
                 "output_tokens": usage["completion_tokens"],

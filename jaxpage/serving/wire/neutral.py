@@ -1,7 +1,8 @@
-"""What a field may say without asking for anything, for each endpoint. Clients and routers send defaults of their own along.
+"""Lists the values with which a field asks for nothing, for each kind of request.
 
-Such a field counts as left out, as one that is null does. With another value a field of the endpoint is read as usual; a field that the
-endpoint does not honour is refused by its name.
+Clients and routers send their own defaults along. A field with such a value counts as left out, and
+so does a field that is null. With any other value a field of the endpoint is read as usual, and a
+field that the endpoint does not honour is refused by its name.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from jaxpage.serving.wire.translated_fields import (
     TextBlock,
 )
 
-Values = tuple[Any, ...]  # of JSON; none: null alone asks for nothing
+Values = tuple[Any, ...]  # JSON values; if the tuple is empty, only null asks for nothing
 
 _NOWHERE_HONOURED: dict[str, Values] = {
     "audio": (),
@@ -154,7 +155,7 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "prompt_cache_retention": (),
         "reasoning": ({},),
         "service_tier": ("auto", "default"),
-        "store": (False, True),  # routers say true; the response says that it is false
+        "store": (False, True),  # routers send true; the response answers false
         "tool_choice": ("auto", "none"),
         "tools": ([],),
         "top_logprobs": (0,),
@@ -184,14 +185,14 @@ NEUTRAL: dict[type[BaseModel], Mapping[str, Values]] = {
         "mirostat_eta": (),
         "mirostat_tau": (),
         "penalize_newline": (True,),
-        "repeat_last_n": (-1,),  # the whole context
+        "repeat_last_n": (-1,),  # looks at the whole context
         "tfs_z": (1,),
         "typical_p": (1,),
         "vocab_only": (False,),
     },
 }
-# Labels, and what clients add to an answer before they send it back. They ask for nothing, whatever
-# they are.
+# These fields ask for nothing, whatever their value is: labels of a request, and the fields that
+# clients add to an answer before they send it back.
 LABELS = frozenset({"metadata", "prompt_cache_key", "safety_identifier"})
 ADDED: dict[type[BaseModel], frozenset[str]] = {
     AssistantMessage: frozenset({"parsed"}),
@@ -206,7 +207,15 @@ ADDED: dict[type[BaseModel], frozenset[str]] = {
 
 
 def is_neutral(model: type[BaseModel], name: str, value: Any) -> bool:
-    """Whether the field of a request, or of a part of one, asks for nothing. A number is no truth value: 0 is not false."""
+    """Returns whether a field of a request, or of a part of one, asks for nothing.
+
+    A number is not a truth value here: 0 is not false.
+
+    Args:
+        model: The model that reads the request or the part.
+        name: The name of the field.
+        value: The value that the client sent.
+    """
     return value is None or any(
         value == one and isinstance(value, bool) == isinstance(one, bool)
         for one in NEUTRAL.get(model, {}).get(name, ())

@@ -1,4 +1,8 @@
-"""POST /api/chat and /api/generate, which are Ollama's, as a chat or a completion; /api/embed as embeddings; and /api/show."""
+"""Translates the requests of Ollama's API.
+
+/api/chat and /api/generate become chats or completions, and /api/embed and /api/embeddings become
+requests for embeddings; /api/show describes the model.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ from jaxpage.serving.wire.translated_fields import (
 )
 from jaxpage.serving.wire.translating import Open, Translated, pieces
 
-_OPTIONS = {  # by their names in chats and completions
+# Ollama's names of options, by their names in chats and completions.
+_OPTIONS = {
     **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
     **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "repetition_penalty": "repeat_penalty",
@@ -42,7 +47,11 @@ _OPTIONS = {  # by their names in chats and completions
 
 @quotes
 def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswer | OllamaLoaded:
-    """An `Exchange`. Raises ApiError."""
+    """Returns the exchange of a request to POST /api/chat.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(_served(body, context), OllamaChatRequest, context)
     common = _common(request, context)
     if not request.messages:
@@ -64,7 +73,11 @@ def open_ollama_chat(body: dict[str, Any], context: ModelContext) -> OllamaAnswe
 def open_ollama_generate(
     body: dict[str, Any], context: ModelContext
 ) -> OllamaAnswer | OllamaLoaded:
-    """An `Exchange`. Raises ApiError."""
+    """Returns the exchange of a request to POST /api/generate.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(_served(body, context), OllamaGenerateRequest, context)
     common = _common(request, context)
     if request.raw:
@@ -84,7 +97,11 @@ def open_ollama_generate(
 
 @quotes
 def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
-    """Raises ApiError."""
+    """Returns the `EmbeddingAnswer` of a request to POST /api/embed.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(_served(body, context), OllamaEmbedRequest, context)
     return _embedding(
         request, ignored, context, _Vectors, input=request.input, dimensions=request.dimensions
@@ -93,7 +110,13 @@ def open_ollama_embed(body: dict[str, Any], context: ModelContext) -> EmbeddingA
 
 @quotes
 def open_ollama_embeddings(body: dict[str, Any], context: ModelContext) -> EmbeddingAnswer:
-    """The older path: one text, and a vector that is not normalised. Raises ApiError."""
+    """Returns the `EmbeddingAnswer` of a request to POST /api/embeddings.
+
+    This is the older path: it has one text, and its vector is not normalised.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(_served(body, context), OllamaEmbeddingsRequest, context)
     return _embedding(request, ignored, context, _Vector, input=request.prompt, normalize=False)
 
@@ -105,7 +128,15 @@ def _embedding(
     kind: type[EmbeddingAnswer],
     **asked: Any,
 ) -> EmbeddingAnswer:
-    """asked: fields of /v1/embeddings. kind: who writes the answer."""
+    """Returns the `EmbeddingAnswer` of a request for embeddings.
+
+    Args:
+        request: The request.
+        ignored: The paths of ignored fields.
+        context: The served model and the server's settings.
+        kind: The class that makes the answer.
+        asked: Fields of /v1/embeddings.
+    """
     _check_options(request.options or OllamaOptions(), context)
     answer = open_embeddings({"model": request.model, **asked}, context, kind)
     answer.ignored_fields = ignored
@@ -114,7 +145,11 @@ def _embedding(
 
 @quotes
 def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
-    """What clients ask of a model: its length, and what it can do. Raises ApiError."""
+    """Returns what clients ask about a model: its length, and what it can do.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     _, ignored = read(_served(body, context), OllamaShowRequest, context)
     thinks = context.reasoning_parser is not None and _can_think(context)
     kind = context.model_type
@@ -130,7 +165,10 @@ def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
 
 
 def _served(body: dict[str, Any], context: ModelContext) -> dict[str, Any]:
-    """The request with the name that the model has here: Ollama's have a tag behind it, which is "latest" where nobody gave one."""
+    """Returns the request with the name by which the model is served.
+
+    Ollama's clients add a tag to the name, which is "latest" if the user gave none.
+    """
     name = body.get("model")
     if isinstance(name, str) and name not in (*context.model_names, *context.adapters):
         return {**body, "model": name.removesuffix(":latest")}
@@ -149,7 +187,7 @@ def _common(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
         asked["max_tokens"] = options.num_predict
     if request.format == "json":
         asked["response_format"] = {"type": "json_object"}
-    elif request.format is not None:  # {} is a schema, too
+    elif request.format is not None:  # {} is a schema as well
         asked["response_format"] = {
             "type": "json_schema",
             "json_schema": {"name": "format", "schema": request.format},
@@ -167,20 +205,23 @@ def _check_options(options: OllamaOptions, context: ModelContext) -> None:
 
 
 def _thinking(request: OllamaRequest, context: ModelContext) -> dict[str, Any]:
-    """A template that cannot think does not need to be told not to."""
+    """Returns the template variable for `think`.
+
+    A template that does not read the variable is not told to stop thinking.
+    """
     is_wanted = request.think or (request.think is False and _can_think(context))
     return {"chat_template_kwargs": {"enable_thinking": request.think}} if is_wanted else {}
 
 
 def _can_think(context: ModelContext) -> bool:
-    """Returns whether the chat template reads what `think` sets."""
+    """Returns whether the chat template reads the variable that `think` sets."""
     if not getattr(context.tokenizer, "chat_template", None):
         return False
     return "enable_thinking" in variables_of(template_of(context, []))
 
 
 class OllamaAnswer(Translated):
-    """Of both paths: a stream has a line for each piece of text, and one more for the end."""
+    """Answers both paths; a stream has a line for each piece of text, and one for the end."""
 
     _prefix = "ollama"
 
@@ -207,6 +248,7 @@ class OllamaAnswer(Translated):
         self._metrics: RequestMetrics | None = None
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         self._metrics = delta.metrics
         lines = []
         for chunk in self._inner.chunks(job_index, delta):
@@ -219,10 +261,12 @@ class OllamaAnswer(Translated):
         return lines
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         return [{**self._said({}), **self._end()}]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         self._metrics = outputs[0].metrics
         response = self._inner.whole(outputs)
         self._usage, (choice,) = response["usage"], response["choices"]
@@ -233,7 +277,7 @@ class OllamaAnswer(Translated):
         return _line(self._model, said, is_chat=self._is_chat)
 
     def _end(self) -> dict[str, Any]:
-        """How it ended, the tokens, and times in nanoseconds."""
+        """Returns how the answer ended, its tokens, and times in nanoseconds."""
         return {
             "done": True,
             "done_reason": self._reason,
@@ -244,7 +288,7 @@ class OllamaAnswer(Translated):
 
 
 class OllamaLoaded:
-    """The answer to a request without a prompt, which asks that the model be loaded, as it is. An `Exchange`."""
+    """Answers a request without a prompt, which asks that the model be loaded, as it is."""
 
     stream = False
 
@@ -255,21 +299,26 @@ class OllamaLoaded:
         self._request = request
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         return []
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         return []
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         said = _line(self._request.model, {}, is_chat=isinstance(self._request, OllamaChatRequest))
         return {**said, "done": True, "done_reason": "load"}
 
 
 class _Vectors(EmbeddingAnswer):
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        """Returns the response of /api/embed."""
         found = super().whole(vectors, num_tokens)
         written = [one["embedding"] for one in found["data"]]
         return {"model": found["model"], "embeddings": written, "prompt_eval_count": num_tokens}
@@ -277,6 +326,7 @@ class _Vectors(EmbeddingAnswer):
 
 class _Vector(EmbeddingAnswer):
     def whole(self, vectors: Sequence[npt.NDArray[np.float32]], num_tokens: int) -> dict[str, Any]:
+        """Returns the response of /api/embeddings."""
         return {"embedding": super().whole(vectors, num_tokens)["data"][0]["embedding"]}
 
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the server, from the same models that read its requests."""
+"""Makes the server's OpenAPI document from the models that read its requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ _EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
 
 
 def openapi(context: ModelContext) -> dict[str, Any]:
-    """OpenAPI 3.1: every route but the page's. What one field says of another is not in it; such a request is a 400, too."""
+    """Returns the document, in OpenAPI 3.1.
+
+    It has the routes of the APIs, but neither the page's routes nor those for administrators. It
+    does not say which fields go together; a request with fields that do not also gets a 400.
+    """
     _, schemas = models_json_schema(
         [(model, "validation") for model in _REQUESTS], ref_template=_PLACE + "{model}"
     )
@@ -68,7 +72,7 @@ def openapi(context: ModelContext) -> dict[str, Any]:
 
 
 def _conversations() -> dict[str, Any]:
-    """Returns the routes that generate, as OpenAI and Anthropic have them."""
+    """Returns the routes that generate, in the formats of OpenAI and Anthropic."""
     return {
         "/v1/completions": _post(
             "Completes prompts.", ["CompletionRequest"], "Completion", streams=_EVENTS
@@ -102,7 +106,7 @@ def _conversations() -> dict[str, Any]:
 
 
 def _ollama() -> dict[str, Any]:
-    """Returns the routes that Ollama has."""
+    """Returns the routes of Ollama's API."""
     return {
         "/api/chat": _post(
             "Answers a conversation: Ollama's.",
@@ -174,14 +178,23 @@ def _post(
     streams: str | None = None,
     error: str = "Error",
 ) -> dict[str, Any]:
-    """streams: the media type of a stream, where there is one; error: the schema of one."""
+    """Returns a route for POST.
+
+    Args:
+        summary: The summary of the route.
+        requests: The names of the schemas of a request.
+        answer: The name of the schema of the answer.
+        streams: The media type of a stream; None if the route does not stream.
+        error: The name of the schema of an error.
+    """
     schemas = [_reference(name) for name in requests]
     content = _json(schemas[0] if len(schemas) == 1 else {"anyOf": schemas})
     responses = _responses(
         _json(_reference(answer)), 400, 404, 408, 413, 415, 429, 503, 504, error=error
     )
     if streams is not None:
-        # No type: OpenAPI 3.1 means the whole stream by it, and readers of events each event.
+        # It has no type: in OpenAPI 3.1 that would describe the whole stream, but readers of events
+        # would take it for each event.
         events = {"description": "What comes of the answer, part by part, as JSON"}
         responses["200"]["content"][streams] = {"schema": events}
     return {
@@ -203,7 +216,10 @@ def _get(summary: str, answer: str | None, *errors: int, error: str = "Error") -
 
 
 def _responses(content: dict[str, Any], *errors: int, error: str) -> dict[str, Any]:
-    """401 without the key that the server may want; 500 is what never should be."""
+    """Returns the responses of a route.
+
+    Each has 401, for a server that wants a key; none has 500, which should never happen.
+    """
     refused = {
         str(status): {"description": "An error", "content": _json(_reference(error))}
         for status in (401, *errors)

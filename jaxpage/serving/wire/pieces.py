@@ -1,4 +1,4 @@
-"""What a chat answer is made of, as its text comes: content, reasoning and calls of tools."""
+"""Divides the text of a chat answer, as it comes, into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Literal, NamedTuple, Protocol
 
 
 class Piece(NamedTuple):
-    """Some more of an answer. A call comes with its name, and `arguments` pieces go on with the arguments of the call before."""
+    """A part of an answer.
+
+    Attributes:
+        kind: The kind of the part. A "call" brings the name of the tool, and "arguments" pieces
+            continue the arguments of the call before them.
+        text: The text; for a call its arguments so far.
+        name: The name of the tool, for a call.
+    """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
@@ -15,47 +22,67 @@ class Piece(NamedTuple):
 
 
 class PieceParser(Protocol):
-    """Reads the text of one answer. However the text is cut, the pieces put together are the same; the time is linear in it."""
+    """Reads the text of one answer.
+
+    The pieces put together are the same however the text is cut. The time is linear in the text.
+    """
 
     def push(self, text: str) -> Iterator[Piece]:
-        """What is certain with this text. What could still become a mark is held back. Exhaust it before the next call."""
+        """Yields the pieces that are certain with this text; exhaust it before the next call.
+
+        Text that could still become a mark is held back.
+        """
         ...
 
     def finish(self) -> Iterator[Piece]:
-        """The rest, when no more text comes."""
+        """Yields the remaining pieces, when no more text comes."""
         ...
 
 
 class Plain:
-    """Text that is nothing but content."""
+    """Takes all text for content."""
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if text:
             yield Piece("content", text)
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         return iter(())
 
 
 def held_back(text: str, mark: str) -> int:
-    """How many of the last characters could be the beginning of a mark that is not in the text. Its first character comes once."""
+    """Returns how many of the last characters could be the beginning of a mark.
+
+    The mark is not in the text, and the mark's first character occurs in it only once.
+    """
     begin = text.rfind(mark[0])
     return len(text) - begin if begin >= 0 and mark.startswith(text[begin:]) else 0
 
 
 class Thinking:
-    """Reasoning in <think> and </think> at the beginning of an answer; what is behind it is for another parser."""
+    """Reads the reasoning in <think> and </think> at the beginning of an answer.
+
+    The text after it is read by another parser.
+    """
 
     OPEN, CLOSE = "<think>", "</think>"
 
     def __init__(self, rest: PieceParser, *, is_open: bool) -> None:
-        """is_open: the prompt ends with the opening mark already."""
+        """Makes the parser of an answer.
+
+        Args:
+            rest: The parser of the text after the reasoning.
+            is_open: True if the prompt already ends with the opening mark.
+        """
         self._rest = rest
         self._state: Literal["before", "inside", "behind"] = "inside" if is_open else "before"
-        self._space: list[str] = []  # before all
-        self._held = ""  # the beginning of a mark, perhaps
+        self._space: list[str] = []  # the white space at the beginning
+        self._held = ""  # text that may be the beginning of a mark
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if self._state == "before":
             begun = self._held + (text if self._held else text.lstrip())
             self._space.append(text[: len(self._held) + len(text) - len(begun)])
@@ -82,6 +109,7 @@ class Thinking:
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._state == "before":
             yield from self._rest.push("".join(self._space) + self._held)
         elif self._held:

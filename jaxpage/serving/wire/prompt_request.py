@@ -1,4 +1,4 @@
-"""What the wire asks of the engine."""
+"""Defines what the wire format asks of the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 
 
 class PromptRequest(NamedTuple):
-    """One prompt for the engine. Text is encoded by the server, off the event loop."""
+    """Holds one prompt for the engine.
+
+    Attributes:
+        prompt: The text or the token ids. The server encodes text outside of its event loop.
+        params: The parameters of sampling or of a beam search.
+        add_special_tokens: True if encoding adds special tokens.
+        lora: The adapter, or None.
+    """
 
     prompt: str | tuple[int, ...]
     params: SamplingParams | BeamSearchParams
@@ -18,7 +25,7 @@ class PromptRequest(NamedTuple):
 
 
 def prompts_of(given: Any) -> list[Any]:
-    """One or several prompts, each text or token ids, as a list."""
+    """Returns one or several prompts, each a text or token ids, as a list."""
     return (
         [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
     )

@@ -1,4 +1,4 @@
-"""From a JSON object to the fields of a request, or to the error that names the field."""
+"""Turns a JSON object into the fields of a request, or into the error that names a field."""
 
 from __future__ import annotations
 
@@ -20,25 +20,34 @@ Request = TypeVar("Request", bound=BaseModel)
 _HONOURED_SOMEWHERE = (
     CompletionRequest.model_fields.keys() | ChatCompletionRequest.model_fields.keys()
 )
-# What was once a field of its own, in vLLM or SGLang, and is a kind of structured outputs now.
+# Fields of older versions of vLLM, and of SGLang, that are kinds of structured outputs now.
 _OLD_GRAMMARS = {
     **{f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")},
     **{"json_schema": "json", "regex": "regex", "ebnf": "grammar"},
 }
-_MESSAGES = {  # where pydantic's own would not go on from the name of the field
+# A message follows the name of the field; these replace messages of pydantic that cannot.
+_MESSAGES = {
     "extra_forbidden": "is not a known field",
 }
-_MAX_IGNORED = 16  # reported; they go into a header
+_MAX_IGNORED = 16  # the names go into a header, whose length is limited
 _IGNORED_NAME = re.compile(r"[\w.\[\]-]{1,80}", re.ASCII)
 
 
 def read(
     body: dict[str, Any], model: type[Request], context: ModelContext
 ) -> tuple[Request, tuple[str, ...]]:
-    """The request, and the paths of unknown fields in it, which are taken no notice of.
+    """Returns the request, and the paths of what is ignored in it.
+
+    Unknown fields are ignored unless the server refuses them, and so is `uniqueItems` in schemas.
+    At most 16 unknown fields are named.
+
+    Args:
+        body: The JSON object.
+        model: The fields to read.
+        context: The served model and the server's settings.
 
     Raises:
-        ApiError: 400 with the field as `param`; 404 if the model is another one.
+        ApiError: The status is 400 and `param` names the field; 404 if the model is not served.
     """
     body = {name: value for name, value in body.items() if _is_asked(model, name, value)}
     _check_supported(body, model)
@@ -62,16 +71,26 @@ def read(
 
 
 def beyond_context(context: ModelContext, **lengths: int | None) -> tuple[str, ...]:
-    """The fields that ask for more tokens than the model has room for, without any prompt. They are cut, and the client is told."""
+    """Returns the names of the fields that ask for more tokens than the model has room for.
+
+    The prompt is not counted. Such a length is accepted, the output ends where the room ends, and
+    the client is told the name.
+
+    Args:
+        context: The served model and the server's settings.
+        lengths: The numbers of tokens by the name of their field.
+    """
     return tuple(name for name, length in lengths.items() if (length or 0) > context.max_model_len)
 
 
 def _without_sets(
     body: dict[str, Any], context: ModelContext
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The request without `uniqueItems: true`, which no grammar can hold an array to, and the paths of schemas that had it.
+    """Returns the body without `uniqueItems: true`, and the paths of the schemas that had it.
 
-    pydantic writes it for every set, and reads an array with an item twice all the same. Strict requests are refused for it.
+    No grammar can keep an array to that rule. pydantic writes it for every set, and still accepts
+    an array that has an item twice. Where requests are strict the body stays as it is, and the
+    compiler of grammars refuses the schema.
     """
     told = []
     body = dict(body)
@@ -101,7 +120,10 @@ def _at(body: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _is_asked(model: type[BaseModel], name: str, value: Any) -> bool:
-    """A required field is always read, so that its error names it."""
+    """Returns whether a field must be read.
+
+    A required field is always read, so that its error names it.
+    """
     field = model.model_fields.get(name)
     return (field is not None and field.is_required()) or not is_neutral(model, name, value)
 
@@ -119,7 +141,10 @@ def _successor(name: str) -> str:
 
 
 def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
-    """Lists that are too long whatever is in them: before a million items are looked at, one by one."""
+    """Raises ApiError for lists that are too long, whatever they contain.
+
+    This comes first because validation would look at each of a million items.
+    """
     for name in ("stop_token_ids", "allowed_token_ids"):
         if isinstance(given := body.get(name), list) and len(given) > context.vocab_size:
             message = (
@@ -142,13 +167,11 @@ def _check_lengths(body: Mapping[str, Any], context: ModelContext) -> None:
 
 
 def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
-    """The first of the errors, with the path of its field in the body."""
+    """Returns the client's error for the first of pydantic's errors, with the path of its field."""
     first = error.errors(include_url=False)[0]
     path = _path(first["loc"], body)
-    if first["type"] in (
-        "union_tag_invalid",
-        "union_tag_not_found",
-    ):  # the field that says which of several models it is
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        # The field at fault is the one that selects a member of the union.
         field = first["ctx"]["discriminator"].strip("'")
         kinds = first["ctx"].get("expected_tags")
         if kinds is None:
@@ -163,7 +186,10 @@ def _invalid(error: ValidationError, body: Mapping[str, Any]) -> ApiError:
 
 
 def _path(location: tuple[int | str, ...], body: Any) -> str:
-    """As in JavaScript. pydantic also names members of unions on its way, which are nowhere in the body."""
+    """Returns the path of a field as JavaScript writes it, such as `messages[0].content`.
+
+    A location of pydantic also names members of unions; they are not in the body and are left out.
+    """
     path = ""
     for depth, part in enumerate(location):
         is_last = depth == len(location) - 1
@@ -177,7 +203,7 @@ def _path(location: tuple[int | str, ...], body: Any) -> str:
 
 
 def _unknown(value: Any, path: str = "") -> Iterator[str]:
-    """Paths of fields that no model knows and that ask for something."""
+    """Yields the paths of the fields that no model knows and that ask for something."""
     if isinstance(value, BaseModel):
         prefix = f"{path}." if path else ""
         for name, item in (value.model_extra or {}).items():

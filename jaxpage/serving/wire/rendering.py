@@ -1,4 +1,7 @@
-"""Renders chat templates in processes of their own, which are kept for the next request: see template_worker.py."""
+"""Renders chat templates in processes of their own, which later requests use again.
+
+The program of such a process is template_worker.py.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ from typing import Any
 
 from jaxpage.worker_process import WorkerGoneError, WorkerProcess
 
-# a request that finds all processes busy waits so long before it starts another
+# A request that finds all processes busy waits this long before it starts another one.
 _SHARE_SECONDS = 0.1
 
 
 class Renderers:
-    """The processes that render, as many as there are threads that render at the same time."""
+    """Holds the processes that render, about as many as there are threads that render at a time."""
 
     def __init__(self) -> None:
         self._idle: queue.LifoQueue[WorkerProcess] = queue.LifoQueue()
@@ -28,10 +31,16 @@ class Renderers:
                 self._idle.put(_new())
 
     def rendered(self, request: dict[str, Any], seconds: float, num_bytes: int) -> str:
-        """Returns the text of a request, as `template_worker` describes it.
+        """Returns the text of a request; see template_worker.py.
+
+        Args:
+            request: The template, the messages and the variables.
+            seconds: The processor time that the template may take.
+            num_bytes: The memory that it may take.
 
         Raises:
-            ValueError: What the template says, or that it takes too long or too much memory.
+            ValueError: The template refuses the messages or fails, or it takes too long or too much
+                memory.
             JaxpageError: The process does not answer.
         """
         self.warm()
@@ -39,13 +48,11 @@ class Renderers:
             worker = _new() if is_last else self._taken()
             try:
                 problem, text = worker.asked([request, seconds, num_bytes], seconds)
-            except (
-                WorkerGoneError
-            ):  # perhaps it was killed from outside: the template may not be the cause
+            except WorkerGoneError:
+                # Try once more: the process may have been killed from outside.
                 worker.close()
-            except (
-                BaseException
-            ):  # an interrupt as well: its answer would be taken for the next one's
+            except BaseException:
+                # Even after an interrupt: a late answer would be taken for the next request's.
                 worker.close()
                 raise
             else:
@@ -68,4 +75,4 @@ def _new() -> WorkerProcess:
     )
 
 
-RENDERERS = Renderers()  # of this program: a process serves the templates of all models
+RENDERERS = Renderers()  # shared by all models: a process can render any template

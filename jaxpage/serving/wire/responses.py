@@ -1,4 +1,8 @@
-"""POST /v1/responses, as a chat. Text alone, and nothing is kept: a client sends the conversation with each request."""
+"""Translates requests to POST /v1/responses into chats.
+
+Only text is supported. The server stores nothing: a client sends the conversation with each
+request.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,11 @@ from jaxpage.serving.wire.translating import InBlocks
 
 @quotes
 def open_response(body: dict[str, Any], context: ModelContext) -> ResponseAnswer:
-    """An `Exchange`. Raises ApiError."""
+    """Returns the exchange of a request to POST /v1/responses.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, ResponsesRequest, context)
     return ResponseAnswer(request, context, ignored)
 
@@ -60,7 +68,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
 
 
 class ResponseAnswer(InBlocks):
-    """One response; its blocks are output items of one part each."""
+    """Answers with one response, whose blocks are output items of one part each."""
 
     _prefix = "resp"
     _names = {  # noqa: RUF012
@@ -192,6 +200,6 @@ class ResponseAnswer(InBlocks):
 
     @property
     def _place(self) -> dict[str, Any]:
-        """Of the last block."""
+        """Returns the fields of an event that name the last block."""
         index = len(self._blocks) - 1
         return {"item_id": self._item_id(index), "output_index": index, "content_index": 0}

@@ -1,4 +1,4 @@
-"""From a request's fields to the parameters of the engine: sampling, or beam search where it asks for that."""
+"""Turns the fields of a request into the engine's parameters, for sampling or for beam search."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _AS_THEY_ARE = (
     ),
     *("include_stop_str_in_output", "skip_special_tokens", "priority", "cache_salt"),
 )
-# Fields of vLLM's StructuredOutputsParams whose default is false.
+# These fields of vLLM's StructuredOutputsParams are false by default.
 _VLLM_DEFAULTS = {
     *("json_object", "disable_fallback", "disable_any_whitespace", "disable_additional_properties"),
     "_backend_was_auto",
 }
-# What a beam search takes no notice of, with the values that change nothing. A seed and a user
-# change nothing either.
+# A beam search cannot honour these fields; the values here change nothing and are accepted. `seed`
+# and `user` are not listed because no value of them changes the result.
 _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
     "temperature": (0,),
     "top_p": (1,),
@@ -66,7 +66,18 @@ _NOT_OF_BEAMS: dict[str, tuple[Any, ...]] = {
 def sampling_params(
     request: GenerationRequest, context: ModelContext, **own: Any
 ) -> SamplingParams:
-    """The model's defaults, the request's fields over them, and `own` of the endpoint over those. Raises ApiError."""
+    """Returns the sampling parameters of a request.
+
+    The request's fields replace the model's defaults, and the endpoint's own values replace both.
+
+    Args:
+        request: The request.
+        context: The served model and the server's settings.
+        own: The endpoint's own values, by the engine's names.
+
+    Raises:
+        ApiError: A value is refused.
+    """
     given = {name: value for name in _AS_THEY_ARE if (value := getattr(request, name)) is not None}
     if request.logit_bias is not None:
         biases = {int(token_id): bias for token_id, bias in request.logit_bias.items()}
@@ -78,7 +89,8 @@ def sampling_params(
             )
         given["logit_bias"] = biases
     if request.seed is not None:
-        given["seed"] = request.seed % 2**64  # a seed of -1 is one, and not the wish for another
+        # A seed of -1 is a seed like any other, and no request for a random one.
+        given["seed"] = request.seed % 2**64
     given["user"] = request.user or None
     given["structured_outputs"] = structured_outputs(request)
     try:
@@ -90,7 +102,16 @@ def sampling_params(
 def beam_params(
     request: GenerationRequest, *, width: int, max_tokens: int | None
 ) -> BeamSearchParams:
-    """`n` hypotheses of a search with `width` beams. Raises ApiError for what a beam search cannot honour."""
+    """Returns the parameters of a beam search.
+
+    Args:
+        request: The request; it gets `n` hypotheses.
+        width: The number of beams.
+        max_tokens: The most tokens of a hypothesis; None for as many as there is room for.
+
+    Raises:
+        ApiError: A field is set that a beam search cannot honour, or a value is refused.
+    """
     for name, neutral in _NOT_OF_BEAMS.items():
         value = getattr(request, name, None)
         if value is not None and value not in neutral:
@@ -120,7 +141,11 @@ def beam_params(
 
 
 def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
-    """What the output has to keep to, in the engine's terms."""
+    """Returns the grammar that the output must keep to, in the engine's terms; None without one.
+
+    Raises:
+        ApiError: The request asks for a grammar in two ways, or the schema is refused.
+    """
     wanted = request.response_format
     if isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
         if request.structured_outputs is not None:
@@ -137,7 +162,7 @@ def structured_outputs(request: GenerationRequest) -> dict[str, Any] | None:
 
 
 def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
-    """As vLLM's client writes its class out: with all that it leaves as it is."""
+    """Returns structured outputs without the fields that vLLM's client adds with their defaults."""
     if given is None:
         return None
     return {
@@ -148,12 +173,12 @@ def _without_defaults(given: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def format_parameter(request: GenerationRequest) -> str:
-    """Where a client says what `structured_outputs` of the engine are."""
+    """Returns the name of the field that the engine's `structured_outputs` come from."""
     return "structured_outputs" if request.response_format is None else "response_format"
 
 
 def check_common(request: GenerationRequest) -> None:
-    """What one field says of another. Raises ApiError."""
+    """Raises ApiError for fields that do not go together."""
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is only for stream=true", param="stream_options")
     if not request.use_beam_search:

@@ -1,4 +1,7 @@
-"""JSON schemas of requests, looked over before anything else sees them; what a grammar cannot express is for its compiler to say."""
+"""Checks the JSON schemas of requests before anything else reads them.
+
+The compiler of grammars finds out later what a grammar cannot express.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from jaxpage.settings.structured_outputs import MAX_CHARACTERS
 
 MAX_SCHEMA_DEPTH = 64
 _TYPES = {"null", "boolean", "object", "array", "number", "integer", "string"}
-# where no class is open and nothing escaped
+# Look-around and back-references. This is matched only outside of classes and escapes.
 _BEYOND_REGULAR = re.compile(r"\(\?(?:[=!]|<[=!]|P[=>])|\\(?:[1-9]|k<)")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _NAMED_SCHEMAS = (
@@ -44,8 +47,16 @@ _SCHEMAS = (
 
 
 def check_schema(schema: dict[str, Any], param: str) -> None:
-    """Raises ApiError if it is too large or deep, names a type that there is not, has a pattern that is not a valid regular expression, or
-    refers to anything outside itself: nothing is ever fetched."""
+    """Raises ApiError for a schema that is too large or deep, or that is not valid.
+
+    A schema is not valid if it names a type that does not exist, has a pattern that is plainly
+    wrong or that looks around or back, or refers to anything outside itself: nothing is ever
+    fetched.
+
+    Args:
+        schema: The schema.
+        param: The field that the schema came from.
+    """
 
     def refuse(what: str) -> None:
         raise ApiError(400, f"{param}: {what}", param=param)
@@ -77,7 +88,7 @@ def check_schema(schema: dict[str, Any], param: str) -> None:
 
 
 def without_sets(schema: dict[str, Any]) -> dict[str, Any]:
-    """A copy without `uniqueItems: true`, wherever it stands."""
+    """Returns a copy of the schema without `uniqueItems: true` in any of its parts."""
     relaxed = copy.deepcopy(schema)
     for part, _ in _parts(relaxed):
         if isinstance(part, dict) and part.get("uniqueItems") is True:
@@ -86,14 +97,17 @@ def without_sets(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def admits_object(schema: dict[str, Any]) -> bool:
-    """Whether its types and constants leave an object. What else may keep objects out is for the grammars' compiler to find."""
+    """Returns whether the types and constants of the schema admit an object.
+
+    Other keywords may still exclude objects; the compiler of grammars finds that.
+    """
     known: dict[int, bool] = {}
 
     def admits(part: Any, root: Any, depth: int) -> bool:
         if not isinstance(part, dict) or depth > MAX_SCHEMA_DEPTH:
             return part is not False
         if id(part) not in known:
-            # a reference that comes back to where it stands says nothing new
+            # A reference that leads back to this part adds no condition.
             known[id(part)] = True
             known[id(part)] = leaves_object(part, _root_of(part, root), depth + 1)
         return known[id(part)]
@@ -117,7 +131,10 @@ def admits_object(schema: dict[str, Any]) -> bool:
 
 
 def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
-    """The schema and all schemas in it, with their depths: those that keywords hold, then what references alone lead to."""
+    """Yields the schema and all schemas in it, each with its depth.
+
+    Those that keywords hold come first, then those that only references lead to.
+    """
     waiting: list[tuple[Any, Any, int]] = [(schema, schema, 1)]
     referred: list[tuple[Any, Any, int]] = []
     seen = set()
@@ -148,12 +165,19 @@ def _parts(schema: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _root_of(part: dict[str, Any], root: Any) -> Any:
-    """Where references within a schema begin: at the schema around it that has an "$id", or at the whole."""
+    """Returns the schema at which the references in a part begin.
+
+    This is the innermost schema around the part that has an "$id", or the whole schema.
+    """
     return part if "$id" in part else root
 
 
 def _target(root: Any, reference: Any) -> Any:
-    """What a reference leads to by a JSON pointer. True, a schema that says nothing, where that is nowhere or has a name of its own."""
+    """Returns the part that a reference leads to by a JSON pointer.
+
+    If the pointer leads nowhere, or the reference begins with an anchor's name, the part is True,
+    the schema that admits everything.
+    """
     anchor, *steps = unquote(str(reference).removeprefix("#")).split("/")
     found = root
     for step in steps:
@@ -178,7 +202,11 @@ def _keys(part: dict[str, Any], name: str) -> Iterator[str]:
 
 
 def _problem_of(pattern: Any) -> str | None:
-    """What is plainly wrong with a pattern. It is not compiled: that can take for ever, and the grammars' compiler has limits."""
+    """Returns the plain fault of a pattern, or None.
+
+    The pattern is not compiled here, because that can take for ever; the compiler of grammars has
+    limits.
+    """
     if not isinstance(pattern, str):
         return "is not a string"
     depth, in_class, escaped, may_repeat = 0, False, False, False

@@ -1,4 +1,4 @@
-"""POST /v1/score: log probabilities of given continuations."""
+"""Reads requests to POST /v1/score, which ask for log probabilities of given continuations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ from jaxpage.serving.wire.reading import read
 
 @quotes
 def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
-    """An `Exchange`. Encodes texts, so it may take a while. Raises ApiError."""
+    """Returns the exchange of a request to POST /v1/score.
+
+    It encodes texts, which may take a while.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     request, ignored = read(body, ScoreRequest, context)
     pairs = [
         _encoded(prompt, continuation, request, context)
@@ -38,7 +44,7 @@ def open_score(body: dict[str, Any], context: ModelContext) -> ScoreAnswer:
 
 
 class ScoreAnswer:
-    """Prompts, each with its continuation."""
+    """Answers with the log probabilities of the continuation of each prompt."""
 
     stream = False
 
@@ -50,7 +56,15 @@ class ScoreAnswer:
         num_prompt_tokens: Sequence[int],
         ignored_fields: tuple[str, ...],
     ) -> None:
-        """num_prompt_tokens: of each pair, how many of its tokens are not the continuation's."""
+        """Makes the exchange.
+
+        Args:
+            request: The request.
+            context: The served model and the server's settings.
+            prompts: The prompts, each followed by its continuation.
+            num_prompt_tokens: The number of tokens before the continuation, for each prompt.
+            ignored_fields: The paths of ignored fields.
+        """
         self.id = f"score-{uuid.uuid4().hex}"
         self.prompts = prompts
         self.ignored_fields = ignored_fields
@@ -60,15 +74,19 @@ class ScoreAnswer:
         self._created = int(time.time())
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return as_api_error(error, names={"prompt_token_ids": "prompt"}).quoting(self._request)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Raises NotImplementedError: scores are not streamed."""
         raise NotImplementedError("scores are not streamed")
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Raises NotImplementedError: scores are not streamed."""
         raise NotImplementedError("scores are not streamed")
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         data = []
         for index, (output, num_prompt_tokens) in enumerate(
             zip(outputs, self._num_prompt_tokens, strict=True)
@@ -100,7 +118,11 @@ class ScoreAnswer:
 
 
 def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]]:
-    """Each prompt with its continuation; a single prompt goes with all of them. Raises ApiError."""
+    """Returns each prompt with its continuation; a single prompt goes with all of them.
+
+    Raises:
+        ApiError: There are too many prompts or continuations, or their numbers differ.
+    """
     prompts, continuations = prompts_of(request.prompt), prompts_of(request.continuation)
     most = context.limits.max_prompts
     for name, given in (("prompt", prompts), ("continuation", continuations)):
@@ -117,10 +139,14 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
 def _encoded(
     prompt: Any, continuation: Any, request: ScoreRequest, context: ModelContext
 ) -> tuple[tuple[int, ...], int]:
-    """The tokens of both, and how many of them are the prompt's.
+    """Returns the tokens of a prompt with its continuation, and how many of them are the prompt's.
 
-    Texts are encoded together, since a word's token has the space before it: what the prompt alone would have is cut off. Spaces at its
-    end go with the continuation for the same reason. lm-eval does both.
+    Texts are encoded together, because the token of a word includes the space before it. The
+    tokens of the prompt alone are then cut off. Spaces at the prompt's end go with the continuation
+    for the same reason. lm-eval does both.
+
+    Raises:
+        ApiError: One of the two is empty or too long, or only one of them is text.
     """
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ApiError(

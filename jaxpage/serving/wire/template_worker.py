@@ -1,14 +1,16 @@
-"""A process that renders chat templates: `python -m jaxpage.serving.wire.template_worker`, started by `rendering.py`.
+"""Renders chat templates in a process of its own, which `rendering.py` starts.
 
-A template is a program that came with a model, and one expression of it may take any time and memory in native code, which no other
-thread can end. So a child of this process renders, with a time of the processor and a memory, and the system kills it beyond them:
+The command is `python -m jaxpage.serving.wire.template_worker`. A template is a program that came
+with a model, and one expression of it may take any time and memory in native code, which no other
+thread can end. So a child of this process renders, with limited processor time and memory, and
+the system kills it beyond them:
 
     server ──request──▶ child ──text──▶ server        the child stays for the next request
                          ╳ killed by SIGPROF
-    server ◀──nothing── this process, which forks another child; what it imported is there already
+    server ◀──nothing── this process, which forks another child; the imports are done already
 
-Lines of JSON: for each [request, seconds, bytes] that comes in [problem or null, text or null] goes out; both are null if its time was
-over.
+The processes exchange lines of JSON. For each [request, seconds, bytes] that comes in, a line
+[problem or null, text or null] goes out; both are null if the time was over.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from jaxpage.worker_process import die_with_parent
 
-MAX_CHARACTERS = 8 << 20  # of a rendered text: the body that it comes from has at most 4 MiB
-# times the seconds: a machine that is busy with others gives a child less than all of its time
+MAX_CHARACTERS = 8 << 20  # a rendered text comes from a body of at most 4 MiB
+# Real time may be this many times the processor time, because a busy machine shares its processors.
 _PATIENCE = 4
 _DONE, _REPLACE_ME = 0, 3
 
 
 def main() -> None:
+    """Forks a child that renders, and another one whenever a child must be replaced."""
     before = _data_bytes()
     while True:
         child = os.fork()
@@ -48,10 +51,10 @@ def main() -> None:
 
 
 def _serve(before: int) -> NoReturn:
-    """Answers requests until there are no more, or until one needed all the memory that it may have.
+    """Answers requests until there are no more, or until one used all the memory that it may.
 
     Args:
-        before: the bytes of memory that this process had before the first request.
+        before: The bytes of memory that this process had before the first request.
     """
     die_with_parent()
     for line in sys.stdin:
@@ -59,7 +62,7 @@ def _serve(before: int) -> NoReturn:
         if before:
             hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
             resource.setrlimit(resource.RLIMIT_DATA, (before + num_bytes, hard))
-        # Signals that nobody handles end the process, wherever it is.
+        # Nobody handles these signals, so they end the process even within native code.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds)
         problem, text, has_room = None, None, True
@@ -81,14 +84,18 @@ def _serve(before: int) -> NoReturn:
 
 
 def rendered(request: dict[str, Any]) -> str:
-    """Returns what `apply_chat_template` of a tokenizer with this template and these special tokens returns."""
+    """Returns the text that `apply_chat_template` of a tokenizer makes for a request.
+
+    Args:
+        request: The template, the special tokens, the messages and the variables.
+    """
     tokenizer = SimpleNamespace(
         special_tokens_map=request["special_tokens"],
         get_chat_template=lambda template, tools: template,
     )
     return str(
         PreTrainedTokenizerBase.apply_chat_template(
-            tokenizer,  # without text to encode it asks for no more
+            tokenizer,  # a part of one is enough, because nothing is encoded
             request["messages"],
             tools=request["tools"],
             chat_template=request["template"],
@@ -105,7 +112,7 @@ def _answer(problem: str | None, text: str | None) -> None:
 
 
 def _data_bytes() -> int:
-    """Returns what RLIMIT_DATA counts of this process, or 0 where the system does not say."""
+    """Returns what RLIMIT_DATA counts of this process, or 0 where the system does not tell."""
     if sys.platform != "linux":
         return 0
     with open("/proc/self/statm") as file:

@@ -1,4 +1,7 @@
-"""Conversations as text, through the model's own chat template and no other: a request brings no template of its own."""
+"""Renders conversations as text by the model's own chat template.
+
+A request cannot bring a template of its own.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from jaxpage.serving.wire.fields import (
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.settings.argument_checks import shown
 
-# What the renderer itself gives a template.
+# The renderer itself gives a template these names.
 _GIVEN = {
     "messages",
     "tools",
@@ -35,17 +38,25 @@ _GIVEN = {
     "continue_final_message",
     "raise_exception",
 }
-_MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # of a variable: a template may count up to it
+_MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # a template may count up to a variable
 _MAX_VARIABLES = 64
-RENDER_SECONDS = 2.0  # of the processor
+RENDER_SECONDS = 2.0  # processor time
 RENDER_BYTES = 256 << 20
 
 
 def render(request: ConversationFields, context: ModelContext, tools: list[Tool]) -> str:
-    """The prompt. May take a while: for a worker thread.
+    """Returns the prompt of a conversation.
+
+    This may take a while, so it belongs on a worker thread.
+
+    Args:
+        request: The conversation.
+        context: The served model and the server's settings.
+        tools: The tools that the prompt shows to the model.
 
     Raises:
-        ApiError: 400; there is no template, it refuses the messages or fails on them, or a variable is none of its own.
+        ApiError: The status is 400: there is no template, it refuses the messages or fails on them,
+            or the request has a variable that the template does not have.
     """
     template = template_of(context, tools)
     continues = bool(request.continue_final_message)
@@ -79,7 +90,11 @@ def render(request: ConversationFields, context: ModelContext, tools: list[Tool]
 
 
 def template_of(context: ModelContext, tools: list[Tool]) -> str:
-    """The source of the model's chat template; some models have another one for tools. Raises ApiError if there is none."""
+    """Returns the source of the model's chat template; some models have another one for tools.
+
+    Raises:
+        ApiError: The model has no chat template.
+    """
     if context.tokenizer is None or not getattr(context.tokenizer, "chat_template", None):
         raise ApiError(400, "The model has no chat template; use /v1/completions", param="messages")
     try:
@@ -89,7 +104,7 @@ def template_of(context: ModelContext, tools: list[Tool]) -> str:
 
 
 def parameters_of(tool: Tool) -> dict[str, Any]:
-    """The schema that the model is shown, and held to where a grammar holds it."""
+    """Returns the schema of a tool's arguments, which the prompt shows and grammars demand."""
     return tool.function.parameters or {
         "type": "object",
         "properties": {},
@@ -98,7 +113,10 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
 
 
 def _message(message: Fields, path: str) -> dict[str, Any]:
-    """As templates expect it: content as one text, the arguments of calls as objects."""
+    """Returns a message in the form that templates expect.
+
+    Its content is one text, and the arguments of its calls are objects.
+    """
     content = getattr(message, "content", None)
     if isinstance(content, list):
         content = "\n".join(part.text for part in content if isinstance(part, TextPart))
@@ -130,7 +148,7 @@ def _message(message: Fields, path: str) -> dict[str, Any]:
 def _call(call: ToolCall, path: str) -> dict[str, Any]:
     param = f"{path}.function.arguments"
     try:
-        # clients send back what they were sent
+        # An answer may have had empty arguments, and clients send back what they received.
         arguments = json.loads(call.function.arguments.strip() or "{}")
     except (ValueError, RecursionError):
         arguments = None
@@ -159,9 +177,14 @@ def _tool(tool: Tool) -> dict[str, Any]:
 
 
 def _variables(given: dict[str, Any], template: str, context: ModelContext) -> dict[str, Any]:
-    """The variables of a request for a template: only those that it has, and nothing that could make it long.
+    """Returns the request's variables for the template.
 
-    Never an argument of the renderer itself, such as `chat_template`, whatever a template calls its variables.
+    A variable must be one that the template reads, and small, so that the prompt does not become
+    long. It is never an argument of the renderer, such as `chat_template`, even if the template
+    has a variable of that name.
+
+    Raises:
+        ApiError: A variable is refused.
     """
     if not given:
         return given
@@ -188,7 +211,11 @@ def _variables(given: dict[str, Any], template: str, context: ModelContext) -> d
 
 @functools.lru_cache(maxsize=8)
 def variables_of(template: str) -> frozenset[str]:
-    """What a template reads and does not set, but for what the renderer gives it and the names of special tokens."""
+    """Returns the variables that a template reads and does not set.
+
+    The names that the renderer gives it are left out; among them are those of special tokens and
+    `strftime_now`, which are known by their endings.
+    """
     environment = ImmutableSandboxedEnvironment(extensions=[_Generation, loopcontrols])
     try:
         names = meta.find_undeclared_variables(environment.parse(template))
@@ -202,10 +229,14 @@ def variables_of(template: str) -> frozenset[str]:
 
 
 class _Generation(Extension):
-    """transformers' `{% generation %}`, which marks what the assistant says: here only so that such templates can be read."""
+    """Parses the tag `{% generation %}` of transformers, which marks the assistant's text.
+
+    It exists only so that templates with this tag can be parsed.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Returns the nodes between the two tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

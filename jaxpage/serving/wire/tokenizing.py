@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, as vLLM has them."""
+"""Answers POST /tokenize and POST /detokenize in vLLM's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from jaxpage.serving.wire.templates import render
 
 
 class Transformed(NamedTuple):
-    """What is said to a text or to tokens, and the unknown fields of the request, as an `Exchange` has them."""
+    """Holds the answer to a text or to tokens.
+
+    Attributes:
+        body: The response.
+        ignored_fields: The paths of ignored fields, as in `Exchange`.
+    """
 
     body: dict[str, Any]
     ignored_fields: tuple[str, ...]
@@ -20,7 +25,13 @@ class Transformed(NamedTuple):
 
 @quotes
 def tokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
-    """The tokens of a text, or of a conversation. May take a while: for a worker thread. Raises ApiError."""
+    """Returns the tokens of a text or of a conversation.
+
+    This may take a while, so it belongs on a worker thread.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     tokenizer = _tokenizer(context)
     param = "prompt" if body.get("messages") is None else "messages"
     text, request, ignored = (
@@ -63,7 +74,13 @@ def _conversation(
 
 @quotes
 def detokenize(body: dict[str, Any], context: ModelContext) -> Transformed:
-    """The text of tokens, special ones included. May take a while: for a worker thread. Raises ApiError."""
+    """Returns the text of tokens, special tokens included.
+
+    This may take a while, so it belongs on a worker thread.
+
+    Raises:
+        ApiError: The request is refused.
+    """
     tokenizer = _tokenizer(context)
     request, ignored = read(body, DetokenizeRequest, context)
     if len(request.tokens) > (most := context.limits.max_detokenize_tokens):

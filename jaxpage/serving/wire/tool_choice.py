@@ -1,4 +1,7 @@
-"""Which tools an answer may or must call, what the prompt says of them, and the grammar of its text."""
+"""Decides which tools an answer may or must call.
+
+It also decides what the prompt says about the tools, and which grammar the answer keeps to.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,32 @@ from jaxpage.settings.argument_checks import shown
 
 
 class ToolUse(NamedTuple):
-    """What tools mean for one request."""
+    """Holds what the tools of a request mean for its answer.
+
+    Attributes:
+        new_parser: Makes the parser of an answer's text.
+        shown: The tools that the prompt shows to the model.
+        structured_outputs: The grammar of the answer; None if the tools demand none.
+        parameter: The field that the structured outputs come from, or None.
+        is_named: True if the request names the tool to call.
+        keeps_special_tokens: True if special tokens stay in the text, because the parser's marks
+            are among them.
+    """
 
     new_parser: Callable[[], PieceParser] = Plain
-    shown: list[Tool] = []  # to the model  # noqa: RUF012
+    shown: list[Tool] = []  # noqa: RUF012
     structured_outputs: dict[str, Any] | None = None
-    parameter: str | None = None  # where the client said what the structured outputs are
+    parameter: str | None = None
     is_named: bool = False
-    keeps_special_tokens: bool = False  # the parser's marks are among them
+    keeps_special_tokens: bool = False
 
 
 def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
-    """Raises ApiError for what this server cannot honour."""
+    """Returns what the tools of a request mean for its answer.
+
+    Raises:
+        ApiError: The server cannot honour the tools or the choice.
+    """
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice not in (None, "none") and not (choice == "auto" and request.tools is not None):
@@ -103,7 +120,7 @@ def _named(tools: list[Tool], name: str) -> ToolUse:
 
 
 def _has_special_marks(context: ModelContext) -> bool:
-    """Whether the text would lose the parser's marks with the special tokens."""
+    """Returns whether removing special tokens would remove the parser's marks."""
     special = set(getattr(context.tokenizer, "all_special_tokens", ()))
     special |= {
         str(token)

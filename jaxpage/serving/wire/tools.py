@@ -1,4 +1,8 @@
-"""Calls of tools in the text of an answer: the formats of Hermes and Qwen, of Llama 3, and those that a grammar makes the model write."""
+"""Finds the calls of tools in the text of an answer.
+
+The formats are those of Hermes and Qwen, of Llama 3, and those that a grammar makes the model
+write.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,12 @@ from jaxpage.serving.wire.pieces import Piece, PieceParser, held_back
 
 
 def call_of(text: str, names: frozenset[str]) -> Piece | None:
-    """The call that a JSON object is, if it is one, of a tool that there is."""
-    large: dict[
-        str, str
-    ] = {}  # numbers that no float holds: what stands for them while they are read, and their digits
+    """Returns the call that a JSON object is, or None.
+
+    It is a call only if it names one of the given tools and its arguments are an object.
+    """
+    # The digits of numbers that no float holds, by the names that replace them in the parsed value.
+    large: dict[str, str] = {}
 
     def number(digits: str) -> float | str:
         if math.isfinite(found := float(digits)):
@@ -51,23 +57,26 @@ def _as_text(arguments: dict[str, Any]) -> str:
     text = json.dumps(arguments, ensure_ascii=False)
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate, which only an escape can express
+    except UnicodeEncodeError:
+        # Only an escape can express a lone surrogate.
         return json.dumps(arguments)
     return text
 
 
 class Hermes:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with content around them.
+    """Reads calls in the form `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-    The last may do without its closing mark, where the text ends in front of it; a mark in a string of the JSON is none.
-    What stands between the marks and is no call is content, with its marks. White space before and behind a call is none.
+    An answer may have any number of them, with content around them. The last call may lack its
+    closing mark if the text ends before it; a mark in a string of the JSON is not a mark. A text
+    between marks that is no call is content, with its marks. White space before and after a call is
+    not content.
     """
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
-    _NEXT = {  # what to look for next  # noqa: RUF012
+    _NEXT = {  # the marks to look for in each state  # noqa: RUF012
         "outside": re.compile(OPEN),
         "inside": re.compile(rf'["\\]|{CLOSE}'),
-        "broken": re.compile(CLOSE),  # inside, and no JSON: strings are none
+        "broken": re.compile(CLOSE),  # the text is no JSON, so it has no strings
     }
     _OF_STRING = re.compile(r'[^"\\\x00-\x1f]*+(?:\\[^\x00-\x1f][^"\\\x00-\x1f]*+)*+')
 
@@ -75,12 +84,14 @@ class Hermes:
         self._names = names
         self._state: Literal["outside", "inside", "broken"] = "outside"
         self._inside: list[str] = []
-        self._string: list[str] | None = None  # the one that is open, inside
-        self._held = ""  # the beginning of a mark or of an escape, perhaps
-        self._space: list[str] = []  # behind what was said, and content only if more of it follows
+        self._string: list[str] | None = None  # the open string between the marks
+        self._held = ""  # text that may be the beginning of a mark or of an escape
+        # White space after content; it is content only if more content follows.
+        self._space: list[str] = []
         self._has_called = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         text, self._held = self._held + text, ""
         begin = 0
         while begin < len(text):
@@ -109,6 +120,7 @@ class Hermes:
                 self._state = "broken"
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._string is not None:
             yield from self._broken([*self._string, self._held])
             self._held = ""
@@ -121,7 +133,10 @@ class Hermes:
             yield Piece("content", space)
 
     def _more_of_string(self, string: list[str], text: str, begin: int) -> tuple[int, bool]:
-        """To where the text was read, and whether the string can go no further: JSON has no control characters in it."""
+        """Returns how far the text was read, and whether the string can go no further.
+
+        A string of JSON has no control characters.
+        """
         found = self._OF_STRING.match(text, begin)
         end = found.end() if found else begin
         string.append(text[begin:end])
@@ -135,9 +150,10 @@ class Hermes:
         return end, end < len(text)
 
     def _broken(self, string: list[str]) -> Iterator[Piece]:
-        """It is no JSON, and no call: a mark in the string was one after all.
+        """Gives up a string that is no JSON, so that a mark in it was a mark after all.
 
-        What is behind that mark is read again. It has no string that is broken: its quotes all have a backslash in front of them.
+        The text after that mark is read again. No string can be broken in it, because all of its
+        quotes follow a backslash.
         """
         self._string = None
         before, mark, behind = "".join(string).partition(self.CLOSE)
@@ -160,7 +176,11 @@ class Hermes:
         self._space.append(text[len(content) :])
 
     def _called(self, mark: str) -> Iterator[Piece]:
-        """mark: what there is of the closing one."""
+        """Yields the call of the text between the marks, or that text as content.
+
+        Args:
+            mark: The part of the closing mark that the text has.
+        """
         text = "".join(self._inside)
         self._inside.clear()
         self._state = "outside"
@@ -173,9 +193,10 @@ class Hermes:
 
 
 class JsonCalls:
-    """JSON objects that are calls, one behind the other, from the beginning of the answer on.
+    """Reads JSON objects that are calls, one after the other, from the beginning of the answer.
 
-    An answer that begins otherwise is content, and so is all from the first object on that is no call.
+    If an answer begins otherwise it is content, and so is everything from the first object on that
+    is no call.
     """
 
     _OF_STRUCTURE = re.compile(r'[{}"\\]')
@@ -183,19 +204,26 @@ class JsonCalls:
     def __init__(
         self, names: frozenset[str], *, separators: str, tag: str = "", keeps_cut: bool = True
     ) -> None:
-        """separators: characters between objects, beside white space; tag: what may stand before the first; keeps_cut: the
-        beginning of an object that does not end is content, and not nothing."""
+        """Makes the parser of an answer.
+
+        Args:
+            names: The names of the tools.
+            separators: The characters that may come between objects, in addition to white space.
+            tag: A text that may come before the first object.
+            keeps_cut: True if an object that does not end is content; otherwise it is dropped.
+        """
         self._names = names
         self._separators = separators
         self._tag = tag
         self._keeps_cut = keeps_cut
         self._is_content = False
         self._has_called = False
-        self._held: list[str] = []  # since the last call
-        self._depth = 0  # of braces; 0 is between objects
+        self._held: list[str] = []  # the text since the last call
+        self._depth = 0  # the number of open braces
         self._in_string = self._is_escaped = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if self._is_content:
             if text:
                 yield Piece("content", text)
@@ -219,6 +247,7 @@ class JsonCalls:
                 yield call
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         if self._keeps_cut and (self._depth or not self._has_called):
             yield from self._give_up("")
 
@@ -229,7 +258,7 @@ class JsonCalls:
         return not self._has_called and len(begun) <= len(self._tag) and self._tag.startswith(begun)
 
     def _closes(self, character: str) -> bool:
-        """Whether an object ends with this character of it."""
+        """Returns whether the object ends with this character of it."""
         if self._in_string:
             if self._is_escaped:
                 self._is_escaped = False
@@ -249,31 +278,41 @@ class JsonCalls:
 
 
 class NamedCall:
-    """The arguments of one call and nothing else: the grammar of a tool that the request names."""
+    """Reads an answer that is nothing but the arguments of one call.
+
+    The grammar of a tool that the request names makes the model write it.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._has_begun = False
 
     def push(self, text: str) -> Iterator[Piece]:
+        """Yields the pieces that are certain with this text."""
         if text:
             yield Piece("arguments", text) if self._has_begun else Piece("call", text, self._name)
             self._has_begun = True
 
     def finish(self) -> Iterator[Piece]:
+        """Yields the remaining pieces."""
         return iter(())
 
 
 def hermes(names: frozenset[str]) -> PieceParser:
+    """Returns the parser for the format of Hermes and Qwen."""
     return Hermes(names)
 
 
 def llama3_json(names: frozenset[str]) -> PieceParser:
+    """Returns the parser for the format of Llama 3."""
     return JsonCalls(names, separators=";", tag="<|python_tag|>")
 
 
 def required(names: frozenset[str]) -> PieceParser:
-    """What `required_schema` makes the model write, and no one else reads: what is cut off in the middle of a call says nothing."""
+    """Returns the parser for answers that keep to `required_schema`.
+
+    A call that is cut off is dropped, because no client reads this format itself.
+    """
     return JsonCalls(names, separators="[],", keeps_cut=False)
 
 
@@ -281,12 +320,17 @@ TOOL_PARSERS: dict[str, Callable[[frozenset[str]], PieceParser]] = {
     "hermes": hermes,
     "llama3_json": llama3_json,
 }
-# which may be special tokens
+# These marks may be special tokens, which decoding can leave out.
 MARKS = {"hermes": (Hermes.OPEN, Hermes.CLOSE), "llama3_json": ("<|python_tag|>",)}
 
 
 def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -> dict[str, Any]:
-    """The schema of a list of calls."""
+    """Returns the schema of a list of calls.
+
+    Args:
+        tools: The name and the schema of each tool.
+        several: True if the list may have more than one call.
+    """
     calls = [
         {
             "type": "object",
@@ -307,7 +351,10 @@ def required_schema(tools: list[tuple[str, dict[str, Any]]], *, several: bool) -
 
 
 def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of the arguments of one tool: its own, if that admits nothing but objects."""
+    """Returns the schema of the arguments of one tool.
+
+    This is the tool's own schema if its type is "object"; otherwise an object is demanded as well.
+    """
     return (
         schema
         if schema.get("type") == "object"
@@ -316,13 +363,16 @@ def named_schema(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments(index: int) -> dict[str, Any]:
-    """An object, whatever else the schema of the tool admits."""
+    """Returns the schema of an object that keeps to the schema of a tool."""
     return {"type": "object", "$ref": f"#/$defs/tool{index}"}
 
 
 def _definitions(schemas: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The schemas of tools as they are, each with an "$id": references lead into the schema that has it. Older drafts would not see it
-    beside a "$ref", so "$schema" goes; the grammars' compiler looks at nothing else of it."""
+    """Returns the schemas of tools, each with an "$id", so that its references lead into itself.
+
+    Older drafts ignore an "$id" next to a "$ref", so "$schema" is removed; the compiler of grammars
+    uses it for nothing else.
+    """
     return {
         f"tool{index}": {
             **{name: value for name, value in schema.items() if name != "$schema"},

@@ -1,4 +1,7 @@
-"""The fields of requests in the APIs that are translated into chats and completions: Responses, Messages, Ollama's."""
+"""Defines the fields of requests in the APIs that are translated into chats and completions.
+
+These are OpenAI's Responses, Anthropic's Messages and Ollama's API.
+"""
 
 from __future__ import annotations
 
@@ -28,29 +31,37 @@ Nothing = Annotated[list[Any], Field(max_length=0)]
 
 
 class ResponsesPart(Fields):
+    """A part of a message's content; only text is supported."""
+
     type: Literal["input_text", "output_text"]
     text: str
 
 
 class ResponsesMessage(Fields):
+    """A message of a conversation, in the Responses API."""
+
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: str | Items[ResponsesPart]
 
 
 class ReasoningText(Fields):
+    """A part of a reasoning item."""
+
     type: Literal["reasoning_text"]
     text: str
 
 
 class ResponsesReasoning(Fields):
-    """Of an earlier answer. It goes with the message behind it."""
+    """The reasoning of an earlier answer; it belongs to the message that follows it."""
 
     type: Literal["reasoning"]
     content: Items[ReasoningText] | None = None
 
 
 class ResponsesSchemaFormat(Fields):
+    """Asks for JSON that keeps to a schema."""
+
     model_config = ConfigDict(extra="forbid")
 
     type: Literal["json_schema"]
@@ -61,6 +72,8 @@ class ResponsesSchemaFormat(Fields):
 
 
 class ResponsesText(Fields):
+    """Holds the options of the text of a response."""
+
     model_config = ConfigDict(extra="forbid")
 
     format: (
@@ -73,6 +86,8 @@ class ResponsesText(Fields):
 
 
 class ResponsesStreamOptions(Fields):
+    """Holds the options of a stream."""
+
     model_config = ConfigDict(extra="forbid")
 
     include_obfuscation: Literal[False] | None = None
@@ -87,7 +102,7 @@ ResponsesItem = Annotated[
 
 
 class ResponsesRequest(Fields):
-    """POST /v1/responses."""
+    """A request to POST /v1/responses."""
 
     model: ModelName
     input: Annotated[
@@ -95,7 +110,7 @@ class ResponsesRequest(Fields):
         | Annotated[
             Items[ResponsesItem], Field(min_length=1, max_length=MAX_MESSAGES), Tag("items")
         ],
-        # so that errors have an index
+        # The kind is chosen before the items are read, so that their errors have an index.
         Discriminator(lambda value: "text" if isinstance(value, str) else "items"),
     ]
     instructions: str | None = None
@@ -110,13 +125,15 @@ class ResponsesRequest(Fields):
 
 
 class TextBlock(Fields):
+    """A block of text in a message."""
+
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None  # prefixes are cached without it
+    cache_control: dict[str, Any] | None = None  # has no effect: prefixes are cached anyway
 
 
 class ThinkingBlock(Fields):
-    """Of an earlier answer."""
+    """A block with the reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -130,11 +147,15 @@ Blocks = Annotated[
 
 
 class UserTurn(Fields):
+    """A message of the user, in the Messages API."""
+
     role: Literal["user"]
     content: Blocks
 
 
 class AssistantTurn(Fields):
+    """A message of the assistant, in the Messages API."""
+
     role: Literal["assistant"]
     content: Annotated[
         str | Items[Annotated[TextBlock | ThinkingBlock, Field(discriminator="type")]],
@@ -145,19 +166,19 @@ class AssistantTurn(Fields):
 
 
 class CountTokensRequest(Fields):
-    """POST /v1/messages/count_tokens."""
+    """A request to POST /v1/messages/count_tokens."""
 
     model: ModelName
     messages: Annotated[
         Items[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
         Field(min_length=1, max_length=MAX_MESSAGES),
     ]
-    cache_control: dict[str, Any] | None = None  # prefixes are cached without it
+    cache_control: dict[str, Any] | None = None  # has no effect: prefixes are cached anyway
     system: Blocks | None = None
 
 
 class MessagesRequest(CountTokensRequest):
-    """POST /v1/messages."""
+    """A request to POST /v1/messages."""
 
     max_tokens: Count
     stop_sequences: Annotated[Items[Stop], Field(max_length=MAX_STOPS)] | None = None
@@ -168,10 +189,12 @@ class MessagesRequest(CountTokensRequest):
 
 
 class OllamaOptions(Fields):
+    """Holds the options of a request in Ollama's API."""
+
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    # Where the model is and how it is computed is the server's, and loaded it is: these are taken
-    # and not used.
+    # The options from here to `use_mmap` have no effect: the server has decided where and how the
+    # model runs, and has loaded it.
     f16_kv: bool | None = None
     low_vram: bool | None = None
     main_gpu: int | None = None
@@ -181,8 +204,8 @@ class OllamaOptions(Fields):
     numa: bool | None = None
     use_mlock: bool | None = None
     use_mmap: bool | None = None
-    num_ctx: Count | None = None  # no more than the server has
-    # below 0: as many as there is room for
+    num_ctx: Count | None = None  # at most the server's max_model_len
+    # A number below 0 asks for as many tokens as there is room for.
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0)] | None = None
@@ -194,7 +217,7 @@ class OllamaOptions(Fields):
 
 
 class OllamaRequest(Fields):
-    """What Ollama's requests have in common."""
+    """Holds the fields that Ollama's chats and completions share."""
 
     model: ModelName
     format: (
@@ -202,56 +225,58 @@ class OllamaRequest(Fields):
     ) = None
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
     options: OllamaOptions | None = None
-    stream: bool | None = None  # as if true
+    stream: bool | None = None  # None streams
     think: bool | None = None
 
 
 class OllamaShowRequest(Fields):
-    """POST /api/show."""
+    """A request to POST /api/show."""
 
     model: ModelName
-    verbose: bool | None = None  # there is no more to say
+    verbose: bool | None = None  # has no effect: there are no more details
 
 
 class OllamaMessage(Fields):
+    """A message of a conversation, in Ollama's API."""
+
     role: Literal["system", "user", "assistant"]
     content: str
-    thinking: str | None = None  # of an earlier answer
+    thinking: str | None = None  # the reasoning of an earlier answer
     images: Nothing | None = None
     tool_calls: Nothing | None = None
 
 
 class OllamaChatRequest(OllamaRequest):
-    """POST /api/chat."""
+    """A request to POST /api/chat."""
 
-    # none: load the model
+    # A request without messages asks that the model be loaded.
     messages: Annotated[Items[OllamaMessage], Field(max_length=MAX_MESSAGES)] | None = None
 
 
 class OllamaGenerateRequest(OllamaRequest):
-    """POST /api/generate."""
+    """A request to POST /api/generate."""
 
-    prompt: str | None = None  # none: load the model
-    raw: bool | None = None  # the prompt as it is, without the chat template
+    prompt: str | None = None  # a request without one asks that the model be loaded
+    raw: bool | None = None  # if true, the prompt goes to the model without the chat template
     system: str | None = None
 
 
 class OllamaVectorsRequest(Fields):
-    """What both paths of Ollama's embeddings have."""
+    """Holds the fields that both of Ollama's paths for embeddings share."""
 
     model: ModelName
     keep_alive: Annotated[str | float, one_of("a time")] | None = None  # the model stays loaded
-    options: OllamaOptions | None = None  # none of them changes a vector
+    options: OllamaOptions | None = None  # no option changes a vector
 
 
 class OllamaEmbedRequest(OllamaVectorsRequest):
-    """POST /api/embed."""
+    """A request to POST /api/embed."""
 
     input: Prompts
-    dimensions: Count | None = None  # those of the model
+    dimensions: Count | None = None  # only the model's own width is accepted
 
 
 class OllamaEmbeddingsRequest(OllamaVectorsRequest):
-    """POST /api/embeddings, the older of the two."""
+    """A request to POST /api/embeddings, the older of the two paths."""
 
     prompt: str

@@ -1,4 +1,7 @@
-"""Exchanges of other APIs: each is a chat or a completion, whose chunks and answer are put in other terms."""
+"""Answers other APIs by means of a chat or a completion.
+
+The chunks and the response of the inner exchange are translated into the terms of the API.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import Exchange
 
 Open = Callable[[dict[str, Any], ModelContext], Exchange]
-# So that every chunk says how many tokens there were so far.
+# With these options every chunk says how many tokens there were so far.
 COUNTED = {"include_usage": True, "continuous_usage_stats": True}
 
 
 class Translated:
-    """A chat or a completion with one choice. An `Exchange`."""
+    """An exchange that translates a chat or a completion with one choice."""
 
-    _prefix: str  # of the id
-    _names: Mapping[str, str]  # of the parameters that the client knows by another name
+    _prefix: str  # begins the id
+    _names: Mapping[str, str]  # the client's names of parameters by OpenAI's names
 
     def __init__(
         self,
@@ -30,7 +33,18 @@ class Translated:
         model: str,
         ignored_fields: tuple[str, ...],
     ) -> None:
-        """body: of the chat or completion; model: as the client calls it. Raises ApiError in the client's terms."""
+        """Opens the inner exchange.
+
+        Args:
+            opens: The function that opens it.
+            body: The body of the chat or completion.
+            context: The served model and the server's settings.
+            model: The name by which the client calls the model.
+            ignored_fields: The paths of ignored fields of the client's request.
+
+        Raises:
+            ApiError: The request is refused; the error uses the client's names.
+        """
         if body.get("stream"):
             body = {**body, "stream_options": COUNTED}
         try:
@@ -45,20 +59,24 @@ class Translated:
         self._model = model
 
     def refusal(self, error: Exception) -> ApiError:
+        """Returns the client's error for a prompt that the engine refuses; see `Exchange`."""
         return self._inner.refusal(error).renamed(self._names)
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         raise NotImplementedError
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         raise NotImplementedError
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         raise NotImplementedError
 
 
 def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a choice says, as ("reasoning" or "content", text)."""
+    """Yields the text of a choice as pairs ("reasoning" or "content", text)."""
     said = (
         {"content": choice["text"]}
         if "text" in choice
@@ -70,16 +88,22 @@ def pieces(choice: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 class InBlocks(Translated):
-    """An answer that is a list of blocks, each reasoning or content, which a stream opens and closes."""
+    """An answer that is a list of blocks, each of reasoning or of content.
+
+    A stream opens and closes them one after the other:
+
+        begin ─ open(reasoning) ─ more ─ more ─ close ─ open(content) ─ more ─ close ─ end
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._blocks: list[tuple[str, list[str]]] = []  # the last is open
-        self._ending: dict[str, Any] = {}  # the choice that said why it ended
+        self._blocks: list[tuple[str, list[str]]] = []  # only the last one is open
+        self._ending: dict[str, Any] = {}  # the choice that has the finish reason
         self._usage: dict[str, Any] = {}
         self._has_begun = False
 
     def chunks(self, job_index: int, delta: RequestOutput) -> list[dict[str, Any]]:
+        """Returns the chunks of a stream for a delta; see `Exchange`."""
         events = []
         for chunk in self._inner.chunks(job_index, delta):
             self._usage = chunk["usage"]
@@ -94,6 +118,7 @@ class InBlocks(Translated):
         return events
 
     def last_chunks(self) -> list[dict[str, Any]]:
+        """Returns the chunks that end a stream; see `Exchange`."""
         self._inner.last_chunks()
         events = (
             [] if self._blocks and self._blocks[-1][0] == "content" else self._next_block("content")
@@ -101,6 +126,7 @@ class InBlocks(Translated):
         return [*events, *self._close_block(), *self._end()]
 
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """Returns the response where the request does not stream; see `Exchange`."""
         response = self._inner.whole(outputs)
         self._usage, (self._ending,) = response["usage"], response["choices"]
         self._blocks = [(kind, [text]) for kind, text in pieces(self._ending)]
@@ -119,25 +145,25 @@ class InBlocks(Translated):
         return [*events, *self._open_block(kind)]
 
     def _begin(self) -> list[dict[str, Any]]:
-        """Events before all blocks."""
+        """Returns the events before all blocks."""
         raise NotImplementedError
 
     def _open_block(self, kind: str) -> list[dict[str, Any]]:
-        """Of the last block, which is empty."""
+        """Returns the events that open the last block, which is empty."""
         raise NotImplementedError
 
     def _more(self, kind: str, text: str) -> dict[str, Any]:
-        """Of the last block."""
+        """Returns the event that adds text to the last block."""
         raise NotImplementedError
 
     def _close_block(self) -> list[dict[str, Any]]:
-        """Of the last block."""
+        """Returns the events that close the last block."""
         raise NotImplementedError
 
     def _end(self) -> list[dict[str, Any]]:
-        """Events behind all blocks."""
+        """Returns the events after all blocks."""
         raise NotImplementedError
 
     def _answer(self) -> dict[str, Any]:
-        """The response as a whole."""
+        """Returns the whole response."""
         raise NotImplementedError
