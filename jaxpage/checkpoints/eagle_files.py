@@ -36,7 +36,7 @@ _INVERSE = "t2d"  # the inverse of d2t, as booleans
 
 @dataclass(frozen=True)
 class EagleFiles:
-    """A head that fits its target.
+    """Holds a head that fits its target.
 
     Only headers, the token map, and tables that may be the target's have been read.
 

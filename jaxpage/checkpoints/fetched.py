@@ -11,7 +11,7 @@ from jaxpage.user_cache import user_cache
 
 @dataclass(frozen=True)
 class Fetchable:
-    """A GGUF file in a package.
+    """Describes a GGUF file in a package.
 
     Attributes:
         package: The name of the package.

@@ -41,7 +41,7 @@ _CODES = {dtype.name: code for code, dtype in NUMPY_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Filled:
-    """A parameter, and the stored tensors that fill it.
+    """Holds a parameter, and the stored tensors that fill it.
 
     Attributes:
         weight: The parameter.

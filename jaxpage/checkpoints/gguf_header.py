@@ -49,7 +49,7 @@ _ONE_MORE = ("gemma2", "gemma3")
 
 @dataclass(frozen=True)
 class GGUFTensor(TensorInfo):
-    """A tensor of a GGUF file.
+    """Describes a tensor of a GGUF file.
 
     `dtype` and `shape` are those of its numbers, dequantised if `kind` is of blocks.
 
@@ -212,7 +212,7 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as the header describes it."""
+    """Holds what the header says of a tensor."""
 
     name: str
     sizes: tuple[int, ...]  # the innermost first

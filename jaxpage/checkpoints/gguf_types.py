@@ -15,7 +15,7 @@ PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 @dataclass(frozen=True)
 class TensorType:
-    """A type of GGML: blocks of numbers of a row.
+    """Describes a type of GGML: blocks of numbers of a row.
 
     Attributes:
         name: The name of the type.

@@ -77,7 +77,7 @@ _PATTERN = re.compile(r"\^?[\w.]+")
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """The matrices of an adapter.
+    """Holds the matrices of an adapter.
 
     Attributes:
         digest: The digest of all numbers that it adds.

@@ -42,7 +42,7 @@ _VLLM = re.compile(
 
 @dataclass(frozen=True)
 class MedusaFiles:
-    """Heads that fit their model. Only headers and the token map have been read.
+    """Holds heads that fit their model. Only headers and the token map have been read.
 
     Attributes:
         spec: The spec of the heads.

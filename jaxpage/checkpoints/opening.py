@@ -43,7 +43,7 @@ class ModelDescription:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint that fits. Only headers have been read, and nothing is on a device."""
+    """Holds a checkpoint that fits. Only headers have been read, and nothing is on a device."""
 
     directory: Path
     config: dict[str, Any]

@@ -38,7 +38,7 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor, whose bytes are little endian and row major.
+    """Describes a stored tensor, whose bytes are little endian and row major.
 
     Attributes:
         name: The name.

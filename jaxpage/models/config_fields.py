@@ -20,7 +20,7 @@ Reader = TypeVar("Reader", bound="ConfigFields")
 
 
 class FieldError(Exception):
-    """An error in one or more fields.
+    """Reports an error in one or more fields.
 
     Attributes:
         fields: The names of all fields that take part in it.

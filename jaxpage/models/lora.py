@@ -57,7 +57,7 @@ class LoRASpec:
 
 @dataclass(frozen=True)
 class LoRATarget:
-    """Rows of a linear layer that are a module of the checkpoint.
+    """Describes rows of a linear layer that are a module of the checkpoint.
 
     Attributes:
         path: The path of the layer.

@@ -153,7 +153,7 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight of the checkpoint, and the parameters that have parts of it.
+    """Holds a weight of the checkpoint, and the parameters that have parts of it.
 
     Attributes:
         weight: The weight.
