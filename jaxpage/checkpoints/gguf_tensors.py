@@ -111,7 +111,7 @@ def _dequantised(tensor: GGUFTensor) -> np.ndarray:
     blocks_NB = stored.reshape(-1, width // kind.block * kind.num_bytes)
     result_NK = np.empty((len(blocks_NB), width), np.float32)
     step = max(1, _AT_ONCE // width)
-    with np.errstate(all="ignore"):  # for numbers that overflow
+    with np.errstate(all="ignore"):  # stored numbers may overflow or be NaN
         for start in range(0, len(blocks_NB), step):
             # The rows are given as one: the package takes a few rows at a time, and small ones cost
             # it more than their numbers.
