@@ -1,6 +1,7 @@
-"""Checkpoints in and out: find a model, check everything about it from headers alone, load it, convert it.
+"""Finds a model, checks all of its checkpoint from headers alone, loads it, and converts it.
 
-Nothing here unpickles, runs code that comes with a model, or touches a device before all of the checkpoint fits.
+Nothing here unpickles, runs code that comes with a model, or touches a device before all of the
+checkpoint fits.
 """
 
 import logging
@@ -66,8 +67,7 @@ __all__ = [
     "with_weights_of",
 ]
 
-# transformers says when it is imported that models need PyTorch; here it reads tokenizers, which do
-# not.
+# At import transformers says that models need PyTorch. Here it only reads tokenizers, which do not.
 logging.getLogger("transformers").addFilter(
     lambda record: "PyTorch was not found" not in str(record.msg)
 )

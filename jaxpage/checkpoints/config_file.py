@@ -1,6 +1,7 @@
-"""Reads config.json and generation_config.json, or what a GGUF file has for them, as data only.
+"""Reads config.json and generation_config.json, or the same from a GGUF file, as data only.
 
-Code that a model brings with it is never run: jaxpage's own class of the architecture takes its place, or the model is refused.
+Code that a model brings is never run: jaxpage's own class of the architecture takes its place, or
+the model is refused.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ MAX_CONFIG_BYTES = 10_000_000
 MAX_LAYERS = 4096
 MAX_EXPERTS = 65536
 MAX_WIDTH = 2**24
-MAX_LENGTH = 2**31 - 1  # token ids and positions are int32 on the device
+MAX_LENGTH = 2**31 - 1  # Token ids and positions are int32 on the device.
 
-# The largest value of each field that decides how much is allocated, long before any family reads
-# it.
+# The largest value of each field that decides how much is allocated, long before a family reads it.
 LIMITS = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers"), MAX_LAYERS),
     **dict.fromkeys(
@@ -49,10 +49,11 @@ CODE_FILES = ("config.json", "tokenizer_config.json", "generation_config.json")
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The model's config.json, checked for what would hurt before any family looks at it.
+    """Returns the model's config.json, checked for what would do harm before a family reads it.
 
-    Raises one CheckpointError listing all of: missing, not JSON, not an object, empty, NaN or duplicate keys, sizes
-    that are not whole numbers within `LIMITS`.
+    Raises:
+        CheckpointError: The file is missing, not JSON, not an object, empty, or has NaN, duplicate
+            keys, or sizes that are not whole numbers within `LIMITS`. The error lists all of these.
     """
     problems = Problems(Path(directory))
     config = check_config(Path(directory), problems)
@@ -61,7 +62,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
-    """As `read_config`, but adds to `problems`, and then returns what could be read."""
+    """Adds to `problems` what `read_config` would raise, and returns the part that is readable."""
     config: dict[str, Any] = {}
     if is_gguf(directory):
         if config := gguf_config(directory, problems):
@@ -98,7 +99,8 @@ def check_config(directory: Path, problems: Problems) -> dict[str, Any]:
     return config
 
 
-@functools.lru_cache(maxsize=64)  # once for each model, which is opened several times
+# The warning is given once for each model, which is opened several times.
+@functools.lru_cache(maxsize=64)
 def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
     logger.warning(
         "%s: auto_map in %s names remote code, and remote code is never run: jaxpage's own classes take its place",
@@ -108,7 +110,10 @@ def _warn_of_code(directory: Path, names: tuple[str, ...]) -> None:
 
 
 def _modelopt_config(directory: Path) -> dict[str, Any]:
-    """What ModelOpt writes into config.json today, and wrote into a file of its own."""
+    """Returns the object that ModelOpt writes into config.json today.
+
+    Before, it wrote the object into a file of its own, which is read here.
+    """
     found = read_object(directory, MODELOPT_FILE, MAX_CONFIG_BYTES).get("quantization")
     if not isinstance(found, dict):
         raise CheckpointError(f"{MODELOPT_FILE}: quantization must be an object, not {found!r}")
@@ -116,7 +121,10 @@ def _modelopt_config(directory: Path) -> dict[str, Any]:
 
 
 def _check_dtype(config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for a dtype that is none of torch's: what the weights have is read off them, whatever it says."""
+    """Raises CheckpointError for a dtype that torch does not have.
+
+    The type of the weights is read from them, whatever the config says.
+    """
     for name in ("dtype", "torch_dtype"):
         dtype = config.get(name)
         if dtype is not None and str(dtype).removeprefix("torch.") not in (
@@ -129,9 +137,12 @@ def _check_dtype(config: Mapping[str, Any]) -> None:
 
 
 def stated_dtype(config: dict[str, Any]) -> str:
-    """The dtype that config.json says the weights have; float32 where it says nothing, as in transformers.
+    """Returns the dtype that config.json says the weights have.
 
-    Raises CheckpointError when it is none that weights can have here.
+    It is float32 where config.json says nothing, as in transformers.
+
+    Raises:
+        CheckpointError: Weights cannot have this dtype here.
     """
     dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
     if dtype not in DTYPES:
@@ -142,7 +153,11 @@ def stated_dtype(config: dict[str, Any]) -> str:
 
 
 def read_generation_config(directory: Path) -> dict[str, Any]:
-    """generation_config.json, or {} where there is none. Raises CheckpointError when it is not a JSON object."""
+    """Returns generation_config.json, or {} where there is none.
+
+    Raises:
+        CheckpointError: The file is not a JSON object.
+    """
     if is_gguf(directory):
         return gguf_generation_config(directory)
     if not has_file(Path(directory), "generation_config.json"):
@@ -151,9 +166,12 @@ def read_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path, config: dict[str, Any]) -> frozenset[int]:
-    """The ids that end a text: those of generation_config.json, else those of config.json, else none.
+    """Returns the ids that end a text: those of generation_config.json, else those of config.json.
 
-    Raises CheckpointError when they are not token ids of the vocabulary.
+    There are none if neither file has any.
+
+    Raises:
+        CheckpointError: They are not token ids.
     """
     return _eos_token_ids(read_generation_config(directory), config)
 
@@ -174,7 +192,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: Mapping[str, Any]) -> 
 
 
 def check_sizes(config: dict[str, Any], problems: Problems) -> None:
-    """That what decides how much is allocated stays within `LIMITS`."""
+    """Adds to `problems` the fields that decide how much is allocated and exceed `LIMITS`."""
     if not config:
         problems.add("config.json is an empty object")
     for key in out_of_bounds(config):
@@ -184,7 +202,7 @@ def check_sizes(config: dict[str, Any], problems: Problems) -> None:
 
 
 def out_of_bounds(config: Mapping[str, Any]) -> list[str]:
-    """The fields that are not within `LIMITS`."""
+    """Returns the fields that are not within `LIMITS`."""
     values = {key: config[key] for key in LIMITS if config.get(key) is not None}
     return [
         key

@@ -1,4 +1,7 @@
-"""Converts a model: between Hugging Face safetensors and Orbax, both ways and bit for bit, and from GGUF, dequantised, to the first."""
+"""Converts a model between safetensors and Orbax bit for bit, and from GGUF to safetensors.
+
+Quantised numbers of a GGUF file are dequantised.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.checkpoints.safetensors_files import NUMPY_DTYPES, write_safetensors
 from jaxpage.errors import CheckpointError
 
-# Everything of a model directory but its weights.
+# All files of a model directory but its weights.
 COPIED = (
     *(
         "config.json",
@@ -53,14 +56,26 @@ def convert(
     progress: bool = True,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Path:
-    """Write the model in the directory or GGUF file `source` to `destination` in the other layout; returns `destination`.
+    """Writes the model in the directory or GGUF file `source` to `destination` in the other layout.
 
-    Every parameter keeps its dtype and its bits; what is quantised in a GGUF file becomes float32, and its metadata the config and the
-    tokenizer of a Hugging Face directory. Tensors that carry nothing (a tied head saved in full, old buffers)
-    are left out; config, tokenizer and generation files are copied. The result appears whole or not at all: it is
-    written beside `destination` and renamed. Into Orbax the host holds the model once, out of it likewise.
-    Raises CheckpointError when the source does not fit, when `destination` exists and is not an empty directory, or
-    when it cannot be written. progress: a bar over bytes on standard error.
+    Every parameter keeps its dtype and its bits. Quantised tensors of a GGUF file become float32,
+    and its metadata becomes the config and the tokenizer of a Hugging Face directory. Tensors that
+    carry nothing (a tied head saved in full, old buffers) are left out; config, tokenizer and
+    generation files are copied. The result appears whole or not at all: it is written next to
+    `destination` and renamed. The host holds the model once when Orbax is written or read.
+
+    Args:
+        source: The directory, or the GGUF file.
+        destination: The directory that is made.
+        progress: True to show a bar over bytes on standard error.
+        max_shard_bytes: The size above which safetensors files are divided.
+
+    Returns:
+        The destination.
+
+    Raises:
+        CheckpointError: The source does not fit, `destination` exists and is not an empty
+            directory, or it cannot be written.
     """
     source, destination = Path(source), Path(os.path.abspath(destination))
     if os.path.lexists(destination) and (
@@ -109,8 +124,8 @@ def _copy_files(source: Path, destination: Path) -> None:
 
 
 def _write_metadata(files: ModelFiles, destination: Path) -> None:
-    """What a GGUF file has of config, generation and tokenizer."""
-    # Lazy on purpose: transformers takes a second to import.
+    """Writes the config, the generation config and the tokenizer of a GGUF file."""
+    # The import is here because transformers takes a second to import.
     from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer
 
     config = {**files.config, "dtype": _written_dtype(files.plan)}
@@ -125,7 +140,7 @@ def _write_metadata(files: ModelFiles, destination: Path) -> None:
 
 
 def _written_dtype(plan: LoadPlan) -> str:
-    """That of most numbers."""
+    """Returns the type that most numbers have."""
     counts: Counter[str] = Counter()
     for info in plan.tensors.values():
         counts[NUMPY_DTYPES[info.dtype].name] += math.prod(info.shape)

@@ -1,4 +1,4 @@
-"""What config.json says of an EAGLE head: three published forms, read as one."""
+"""Reads what config.json says of an EAGLE head, in three published forms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Fields that would change the mathematics, and the one value that changes nothing.
+# These fields would change the mathematics. With the one value here they change nothing.
 _NOT_HONOURED = {
     "use_aux_hidden_state": True,
     "add_para_norm": False,
@@ -29,11 +29,11 @@ _NOT_HONOURED = {
 
 
 class EagleConfig(ConfigFields):
-    """config.json of a head, `eagle_config` in it, and the fields of the head's decoder.
+    """Holds the config.json of a head, `eagle_config` in it, and the fields of the head's decoder.
 
     Attributes:
-        inner: `eagle_config`.
-        layers: the decoder's fields, which read like those of an ordinary model.
+        inner: The object `eagle_config`.
+        layers: The decoder's fields, which are those of an ordinary model.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -42,7 +42,7 @@ class EagleConfig(ConfigFields):
         self.layers: Mapping[str, Any] = self.config
 
     def __enter__(self) -> EagleConfig:
-        """Finds the parts, and notes whatever no head honours."""
+        """Finds the parts, and notes what no head supports."""
         super().__enter__()
         kind = self.config.get("speculators_model_type")
         if kind not in (None, "eagle3"):
@@ -51,7 +51,7 @@ class EagleConfig(ConfigFields):
         if kind is not None:
             self.layers = self._object("transformer_layer_config", required=True)
         elif self.config.get("model_type") == "eagle":
-            # vLLM's form: fields outside of `model` outrank those inside.
+            # In vLLM's form the fields outside of `model` outrank those inside.
             named = ("architectures", "model_type", "model")
             outside = {name: value for name, value in self.config.items() if name not in named}
             inside = self._object("model", required=True)
@@ -76,6 +76,7 @@ class EagleConfig(ConfigFields):
         return found[0] if found else default
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Returns a field of the head itself that must be true or false."""
         value = self.field(name, default)
         if isinstance(value, bool):
             return value
@@ -85,11 +86,11 @@ class EagleConfig(ConfigFields):
 
     @property
     def norm_before_residual(self) -> bool:
-        """Returns the flag. Left out, it is true for speculators and false for everyone else."""
+        """Returns the flag. Left out, it is true for speculators and false for all others."""
         return self.flag("norm_before_residual", "speculators_model_type" in self.config)
 
     def decoder(self, problems: Problems) -> RotaryDecoderSpec | None:
-        """Returns the decoder; None where something is wrong, which is noted or in `problems`."""
+        """Returns the decoder; None if something is wrong, which is noted or in `problems`."""
         if not self.layers:
             return None  # That is noted.
         if self.layers != self.config:  # Those of config.json itself are checked when it is read.
@@ -112,12 +113,12 @@ class EagleConfig(ConfigFields):
     def aux_layers(self, num_layers: int) -> tuple[int, ...]:
         """Returns the hidden states that EAGLE-3 takes, by the target's layers that they enter.
 
-        At the top level ids count just so, as in vLLM and speculators. In `eagle_config`, which
-        SpecForge and ModelOpt write and SGLang reads, they are of the layers that the states leave.
-        Where there are none, those of the authors' code are taken.
+        At the top level the ids are these numbers, as in vLLM and speculators. In `eagle_config`,
+        which SpecForge and ModelOpt write and SGLang reads, an id is that of the layer whose output
+        is taken. Without ids, those of the authors' code are taken.
 
         Args:
-            num_layers: the target's.
+            num_layers: The number of the target's layers.
         """
         usual = (2, num_layers // 2, num_layers - 3)
         outside = self.config.get(LAYER_IDS)

@@ -1,4 +1,4 @@
-"""The files of EAGLE heads: opened from headers alone and fitted to the model that they shall draft for, then loaded."""
+"""Opens EAGLE heads from headers alone, fits them to their target, and loads them."""
 
 from __future__ import annotations
 
@@ -31,25 +31,37 @@ Method = Literal["eagle", "eagle3"]
 EAGLE_FILES = ("config.json", SINGLE, INDEX)
 TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
 TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
-_INVERSE = "t2d"  # of d2t, as booleans
+_INVERSE = "t2d"  # the inverse of d2t, as booleans
 
 
 @dataclass(frozen=True)
 class EagleFiles:
-    """A head that fits its target. Nothing has been read but headers, the token map, and tables that may be the target's."""
+    """Holds a head that fits its target.
+
+    Only headers, the token map, and tables that may be the target's have been read.
+
+    Attributes:
+        spec: The spec of the head.
+        plan: The tensors that fill its parameters.
+        token_map: The token id of each row of its head; None without a map.
+    """
 
     spec: EagleSpec
     plan: LoadPlan
     token_map: npt.NDArray[np.int32] | None
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the head in a model of this type."""
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
 
 
 def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFiles:
-    """A head as its authors and SpecForge publish it, or vLLM, or speculators (EAGLE-3).
+    """Opens a head in the form of its authors and SpecForge, of vLLM, or of speculators (EAGLE-3).
 
-    Which biases, norms of heads and tables it has the tensors say. Raises one CheckpointError listing all that does not fit.
+    The tensors say which biases, norms of heads and tables it has.
+
+    Raises:
+        CheckpointError: The head does not fit; the error lists all that is wrong.
     """
     problems = Problems(directory)
     config, stored = check_config(directory, problems), _stored(directory, problems)
@@ -83,7 +95,7 @@ def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFile
 def load_eagle(
     files: EagleFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """The parameters as `models.drafter.join` takes them, each one `put(array)`."""
+    """Returns the parameters as `models.drafter.join` takes them, each one `put(array)`."""
     parameters = dict.fromkeys(TABLES) | load_weights(files.plan, dtype, put, progress=progress)
     return (
         parameters if files.token_map is None else {**parameters, "token_map": put(files.token_map)}
@@ -91,7 +103,10 @@ def load_eagle(
 
 
 def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
-    """The tensors of a head, by one name each: some formats have a prefix, or `midlayer` for the first layer."""
+    """Returns the tensors of a head, each by one name.
+
+    Some formats have a prefix, or `midlayer` for the first layer.
+    """
 
     def plain(name: str) -> str:
         name = name.removeprefix("model.")
@@ -119,7 +134,10 @@ def _spec(
     target: ModelFiles,
     problems: Problems,
 ) -> EagleSpec | None:
-    """By the config and the names of the tensors. A table that is the target's is taken out of `stored`."""
+    """Returns the spec, by the config and the names of the tensors.
+
+    A table that is a copy of the target's is taken out of `stored`.
+    """
     decoder = config.decoder(problems)
     if decoder is None:
         return None
@@ -171,7 +189,7 @@ def _check_sizes(
     target: ModelFiles,
     problems: Problems,
 ) -> None:
-    """known: tokens that the head chooses among."""
+    """Adds sizes that differ from the target's; `known` is the number of tokens of the head."""
     vocab_size, width = target.spec.vocab_size, target.spec.model_width
     if decoder.vocab_size != vocab_size:
         problems.add(
@@ -200,7 +218,10 @@ def _own(
     target: ModelFiles,
     problems: Problems,
 ) -> bool:
-    """Whether the head has a table of its own. A copy of the target's is none, and is taken out of `stored`."""
+    """Returns whether the head has a table of its own.
+
+    A copy of the target's is not one, and is taken out of `stored`.
+    """
     tables = {
         filled.weight.path[0]: filled.pieces[0][1]
         for filled in target.plan.parameters

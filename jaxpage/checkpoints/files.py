@@ -1,6 +1,7 @@
-"""How a file of a checkpoint is opened: only regular files inside its directory, JSON strictly, sizes bounded.
+"""Opens files of a checkpoint: regular files in its directory, strict JSON, bounded sizes.
 
-The Hugging Face cache is the one exception to "inside": a snapshot is made of links into the cache's own `blobs`.
+A file may lie elsewhere only in the Hugging Face cache, where a snapshot is made of links into the
+cache's own `blobs`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ MAX_JSON_BYTES = 100_000_000
 
 
 def file_in(directory: Path, name: str) -> Path:
-    """The regular file `name` of a checkpoint directory.
+    """Returns the regular file `name` of a checkpoint directory.
 
-    Raises CheckpointError when it is missing, is not a regular file (a pipe would block the reader), or lies outside of
-    `directory`: an absolute path, a `..`, or a symbolic link leading out.
+    Raises:
+        CheckpointError: It is missing, is not a regular file (a pipe would block the reader), or
+            lies outside of `directory`: an absolute path, a `..`, or a symbolic link leading out.
     """
     if (
         "\\" in name
@@ -38,7 +40,7 @@ def file_in(directory: Path, name: str) -> Path:
         regular = stat.S_ISREG(real.stat().st_mode)
     except FileNotFoundError:
         raise CheckpointError(f"{quoted(name)} is missing") from None
-    except (OSError, RuntimeError) as error:  # RuntimeError: Python 3.11's word for a loop of links
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, in Python 3.11
         raise CheckpointError(f"{quoted(name)} cannot be opened: {_reason(error)}") from error
     if not any(real.is_relative_to(root) for root in _roots(directory)):
         raise CheckpointError(
@@ -50,12 +52,19 @@ def file_in(directory: Path, name: str) -> Path:
 
 
 def has_file(directory: Path, name: str) -> bool:
-    """Whether the directory has an entry `name`; a broken link counts, since it shall be reported and not skipped."""
+    """Returns whether the directory has an entry `name`.
+
+    A broken link counts, so that it is reported and not skipped.
+    """
     return os.path.lexists(directory / name)
 
 
 def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in the file `name`; CheckpointError naming the file when it is not exactly that."""
+    """Returns the JSON object in the file `name`.
+
+    Raises:
+        CheckpointError: The file is not exactly that; the error names the file.
+    """
     file = file_in(directory, name)
     try:
         num_bytes = file.stat().st_size
@@ -73,10 +82,13 @@ def read_object(directory: Path, name: str, max_bytes: int = MAX_JSON_BYTES) -> 
 
 
 def parse_object(data: bytes) -> dict[str, Any]:
-    """The JSON object that `data` spells in UTF-8, with a byte order mark or without one.
+    """Returns the JSON object in `data`, in UTF-8 with or without a byte order mark.
 
-    Stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow are refused, and nesting too
-    deep for the parser is an error like any other. Raises ValueError whose text continues a sentence on the file.
+    This is stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow
+    are refused, and nesting too deep for the parser is an error like any other.
+
+    Raises:
+        ValueError: The data is not such an object. The text continues a sentence on the file.
     """
     if not data.removeprefix(codecs.BOM_UTF8).strip():
         raise ValueError("is empty")
@@ -121,7 +133,10 @@ def _finite(text: str) -> float:
 
 
 def _roots(directory: Path) -> list[Path]:
-    """Where the files of `directory` may really lie: in it or, for a snapshot in the hub's cache, in the blobs there."""
+    """Returns the directories in which the files of `directory` may really lie.
+
+    They are the directory itself and, for a snapshot in the hub's cache, the blobs there.
+    """
     directory = directory.resolve()
     roots = [directory]
     repository = directory.parent.parent

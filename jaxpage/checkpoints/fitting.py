@@ -1,4 +1,7 @@
-"""Fits the tensors of a checkpoint to the parameters of a model, from headers alone, and refuses all that does not fit at once."""
+"""Fits the tensors of a checkpoint to the parameters of a model, from headers alone.
+
+All that does not fit is refused in one error.
+"""
 
 from __future__ import annotations
 
@@ -31,20 +34,28 @@ from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
 
-COMPARED_BYTES = 1 << 26  # of two copies of a tensor, at a time
-CODES = ("I8", "U8", "I32", "F8_E4M3")  # the types that quantised weights are stored in
+COMPARED_BYTES = 1 << 26  # The bytes of two copies of a tensor that are compared at a time.
+CODES = ("I8", "U8", "I32", "F8_E4M3")  # The types that quantised weights are stored in.
 _CODES = {dtype.name: code for code, dtype in NUMPY_DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A parameter, and the stored tensors that fill it."""
+    """Holds a parameter, and the stored tensors that fill it.
+
+    Attributes:
+        weight: The parameter.
+        pieces: The pieces of its source, each with its tensor.
+    """
 
     weight: Weight
     pieces: tuple[tuple[Piece, TensorInfo], ...]
 
     def dtype(self, dtype: str | None) -> np.dtype[Any]:
-        """In a model of `dtype`; None: as it is stored, where types are mixed the one that holds them all."""
+        """Returns the parameter's type in a model of `dtype`.
+
+        For None it is the stored type; where types are mixed, the one that holds them all.
+        """
         if self.weight.dtype is not None:
             return np.dtype(jnp.dtype(self.weight.dtype))
         if dtype is not None:
@@ -57,27 +68,33 @@ class Filled:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Which stored tensors fill which parameter; made by `check_weights`, so all of it fits."""
+    """Holds which stored tensors fill which parameter; `check_weights` makes it, so that all fits.
+
+    Attributes:
+        directory: The directory or file.
+        layout: "safetensors", "orbax", "gguf", "memory" or "module".
+        parameters: The parameters with their tensors.
+        names: The names of tensors in a GGUF file, by the names that the model's family has.
+        arrays: The arrays that are in memory, by name.
+    """
 
     directory: Path
-    layout: str  # "safetensors", "orbax", "gguf", "memory" or "module"
+    layout: str
     parameters: tuple[Filled, ...] = ()
-    # In a GGUF file, of the tensors that the model's family has other names for.
     names: Mapping[str, str] = field(default_factory=dict)
-    # of what is in memory
     arrays: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
-        """What is used of the checkpoint, each tensor once, by the name that the model's family has for it."""
+        """Returns the tensors that are used, each once, by the name in the model's family."""
         return {piece.name: info for filled in self.parameters for piece, info in filled.pieces}
 
     def num_bytes(self, dtype: str | None = None) -> int:
-        """Bytes of the parameters in `dtype` ("float32", "bfloat16", "float16"), or as they are stored."""
+        """Returns the bytes of the parameters in a type of floats, or as they are stored."""
         return sum(filled.weight.size * filled.dtype(dtype).itemsize for filled in self.parameters)
 
     def stored_dtype(self) -> str:
-        """The dtype that most numbers of the checkpoint have: "float32", "bfloat16" or "float16"."""
+        """Returns the type of floats that most numbers of the checkpoint have."""
         counts = dict.fromkeys(FLOATS, 0)
         for info in self.tensors.values():
             name = info.counts_as if isinstance(info, GGUFTensor) else NUMPY_DTYPES[info.dtype].name
@@ -89,10 +106,14 @@ class LoadPlan:
 def check_weights(
     directory: Path, weights: Sequence[Weight], ignored: Sequence[str] = ()
 ) -> LoadPlan:
-    """Fit the checkpoint to `weights`; tensors whose names match a glob of `ignored` may stay unused.
+    """Fits the checkpoint to `weights`; tensors that match a glob of `ignored` may stay unused.
 
-    Raises one CheckpointError that lists every corrupt file, every missing, unexpected or misshapen tensor, every dtype
-    that weights cannot have, and every tensor stored twice with different numbers. Nothing reaches the device.
+    Nothing reaches the device.
+
+    Raises:
+        CheckpointError: Something does not fit. The error lists every corrupt file, every missing,
+            unexpected or misshapen tensor, every dtype that weights cannot have, and every tensor
+            that is stored twice with different numbers.
     """
     problems = Problems(Path(directory))
     plan = fit(Path(directory), weights, ignored, problems)
@@ -109,9 +130,15 @@ def fit(
     compare: bool = True,
     scheme: Scheme | None = None,
 ) -> LoadPlan:
-    """As `check_weights`, but adds to `problems`.
+    """Fits the checkpoint as `check_weights` does, but adds to `problems`.
 
-    compare: read what is stored under two names to see that it agrees. scheme: of a quantised checkpoint.
+    Args:
+        directory: The directory or file.
+        weights: The parameters of the model.
+        ignored: Globs over names of tensors that may stay unused.
+        problems: The list that errors are added to.
+        compare: True to compare the numbers of a tensor that is stored under two names.
+        scheme: The scheme of a quantised checkpoint.
     """
     layout, stored = read_layout(directory, problems)
     plan = LoadPlan(directory, layout)
@@ -132,9 +159,17 @@ def fit_stored(
     scheme: Scheme | None = None,
     refused: Set[str] = frozenset(),
 ) -> LoadPlan:
-    """As `fit`, of tensors whose headers have been read; what was wrong with those is in `problems`. Returns the plan, filled.
+    """Fits tensors whose headers have been read, and returns the filled plan.
 
-    refused: names of tensors whose problems the caller reports.
+    Args:
+        plan: The plan without parameters.
+        stored: The tensors by name.
+        weights: The parameters of the model.
+        ignored: Globs over names of tensors that may stay unused.
+        problems: The list that errors are added to; it has those of the headers already.
+        compare: See `fit`.
+        scheme: See `fit`.
+        refused: The names of tensors whose errors the caller reports.
     """
     if scheme:
         ignored = (*ignored, *scheme.ignored)
@@ -163,7 +198,7 @@ def fit_stored(
             if found:
                 pieces.append((piece, found[0]))
             if not used.isdisjoint(piece.names):
-                continue  # another part of a tensor that has been looked at
+                continue  # another part of a tensor that has been checked
             used.update(piece.names)
             fitting = [
                 info
@@ -172,7 +207,7 @@ def fit_stored(
             ]
             if fitting and compare and files_sound:
                 _check_numbers(piece, fitting[0], plan.layout, problems)
-            # With no readable file at all, a list of every tensor tells nothing.
+            # With no readable file at all, a list of every tensor would be of no use.
             if not found and (stored or files_sound) and not is_beyond(piece.names):
                 name = plan.names.get(piece.name, piece.name)
                 problems.add(
@@ -195,7 +230,7 @@ def fit_stored(
 def renamed(
     found: Mapping[str, TensorInfo], rename: Callable[[str], str], problems: Problems
 ) -> dict[str, TensorInfo]:
-    """Tensors by the names that `rename` gives them, of which there shall be one for each."""
+    """Returns the tensors by the names that `rename` gives them; two with one name are an error."""
     stored: dict[str, TensorInfo] = {}
     for name, info in found.items():
         first = stored.setdefault(rename(name), info)
@@ -205,7 +240,7 @@ def renamed(
 
 
 def read_layout(directory: Path, problems: Problems) -> tuple[str, Mapping[str, TensorInfo]]:
-    """The layout of the directory or file, and its tensors by name; headers only."""
+    """Returns the layout of the directory or file, and its tensors by name, from headers alone."""
     if is_gguf(directory):
         return "gguf", read_gguf_tensors(directory, problems)
     if has_orbax(directory) and has_safetensors(directory):
@@ -219,7 +254,7 @@ def read_layout(directory: Path, problems: Problems) -> tuple[str, Mapping[str, 
 
 
 def same_bytes(info: TensorInfo, copy: TensorInfo) -> bool:
-    """Of two tensors in safetensors files, in the dtypes that weights can have."""
+    """Returns whether two tensors in safetensors files have the same type, shape and bytes."""
     if (info.dtype, info.shape) != (copy.dtype, copy.shape):
         return False
     first, second = (map_array(tensor).reshape(-1).view(np.uint8) for tensor in (info, copy))
@@ -240,7 +275,10 @@ def _of_other_form(
     scheme: Scheme | None,
     problems: Problems,
 ) -> set[str]:
-    """Modules that are quantised where the model's are not, or not where they are: one sentence in place of a list of all their tensors."""
+    """Returns the modules that are quantised where the model's are not, or the reverse.
+
+    It adds one sentence in place of a list of all their tensors.
+    """
     pieces = [piece for weight in weights for source in weight.sources for piece in source.pieces]
     coded = {
         _module(piece.name)
@@ -293,7 +331,10 @@ def _of_other_sizes(
     scheme: Scheme | None,
     problems: Problems,
 ) -> set[str]:
-    """Modules of which some tensors have the model's shapes and some not. If that is most of them: one sentence in place of a list."""
+    """Returns the modules of which some tensors have the model's shapes and some not.
+
+    If these are most modules, it adds one sentence in place of a list; otherwise it returns none.
+    """
     if not scheme or scheme.name not in SIZES:
         return set()
     fitting, wrong = dict[str, set[bool]](), list[Piece]()
@@ -316,7 +357,10 @@ def _of_other_sizes(
 
 
 def _searched(stored: Mapping[str, TensorInfo]) -> str:
-    """Where a tensor that is missing was looked for, behind that it is; nothing where the list of problems names the one place."""
+    """Returns the end of the sentence that says that a tensor is missing: the files that were read.
+
+    It is empty where the list of problems names the one place.
+    """
     files = {info.label for info in stored.values() if info.label}
     if not files:
         return ""
@@ -324,7 +368,7 @@ def _searched(stored: Mapping[str, TensorInfo]) -> str:
 
 
 def _chosen(sources: Sequence[Source], stored: Mapping[str, TensorInfo]) -> Source:
-    """The first of which all tensors are there, else the first."""
+    """Returns the first source of which all tensors are there, else the first."""
 
     def is_there(source: Source) -> bool:
         return all(any(name in stored for name in piece.names) for piece in source.pieces)
@@ -358,12 +402,15 @@ def _fits(weight: Weight, piece: Piece, info: TensorInfo, problems: Problems) ->
 
 
 def _has_shape(info: TensorInfo, piece: Piece) -> bool:
-    """Returns whether the tensor has the piece's shape; of one number for a whole weight () and (1,) are the same."""
+    """Returns whether the tensor has the piece's shape. For one number () and (1,) are the same."""
     return info.shape == piece.stored_shape or {info.shape, piece.stored_shape} == {(), (1,)}
 
 
 def _check_numbers(piece: Piece, info: TensorInfo, layout: str, problems: Problems) -> None:
-    """Of scales, which are small. In Orbax's layout they are not looked at: it is written here, from a checkpoint that was."""
+    """Checks scales, which are small.
+
+    In Orbax's layout they are not checked: jaxpage writes it, from a checkpoint that was checked.
+    """
     if (
         piece.stored
         and piece.stored.check
@@ -380,7 +427,10 @@ def _check_unused(
     passed: Set[str],
     problems: Problems,
 ) -> None:
-    """Of the scheme's tensors that no parameter is filled with, see `Scheme.checks`; one sentence of each kind. passed: modules."""
+    """Checks the scheme's tensors that fill no parameter, and adds one sentence of each kind.
+
+    See `Scheme.checks`. Modules in `passed` are left out.
+    """
     unused = sorted(stored.keys() - used)
     for check in scheme.checks:
         wrong: list[tuple[TensorInfo, str]] = []
@@ -405,6 +455,6 @@ def _both(first: TensorInfo, second: TensorInfo) -> str:
 
 
 def _check_copy(info: TensorInfo, copy: TensorInfo, problems: Problems) -> None:
-    """Two names for one tensor (tied embeddings saved in full) must hold the same bytes."""
+    """Checks that two names for one tensor (a tied table saved in full) have the same bytes."""
     if not same_bytes(info, copy):
         problems.add(f"{_both(info, copy)} are one parameter, but they differ")

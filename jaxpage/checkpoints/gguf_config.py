@@ -1,7 +1,7 @@
-"""What config.json and generation_config.json would say of the model in a GGUF file, made of its metadata.
+"""Makes config.json and generation_config.json of the metadata of a GGUF file.
 
-The model's family reads it as any other config. A key of the architecture that is not understood is refused: it might change the
-mathematics.
+The model's family reads them as any other config. A key of the architecture that is not understood
+is refused, because it might change the mathematics.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 
 logger = logging.getLogger(__name__)
 
-# By GGUF's name; those whose files have the tensors and the mathematics of Hugging Face's class of
-# that name.
+# The keys are GGUF's names of the architectures whose files have the tensors and the mathematics of
+# Hugging Face's class of that name.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -27,9 +27,9 @@ ARCHITECTURES = {
     "gemma2": "Gemma2ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-_MODEL_TYPES = {"gemma3": "gemma3_text"}  # in config.json, where it is another
+_MODEL_TYPES = {"gemma3": "gemma3_text"}  # The model type in config.json, where it is another.
 _GEMMA = {"attention.sliding_window": "sliding_window"}
-# What an architecture has of its own: keys, and their names in config.json.
+# The keys that only one architecture has, and their names in config.json.
 _OWN = {
     "gemma2": {
         **_GEMMA,
@@ -38,8 +38,8 @@ _OWN = {
     },
     "gemma3": _GEMMA,
 }
-# By layers: models whose scores are scaled by the model's width over its heads, and not by the
-# width of a head. Files do not say so.
+# In the models with this number of layers, scores are scaled by the model's width over its heads,
+# and not by the width of a head. Files do not say so.
 _SCALED_BY_SHARE = {"gemma2": 46, "gemma3": 62}
 _SIZES = {
     "block_count": "num_hidden_layers",
@@ -54,7 +54,7 @@ _OPTIONAL = {
     "attention.key_length",
     "attention.layer_norm_rms_epsilon",
 }
-# Keys that may be there with this value only: another would ask for what is not computed.
+# These keys may be there with this value only: another would ask for what is not computed.
 _NEUTRAL = {
     "expert_count": 0,
     "expert_used_count": 0,
@@ -67,7 +67,10 @@ _ENDS = ("eos", "eot", "eom")
 
 
 def gguf_config(path: Path, problems: Problems) -> dict[str, Any]:
-    """As config.json; {} if something is wrong with the metadata, and `problems` has what: a family would find more that is not true."""
+    """Returns config.json; {} if something is wrong with the metadata, which is in `problems`.
+
+    A family would find errors in it that are not true.
+    """
     file = read_gguf(path)
     for line in file.metadata_problems:
         problems.add(line)
@@ -85,7 +88,10 @@ def gguf_config(path: Path, problems: Problems) -> dict[str, Any]:
 
 
 def gguf_generation_config(path: Path) -> dict[str, Any]:
-    """As generation_config.json: the ids that end a text, and how to sample where the file says so."""
+    """Returns generation_config.json: the ids that end a text, and how to sample.
+
+    Parameters of sampling are left out if the file has none.
+    """
     metadata = read_gguf(path).metadata
     ids = [metadata[key] for end in _ENDS if (key := f"tokenizer.ggml.{end}_token_id") in metadata]
     config: dict[str, Any] = {"eos_token_id": list(dict.fromkeys(ids))} if ids else {}
@@ -177,7 +183,7 @@ def _add_others(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def _check_others(file: GGUFFile, problems: Problems) -> None:
-    """That nothing else is asked for."""
+    """Adds keys of the architecture that ask for something that is not supported."""
     own = f"{file.architecture}."
     for key, value in file.metadata.items():
         name = key.removeprefix(own)
@@ -193,7 +199,7 @@ def _check_others(file: GGUFFile, problems: Problems) -> None:
 
 
 def _dtype(file: GGUFFile) -> str:
-    """That of most of its numbers, as `LoadPlan.stored_dtype` has it."""
+    """Returns the type that most numbers have, as `LoadPlan.stored_dtype` does."""
     counts: dict[str, int] = {}
     for tensor in file.tensors.values():
         counts[tensor.counts_as] = counts.get(tensor.counts_as, 0) + math.prod(tensor.shape)

@@ -1,7 +1,8 @@
-"""Reads the header of a GGUF file, strictly: metadata, and where each tensor lies; never more bytes than the file has.
+"""Reads the header of a GGUF file, strictly: metadata, and the places of tensors.
 
-Our own reader, because that of the package `gguf` makes an array of each string of a vocabulary (seconds at every start), and believes
-the counts of a damaged file. What the numbers of tensor types mean, and what the blocks of a type hold, is the package's to say.
+It never reads more bytes than the file has. The reader of the package `gguf` makes an array of each
+string of a vocabulary (seconds at every start), and believes the counts of a damaged file. The
+package still says what the numbers of tensor types mean, and what the blocks of a type hold.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MAX_HEADER_BYTES = 200_000_000
 MAX_RANK = 4
 _ALIGNMENT = 32
 
-# The values of metadata by their number: how `struct` spells them.
+# The values of metadata by their number, as `struct` spells them.
 _SCALARS = {
     0: "B",
     1: "b",
@@ -48,35 +49,45 @@ _ONE_MORE = ("gemma2", "gemma3")
 
 @dataclass(frozen=True)
 class GGUFTensor(TensorInfo):
-    """A tensor of a GGUF file. `dtype` and `shape` are those of its numbers, dequantised if `kind` is of blocks.
+    """Describes a tensor of a GGUF file.
 
-    interleaved_heads: so many heads have their rows in the order of interleaved RoPE (Llama's queries and keys); 0: none.
-    one_more: the numbers are those of the checkpoint plus one (Gemma's norms, which multiply by 1 + w).
+    `dtype` and `shape` are those of its numbers, dequantised if `kind` is of blocks.
+
+    Attributes:
+        kind: The name of the type in GGML: "Q4_1", "Q6_K", "F16", ...
+        interleaved_heads: The number of heads whose rows are in the order of interleaved RoPE
+            (Llama's queries and keys); 0 for none.
+        one_more: True if the numbers are those of the checkpoint plus one (Gemma's norms, which
+            multiply by 1 + w).
     """
 
-    kind: str = "F32"  # GGML's name: "Q4_1", "Q6_K", "F16", ...
+    kind: str = "F32"
     interleaved_heads: int = 0
     one_more: bool = False
 
     @property
     def is_quantised(self) -> bool:
+        """Returns whether the numbers have to be dequantised."""
         return self.kind not in PLAIN and self.dtype != "U8"
 
     @property
     def as_stored(self) -> GGUFTensor:
-        """The bytes of its rows."""
+        """Returns the tensor of the bytes of its rows."""
         num_rows = math.prod(self.shape[:-1])
         return replace(self, dtype="U8", shape=(num_rows, self.num_bytes // num_rows))
 
     @property
     def counts_as(self) -> str:
-        """The dtype of a model that is mostly of such tensors. Numbers of a few bits: a wider one would add nothing but memory."""
+        """Returns the dtype of a model that consists mostly of such tensors.
+
+        It is bfloat16 for numbers of few bits: a wider type would only take more memory.
+        """
         return {"F32": "float32", "F16": "float16"}.get(self.kind, "bfloat16")
 
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What the header of a file says, and what is wrong with it."""
+    """Holds what the header of a file says, and what is wrong with it."""
 
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, GGUFTensor] = field(default_factory=dict)
@@ -85,20 +96,21 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
+        """Returns the name of the architecture."""
         return str(self.metadata.get("general.architecture"))
 
     def of_model(self, key: str) -> Any:
-        """A value of the architecture's own metadata, or None."""
+        """Returns a value of the architecture's own metadata, or None."""
         return self.metadata.get(f"{self.architecture}.{key}")
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path that `resolve_model` gave is that of a GGUF file: other models are directories."""
+    """Returns whether a path from `resolve_model` is a GGUF file. Other models are directories."""
     return path.is_file()
 
 
 def looks_like_gguf(path: Path) -> bool:
-    """Whether a file is GGUF by its name, or by how it begins."""
+    """Returns whether a file is GGUF by its name, or by its first bytes."""
     if not os.path.isfile(path):
         return False
     try:
@@ -109,7 +121,7 @@ def looks_like_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """The header of a file; read once, as long as the file does not change."""
+    """Returns the header of a file, which is read once while the file does not change."""
     try:
         status = path.stat()
     except OSError as error:
@@ -118,8 +130,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def as_number(value: Any) -> Any:
-    """A float32 of metadata as the shortest decimal that means it; anything else as it is."""
-    with np.errstate(over="ignore"):  # of what is a float64
+    """Returns a float32 of metadata as the shortest decimal that means it, and others unchanged."""
+    with np.errstate(over="ignore"):  # for numbers that are float64
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -149,7 +161,10 @@ def _read(path: Path, num_bytes: int, _: int) -> GGUFFile:
 
 
 class _Cursor:
-    """Walks over the bytes of a header. Raises ValueError, whose text continues a sentence on the file, instead of leaving them."""
+    """Walks over the bytes of a header, and never leaves them.
+
+    It raises ValueError instead, whose text continues a sentence on the file.
+    """
 
     def __init__(self, data: mmap.mmap, end: int) -> None:
         self._data, self._end, self.position = data, end, 0
@@ -197,12 +212,12 @@ class _Cursor:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor as the header describes it."""
+    """Holds what the header says of a tensor."""
 
     name: str
     sizes: tuple[int, ...]  # the innermost first
     kind: int
-    offset: int  # from where the data begins
+    offset: int  # counted from the start of the data
 
 
 def _read_counts(cursor: _Cursor) -> tuple[int, int]:
@@ -271,7 +286,7 @@ def _checked(
 
 
 def _misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
-    """What is wrong with where tensors lie."""
+    """Returns what is wrong with the places of tensors."""
     problems, position = [], 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < position:
@@ -285,11 +300,15 @@ def _misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
 
 
 def _interleaved_heads(metadata: Mapping[str, Any], name: str) -> int:
-    """llama.cpp reorders the rows of these for its RoPE, in files of this architecture alone."""
+    """Returns the number of heads whose rows llama.cpp reordered for its RoPE; 0 for none.
+
+    It reorders the rows of queries and keys, in files of the architecture "llama" alone.
+    """
     part = name.rpartition(".")[0].rpartition(".")[2]
     if metadata.get("general.architecture") != "llama" or part not in ("attn_q", "attn_k"):
         return 0
     heads = metadata.get("llama.attention.head_count")
     if part == "attn_k":
         heads = metadata.get("llama.attention.head_count_kv", heads)
-    return heads if type(heads) is int else 0  # what is none of a config is refused there
+    # A value that is no integer is refused in the config.
+    return heads if type(heads) is int else 0

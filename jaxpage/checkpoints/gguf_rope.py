@@ -1,4 +1,4 @@
-"""The rotary embedding of a GGUF file as `rope_parameters` of a config.json."""
+"""Reads the rotary embedding of a GGUF file as `rope_parameters` of a config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxpage.checkpoints.problems import quoted
 from jaxpage.errors import UnsupportedError
 
 _PREFIX = "rope.scaling."
-# Of YaRN: the names in config.json, and what may be there with this value only.
+# The keys of YaRN and their names in config.json; below, those that may have this value only.
 _YARN = {
     "original_context_length": "original_max_position_embeddings",
     "yarn_beta_fast": "beta_fast",
@@ -26,7 +26,7 @@ _NEUTRAL = {
     "yarn_log_multiplier": 0.0,
 }
 _KNOWN = {"dimension_count", "freq_base", "freq_base_swa", "scale_linear"}
-# of layers with a window, where they have another; a file need not say so
+# The base of layers with a window, where they have another; a file need not say so.
 _THETA_OF_WINDOWS = {"gemma3": 10_000.0}
 _LLAMA3 = {
     "low_freq_factor": 1.0,
@@ -36,11 +36,15 @@ _LLAMA3 = {
 
 
 def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
-    """Raises UnsupportedError for what is not computed here; whether its numbers make sense is for the family to say."""
+    """Returns the rope parameters; the family says whether their numbers make sense.
+
+    Raises:
+        UnsupportedError: The file asks for something that is not computed here.
+    """
     scaling = {key: value for key, value in _own(file).items() if key.startswith(_PREFIX)}
     values = {key.removeprefix(_PREFIX): as_number(value) for key, value in scaling.items()}
     kind, factor = values.pop("type", "none"), values.pop("factor", None)
-    values.pop("finetuned", None)  # of how the model was trained
+    values.pop("finetuned", None)  # says how the model was trained
     if unknown := [
         key
         for key in _own(file)
@@ -49,7 +53,7 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         raise UnsupportedError(
             f"{file.architecture}.{unknown[0]} = {quoted(_own(file)[unknown[0]])} is not supported"
         )
-    linear = as_number(file.of_model("rope.scale_linear"))  # of old files
+    linear = as_number(file.of_model("rope.scale_linear"))  # in old files
     if kind == "none" and linear not in (None, 1.0):
         kind, factor = "linear", linear
     parameters: dict[str, Any] = {
@@ -96,7 +100,7 @@ def _own(file: GGUFFile) -> dict[str, Any]:
 
 
 def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> dict[str, Any]:
-    """Llama 3.1's scaling, of which a file has only what it makes of each frequency."""
+    """Returns Llama 3.1's scaling, of which a file has only the factor of each frequency."""
     tensor = file.tensors.get("rope_freqs.weight")
     if tensor is None:
         return {}
@@ -110,7 +114,7 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
         )
     factors = read_gguf_array(tensor)
     scaling = {"rope_type": "llama3", "factor": as_number(float(factors.max())), **_LLAMA3}
-    with np.errstate(all="ignore"):  # of numbers that make no sense
+    with np.errstate(all="ignore"):  # for numbers that make no sense
         expected = _llama3_factors(scaling, parameters["rope_theta"], head_width)
     if not np.allclose(factors, expected, rtol=1e-4):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names that a model's family has for them, and their numbers, dequantised."""
+"""Reads the tensors of a GGUF file by the names of the model's family, and dequantises them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxpage.models.quantization.gguf import kept_scheme
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.weights import Weight
 
-_AT_ONCE = 1 << 18  # numbers that are dequantised at a time
-# What the config was made of (`gguf_config`), and is no parameter.
+_AT_ONCE = 1 << 18  # The numbers that are dequantised at a time.
+# The config is made of these (`gguf_config`); they are no parameters.
 OF_CONFIG = ("rope_freqs.weight",)
 
 
 def read_gguf_tensors(path: Path, problems: Problems) -> dict[str, GGUFTensor]:
-    """By the names in the file; what is wrong with them is added to `problems`."""
+    """Returns the tensors by their names in the file; errors are added to `problems`."""
     file = read_gguf(path)
     for line in file.tensor_problems:
         problems.add(line)
@@ -33,9 +33,10 @@ def read_gguf_tensors(path: Path, problems: Problems) -> dict[str, GGUFTensor]:
 
 
 def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
-    """The name in the file of each tensor that fills one of `weights`, by the name that the model's family has for it.
+    """Returns the name in the file of each tensor that fills one of `weights`.
 
-    Only of their first sources: the package has a name also for what a family stores fused, and it is that of a part.
+    The keys are the names of the model's family. Only first sources count: the package has a name
+    also for a fused tensor of a family, and it is that of a part.
     """
     file = read_gguf(path)
     names = _names_in(file)
@@ -45,14 +46,17 @@ def gguf_names(path: Path, weights: Sequence[Weight]) -> dict[str, str]:
 
 
 def _names_in(file: GGUFFile) -> Any:
-    """See `tensor_names`."""
+    """Returns the names of tensors; see `tensor_names`."""
     return tensor_names(file.architecture, int(file.of_model("block_count") or 0))
 
 
 def under_model_names(
     stored: Mapping[str, TensorInfo], names: Mapping[str, str], weights: Sequence[Weight]
 ) -> dict[str, TensorInfo]:
-    """`stored` by the family's names; what has none keeps its own, and is unexpected. Where weights are made of bytes, as bytes."""
+    """Returns `stored` by the family's names, as bytes where weights are made of bytes.
+
+    A tensor without a name of the family keeps its own, and is unexpected.
+    """
     reverse = {inside: name for name, inside in names.items() if inside in stored}
     pieces = [piece for weight in weights for piece in weight.sources[0].pieces]
     in_bytes = {
@@ -66,7 +70,11 @@ def under_model_names(
 
 
 def gguf_scheme(path: Path) -> Scheme:
-    """For `quantization="gguf"`. Raises CheckpointError if nothing of the file can be kept."""
+    """Returns the scheme for `quantization="gguf"`.
+
+    Raises:
+        CheckpointError: No matrix of the file can be kept.
+    """
     file = read_gguf(path)
     counts = Counter(tensor.kind for tensor in file.tensors.values() if len(tensor.shape) > 1)
 
@@ -80,30 +88,33 @@ def gguf_scheme(path: Path) -> Scheme:
 
 
 def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
-    """The numbers of a tensor in its dtype: a view of the file if they are stored so, else float32 in memory of its own."""
+    """Returns the numbers of a tensor in its dtype.
+
+    They are a view of the file if they are stored in this dtype, else float32 in memory of its own.
+    """
     assert isinstance(tensor, GGUFTensor)
     array = _dequantised(tensor) if tensor.is_quantised else map_array(tensor)
     if tensor.one_more:
         return array - np.float32(1)
     if not tensor.interleaved_heads:
         return array
-    # A head's rows are stored as pairs (i, i + H / 2) one behind the other; the model wants the
-    # first halves, then the second ones.
+    # The rows of a head are stored as pairs (i, i + H / 2), one after the other; the model wants
+    # the first halves, then the second ones.
     pairs = array.reshape(tensor.interleaved_heads, -1, 2, *array.shape[1:])
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
 def _dequantised(tensor: GGUFTensor) -> np.ndarray:
-    """Some rows at a time, so that beside the result there is little else in memory."""
+    """Dequantises some rows at a time, so that little is in memory but the result."""
     kind, width = tensor_type(tensor.kind), tensor.shape[-1]
     stored = map_array(replace(tensor, dtype="U8", shape=(tensor.num_bytes,)))
     blocks_NB = stored.reshape(-1, width // kind.block * kind.num_bytes)
     result_NK = np.empty((len(blocks_NB), width), np.float32)
     step = max(1, _AT_ONCE // width)
-    with np.errstate(all="ignore"):  # of what is stored
+    with np.errstate(all="ignore"):  # stored numbers may overflow or be NaN
         for start in range(0, len(blocks_NB), step):
-            # As one row: the package goes through rows a few at a time, and small ones cost it more
-            # than their numbers.
+            # The rows are given as one: the package takes a few rows at a time, and small ones cost
+            # it more than their numbers.
             numbers = kind.dequantise(blocks_NB[start : start + step].reshape(1, -1))
             result_NK[start : start + step] = numbers.reshape(-1, width)
     return result_NK.reshape(tensor.shape)

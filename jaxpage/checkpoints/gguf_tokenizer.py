@@ -1,6 +1,7 @@
-"""The tokenizer and the chat template of a GGUF file, built of its metadata: byte-level BPE, and SentencePiece's BPE.
+"""Builds the tokenizer and the chat template of a GGUF file from its metadata.
 
-transformers builds some itself (`gguf_file=`), but only beside torch, and it cuts text in one way where the models differ.
+It may be byte-level BPE or SentencePiece's BPE. transformers builds some itself (`gguf_file=`), but
+only where torch is installed, and it cuts text in one way where the models differ.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from jaxpage.checkpoints.problems import quoted
 from jaxpage.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
-# types of tokens: no text, and text that is one token wherever it stands
+# Types of tokens: control tokens are no text; user-defined ones are always one token.
 _CONTROL, _USER_DEFINED = 3, 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
-# How text is cut before its parts become tokens: the rules that the tokenizers were trained with.
+# These rules cut a text before its parts become tokens. The tokenizers were trained with them.
 _WORDS_OF_CASE = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -36,15 +37,19 @@ _SPLITS = {
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
     "tekken": _TEKKEN,
 }
-# a word that is a token is that token
+# With these rules, a word that is a token is not merged from parts.
 _WHOLE_WORDS = {name for name, split in _SPLITS.items() if split != _QWEN2}
-# unless the file says otherwise
+# With these rules, a text begins with the BOS token unless the file says otherwise.
 _WITH_BOS = {name for name, split in _SPLITS.items() if split == _LLAMA3}
 _RULES = (*_SPLITS, "gpt-2", "smollm")
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast | None:
-    """None if the file has no tokenizer. Raises CheckpointError for a damaged one, and for one of a kind that is not known."""
+    """Returns the tokenizer of a file; None if it has none.
+
+    Raises:
+        CheckpointError: The tokenizer is damaged, or of a kind that is not known.
+    """
     metadata = read_gguf(path).metadata
     kind = metadata.get(f"{_KEY}model", "no_vocab")
     if kind == "no_vocab":
@@ -93,9 +98,10 @@ def _byte_level(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) 
 
 
 def sentence_piece(path: Path, own: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
-    """As llama.cpp: the text before, between and after special tokens is SentencePiece's, each with the mark of a space first.
+    """Returns SentencePiece's BPE as llama.cpp applies it.
 
-    That is also what models were trained with whose chats begin with text right after `<s>`.
+    The text before, between and after special tokens is cut on its own, each with the mark of a
+    space first. Models whose chats begin with text right after `<s>` were trained so too.
     """
     scores = own.get("scores")
     if not isinstance(scores, list) or len(scores) != len(vocabulary):
@@ -130,7 +136,10 @@ _BUILDERS = {"gpt2": _byte_level, "llama": sentence_piece}
 
 
 def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others; what makes the token of the best score is merged first, as SentencePiece does."""
+    """Returns every way to make a token of two others.
+
+    The token of the best score is merged first, as SentencePiece does.
+    """
     merges = []
     for token, score in zip(vocabulary, scores, strict=True):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
@@ -142,11 +151,13 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: list[float]) -> list
 def _bpe(path: Path, vocabulary: dict[str, int], merges: list[Any], **options: Any) -> models.BPE:
     try:
         return models.BPE(vocab=vocabulary, merges=merges, **options)
-    except Exception as error:  # of the library: a merge of what is no token, or not of two
+    # The library raises this for a merge of something that is no token, or not of two.
+    except Exception as error:
         raise _refusal(path, f"its merges do not fit its tokens ({error})") from error
 
 
 def add_tokens(backend: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Adds the control tokens and the user-defined tokens to a tokenizer."""
     kinds = list(zip(tokens, types, strict=False))
     backend.add_special_tokens(
         [AddedToken(token, normalized=False) for token, kind in kinds if kind == _CONTROL]
@@ -179,7 +190,7 @@ def _token(path: Path, own: Mapping[str, Any], tokens: list[str], name: str) -> 
 
 
 def _chat_template(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """One, or several by name where a file has more ("tool_use")."""
+    """Returns the chat template, or several by name where a file has more ("tool_use")."""
     template = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates")
     if template is None or not names:

@@ -1,4 +1,4 @@
-"""The types of tensors in GGUF files, as the package `gguf` knows them: how large their blocks are, and how they are dequantised."""
+"""Describes the types of tensors in GGUF files, as the package `gguf` knows them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,31 @@ PLAIN = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 
 @dataclass(frozen=True)
 class TensorType:
-    """A type of GGML: blocks of `block` numbers of a row, in `num_bytes` bytes each."""
+    """Describes a type of GGML: blocks of numbers of a row.
+
+    Attributes:
+        name: The name of the type.
+        block: The number of numbers in a block.
+        num_bytes: The number of bytes of a block.
+        number: The number of the type in the package.
+    """
 
     name: str
     block: int
     num_bytes: int
-    number: Any  # the package's
+    number: Any
 
     def dequantise(self, blocks: np.ndarray) -> np.ndarray:
-        """float32 numbers [N, K] of the bytes [N, K / block * num_bytes]. Raises NotImplementedError if the package cannot."""
+        """Returns float32 numbers [N, K] of the bytes [N, K / block * num_bytes].
+
+        Raises:
+            NotImplementedError: The package cannot dequantise this type.
+        """
         return _gguf().dequantize(blocks, self.number)
 
     @functools.cached_property
     def is_read(self) -> bool:
+        """Returns whether the package can dequantise this type."""
         try:
             self.dequantise(np.zeros((1, self.num_bytes), np.uint8))
         except NotImplementedError:
@@ -37,7 +49,7 @@ class TensorType:
 
 @functools.cache
 def tensor_types() -> dict[int, TensorType]:
-    """By the numbers that files have for them."""
+    """Returns the types by the numbers that files have for them."""
     sizes = _gguf().GGML_QUANT_SIZES
     return {
         int(number): TensorType(number.name, sizes[number][0], sizes[number][1], number)
@@ -46,12 +58,16 @@ def tensor_types() -> dict[int, TensorType]:
 
 
 def tensor_type(name: str) -> TensorType:
+    """Returns the type with this name."""
     return next(kind for kind in tensor_types().values() if kind.name == name)
 
 
 @functools.cache
 def tensor_names(architecture: str, num_layers: int) -> Any:
-    """The package's map from names of checkpoints to names in GGUF files, of an architecture that it knows."""
+    """Returns the package's map from names of checkpoints to names in GGUF files.
+
+    The architecture is one that the package knows.
+    """
     gguf = _gguf()
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return gguf.get_tensor_name_map(number, num_layers)

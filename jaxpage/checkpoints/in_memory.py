@@ -1,4 +1,7 @@
-"""Weights that are in memory already, under the names of Hugging Face: fitted to a model as those of files are, and given back."""
+"""Fits weights that are in memory to a model, and returns weights by their names.
+
+The names are those of Hugging Face, as in files.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +27,15 @@ from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.sharding import at
 from jaxpage.models.weights import Weight, tensor
 
-PLACE = Path("(parameters in memory)")  # where messages say that they are
+PLACE = Path("(parameters in memory)")  # Messages give this place.
 Parameters = Mapping[str, Any] | nnx.Module
 
 
 class HFConfig(Protocol):
-    """A config of transformers."""
+    """A config of transformers, which can be turned into a dict."""
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json says."""
+        """Returns the content of config.json."""
 
 
 ModelConfig = Mapping[str, Any] | HFConfig
@@ -42,10 +45,16 @@ _CODES = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
 def open_parameters(
     config: ModelConfig, parameters: Parameters, quantization: str | None = None
 ) -> ModelFiles:
-    """A model whose config.json is a dict or a config of transformers, and whose weights are arrays: in a flat or a nested dict, or a
-    module of its family.
+    """Opens a model whose weights are arrays in memory.
 
-    Raises one CheckpointError listing all that does not fit; TypeError for what is neither.
+    Args:
+        config: A dict with the content of config.json, or a config of transformers.
+        parameters: The arrays in a flat or a nested dict, or a module of the model's family.
+        quantization: The setting.
+
+    Raises:
+        CheckpointError: The weights do not fit; the error lists all that is wrong.
+        TypeError: The config or the parameters are of another type.
     """
     if not isinstance(config, Mapping):
         if not hasattr(config, "to_dict"):
@@ -63,7 +72,7 @@ def open_parameters(
 
 
 def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
-    """The same model with other weights. Raises as `open_parameters`."""
+    """Returns the same model with other weights; it raises what `open_parameters` raises."""
     if not isinstance(parameters, Mapping | nnx.Module):
         raise TypeError(
             f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}"
@@ -91,7 +100,7 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
 def _with_module(
     files: ModelFiles, module: nnx.Module, weights: Sequence[Weight], problems: Problems
 ) -> ModelFiles:
-    """Each parameter is one tensor, whose name is its path in the module."""
+    """Fits a module: each parameter is one tensor, whose name is its path in the module."""
     if files.quantization is not None:
         raise UnsupportedError(
             "a module cannot be quantised; give its arrays under the names of the checkpoint"
@@ -162,7 +171,7 @@ def _fitted(
 
 
 def _unusable(array: Any) -> str | None:
-    """Why it cannot be a weight of any model."""
+    """Returns why an array cannot be a weight of any model; None if it can."""
     if not isinstance(array, np.ndarray | jax.Array):
         return f"is a {type(array).__name__}, and no array of numpy or JAX"
     if array.dtype not in _CODES:
@@ -173,13 +182,17 @@ def _unusable(array: Any) -> str | None:
 
 
 def named_parameters(plan: LoadPlan, tree: Mapping[Any, Any]) -> dict[str, jax.Array]:
-    """The arrays of a loaded model by the names that they have in its checkpoint, shaped as there."""
+    """Returns the arrays of a loaded model by their names and in their shapes in its checkpoint."""
     each = ((filled, at(tree, filled.weight.path)) for filled in plan.parameters)
     return {name: part for filled, array in each for name, part in _parts(plan, filled, array)}
 
 
 def check_all_finite(files: ModelFiles, tree: Mapping[Any, Any]) -> None:
-    """Raises CheckpointError: tensors of a loaded model have numbers that are NaN or infinite. One at a time comes to the host."""
+    """Checks the tensors of a loaded model, one at a time on the host.
+
+    Raises:
+        CheckpointError: Some have numbers that are NaN or infinite.
+    """
     problems = Problems(files.directory)
     for filled in files.plan.parameters:
         for name, part in _parts(files.plan, filled, np.asarray(at(tree, filled.weight.path))):
@@ -189,7 +202,7 @@ def check_all_finite(files: ModelFiles, tree: Mapping[Any, Any]) -> None:
 
 
 def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, Any]]:
-    """A parameter's array as the tensors of the checkpoint."""
+    """Yields the tensors of the checkpoint that a parameter's array consists of."""
     own = [piece for piece, _ in filled.pieces]
     for piece in filled.weight.sources[0].pieces if plan.layout == "module" else own:
         part = array[
@@ -205,7 +218,7 @@ def _parts(plan: LoadPlan, filled: Filled, array: Any) -> Iterator[tuple[str, An
 
 
 def flat(parameters: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Of a nested dict, with the keys joined by dots."""
+    """Yields the entries of a nested dict, with the keys joined by dots."""
     for key, value in parameters.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -1,4 +1,7 @@
-"""A config that has another number of layers than the checkpoint: one sentence in place of a list of all tensors of those layers."""
+"""Finds that a config has another number of layers than the checkpoint.
+
+One sentence then takes the place of a list of all tensors of the layers that are too many.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,14 @@ _LAYER = re.compile(r"([A-Za-z_.]+\.)(\d{1,5})\.")
 def layers_beyond(
     stored: Iterable[str], weights: Sequence[Weight], problems: Problems
 ) -> Callable[[Iterable[str]], bool]:
-    """Whether one of these names is of a layer that the model or the checkpoint lacks altogether; that is then in `problems`.
+    """Returns a function that finds names of layers which the model or the checkpoint lacks.
 
-    stored: names of the tensors that are not ignored.
+    A difference of their numbers of layers is added to `problems`.
+
+    Args:
+        stored: The names of the tensors that are not ignored.
+        weights: The parameters of the model.
+        problems: The list that errors are added to.
     """
     of_model = [
         name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
@@ -38,7 +46,7 @@ def layers_beyond(
 
 
 def _layers(names: Iterable[str]) -> dict[str, set[int]]:
-    """The numbers of layers, by what stands before them."""
+    """Returns the numbers of layers, by the text before them in names."""
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(_LAYER.match, names)):
         numbers.setdefault(match[1], set()).add(int(match[2]))

@@ -1,6 +1,6 @@
-"""Loads the parameters of a model, one at a time, each put together out of the stored tensors that fill it.
+"""Loads the parameters of a model one at a time, each from the stored tensors that fill it.
 
-Weights that are NaN or infinite are loaded as they are: whether they are meant is not for a loader to say.
+Weights that are NaN or infinite are loaded as they are: a loader cannot say whether they are meant.
 """
 
 from __future__ import annotations
@@ -29,13 +29,22 @@ from jaxpage.models.weights import Piece, Weight
 def load_weights(
     plan: LoadPlan, dtype: str | None, put: Callable[[Any], Any], *, progress: bool = False
 ) -> dict[Any, Any]:
-    """The parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
+    """Returns the parameters as a nested dict keyed by `Weight.path`, each one `put(array)`.
 
-    `array` has the parameter's shape and `dtype` (or its own), is row major and owns its memory, so `put` may keep it.
-    Parameters are read and converted one at a time, of GGUF one for each core, so the host never holds two copies of the
-    model (an Orbax checkpoint is restored whole, and given away piece by piece). dtype None keeps each tensor as it is stored.
-    A parameter that is in memory as an array of JAX, as it is needed, is copied on its device and does not come to the host.
-    A progress bar counts bytes on standard error. Raises CheckpointError when the data is damaged.
+    The array has the parameter's shape and `dtype` (or its own), is row major and owns its memory,
+    so that `put` may keep it. Parameters are read and converted one at a time, those of GGUF one
+    for each core, so that the host never holds two copies of the model. (An Orbax checkpoint is
+    restored whole, and released piece by piece.) A parameter that is an array of JAX on one device,
+    as it is needed, is copied there and does not come to the host.
+
+    Args:
+        plan: The tensors that fill the parameters.
+        dtype: The type of the parameters; None to keep each tensor as it is stored.
+        put: Takes each array, and returns the entry of the dict.
+        progress: True to show a bar over bytes on standard error.
+
+    Raises:
+        CheckpointError: The data is damaged.
     """
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
@@ -46,7 +55,8 @@ def load_weights(
             and _is_whole(filled)
             and len(array.devices()) == 1
         ):
-            own = array.addressable_data(0)  # without the mesh of its owner, who may donate it
+            # The copy is without the mesh of the array's owner, who may donate it.
+            own = array.addressable_data(0)
             array = jax.device_put(own, own.sharding, may_alias=False)
         else:
             array = _assembled(
@@ -65,8 +75,10 @@ def load_sharded(
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """As `load_weights`, straight onto devices: each parameter is sharded by `sharding_of(weight)`, and only the part
-    of a device is read for it. Of Orbax that goes for parameters that are one stored tensor; others come through the host.
+    """Loads parameters straight onto devices, sharded by `sharding_of(weight)`.
+
+    Only the part of a device is read for it. For Orbax this holds for parameters that are one
+    stored tensor; others come through the host. See `load_weights`.
     """
     targets: dict[str, Any] = {}
     if plan.layout == "orbax":
@@ -102,16 +114,24 @@ def load_shards(
     *,
     progress: bool = False,
 ) -> dict[Any, Any]:
-    """As `load_weights`, for a model that is divided among devices, each of which gets its part and no more.
+    """Loads a model that is divided among devices, each of which gets only its part.
 
-    weights: those of the plan, in its order. put: an array that is the same on every device. put_shards: see `DeviceMesh`.
+    See `load_weights`.
+
+    Args:
+        plan: The tensors that fill the parameters.
+        dtype: The type of the parameters; None to keep each tensor as it is stored.
+        weights: The weights of the plan, in its order.
+        put: Takes an array that is the same on every device.
+        put_shards: Takes the parts of an array; see `DeviceMesh`.
+        progress: True to show a bar over bytes on standard error.
     """
     divided = {sharded.weight.path: sharded for sharded in weights}
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
         sharded, wanted = divided[filled.weight.path], filled.dtype(dtype)
         part_of: Callable[[Box], np.ndarray] = functools.partial(_assembled, filled, arrays, wanted)
-        # decoded once, not for each of its parts
+        # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
             part_of = part_of(_whole(filled)).__getitem__
         made = {}
@@ -130,7 +150,10 @@ def load_shards(
 def _shard(
     sharded: ShardedWeight, place: Place, part_of: Callable[[Box], np.ndarray], device: int
 ) -> np.ndarray:
-    """What a device has of a weight for one of its parameters, with zeros behind it where that is less than the parameter."""
+    """Returns the part of a weight that a device has for one of its parameters.
+
+    It is padded with zeros where it is smaller than the parameter.
+    """
     assert sharded.axis is not None
     parts = [part_of(box) for box in sharded.boxes(place, device)]
     lacking = place.shape[sharded.axis] - sum(part.shape[sharded.axis] for part in parts)
@@ -143,7 +166,7 @@ def _shard(
 
 
 def _is_whole(filled: Filled) -> bool:
-    """Whether it is one stored tensor, as it is stored."""
+    """Returns whether the parameter is one stored tensor, as it is stored."""
     piece, _ = filled.pieces[0]
     return (
         len(filled.pieces) == 1
@@ -159,9 +182,10 @@ def _whole(filled: Filled) -> tuple[slice, ...]:
 def stored_arrays(
     plan: LoadPlan, targets: Mapping[str, Any] | None = None
 ) -> Callable[[TensorInfo], Any]:
-    """How tensors are read: as views of their files, or dequantised; from Orbax as numpy arrays, or as `targets[name]` asks for.
+    """Returns a function that reads tensors.
 
-    Of Orbax a tensor is given away with the last of the pieces that it fills: nothing here holds it any longer.
+    They are views of their files, or dequantised; from Orbax they are numpy arrays, or of the form
+    of `targets[name]`. A tensor of Orbax is released with the last of the pieces that it fills.
     """
     if plan.layout == "safetensors":
         return map_array
@@ -171,7 +195,7 @@ def stored_arrays(
         return lambda info: np.asarray(plan.arrays[info.name])
     wanted: dict[str, Any] = {}
     for info in plan.tensors.values():
-        # One element stands for all: the target only tells Orbax the shape and the dtype.
+        # One element is enough for all: the target only tells Orbax the shape and the dtype.
         default = np.broadcast_to(np.empty((), NUMPY_DTYPES[info.dtype]), info.shape)
         insert(wanted, info.name.split("."), (targets or {}).get(info.name, default))
     restored = restore_orbax(plan.directory, wanted)
@@ -189,6 +213,7 @@ def stored_arrays(
 
 
 def insert(tree: dict[Any, Any], path: Sequence[Any], value: Any) -> None:
+    """Puts a value into a nested dict, at this path."""
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
     tree[path[-1]] = value
@@ -211,8 +236,8 @@ def _loaded(
         ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="weights") as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc="loading weights", disable=shown) as bar,
     ):
-        # Dequantising is work for all cores; the others read as fast as memory or disk give, and
-        # one at a time takes the least of it.
+        # Dequantising is work for all cores. Others are read as fast as memory or disk can, and one
+        # at a time needs the least memory.
         for made, num_bytes in (pool.map if plan.layout == "gguf" else map)(one, plan.parameters):
             for path, value in made.items():
                 insert(tree, path, value)
@@ -223,7 +248,7 @@ def _loaded(
 def _assembled(
     filled: Filled, arrays: Sequence[np.ndarray], dtype: np.dtype[Any], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """The part `index` of a parameter, of which nothing else is read."""
+    """Returns the part `index` of a parameter, and reads nothing else."""
     box = [part.indices(size)[:2] for part, size in zip(index, filled.weight.shape, strict=True)]
     result = np.empty([stop - start for start, stop in box], dtype)
     by_name = {piece.name: array for (piece, _), array in zip(filled.pieces, arrays, strict=True)}
@@ -234,14 +259,14 @@ def _assembled(
             into.append(slice(first - start, max(last, first) - start))
             out_of.append(slice(first - offset, max(last, first) - offset))
         if any(part.start == part.stop for part in into):
-            continue  # nothing of it: nothing is decoded
+            continue  # The piece has nothing of this part, and is not decoded.
         others = [by_name[name] for name in piece.stored.beside] if piece.stored else []
         result[tuple(into)] = _oriented(piece, array, others)[tuple(out_of)]
     return result
 
 
 def _oriented(piece: Piece, array: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
-    """A stored tensor in the shape of the piece: a view of it, unless it has to be decoded."""
+    """Returns a stored tensor in the shape of the piece: a view, unless it has to be decoded."""
     array = np.swapaxes(array, -1, -2) if piece.transpose else array
     array = piece.stored.decode(array, *others) if piece.stored else array
     return (array if piece.rows is None else array[slice(*piece.rows)]).reshape(piece.shape)

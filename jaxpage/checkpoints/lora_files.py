@@ -20,8 +20,7 @@ from jaxpage.models.lora import LoRASpec, LoRATarget
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 DTYPES = ("F32", "BF16", "F16")
-# Fields of adapter_config.json that change what an adapter computes in a way that is not honoured
-# here, and what they are.
+# These fields of adapter_config.json change an adapter in a way that is not supported here.
 REFUSED = {
     "use_dora": "DoRA",
     "lora_bias": "a bias of B",
@@ -32,8 +31,8 @@ REFUSED = {
     "target_parameters": "parameters of no linear layer",
     "use_qalora": "QA-LoRA",
 }
-# Those that change nothing here: where the adapter comes from, how it was trained, and what is read
-# below.
+# These fields change nothing here: they say where the adapter comes from or how it was trained, or
+# they are read below.
 KNOWN = frozenset(
     {
         *(
@@ -71,21 +70,32 @@ KNOWN = frozenset(
         *("revision", "runtime_config", "target_modules", "task_type", "use_rslora"),
     }
 )
-INITS = (True, False, "gaussian", "eva", "orthogonal")  # that leave the base weights as they are
+INITS = (True, False, "gaussian", "eva", "orthogonal")  # They leave the base weights as they are.
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PATTERN = re.compile(r"\^?[\w.]+")
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """digest: of all numbers that it adds. layers: A and B of each linear layer that it changes, by path: padded, B with its factor."""
+    """Holds the matrices of an adapter.
+
+    Attributes:
+        digest: The digest of all numbers that it adds.
+        layers: A and B of each linear layer that it changes, by path. They are padded to the
+            largest rank, and B has its factor in it.
+    """
 
     digest: str
     layers: Mapping[tuple[str | int, ...], tuple[np.ndarray, np.ndarray]]
 
 
 def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
-    """Raises CheckpointError with every problem: features that are not supported, modules, shapes, ranks and numbers that do not fit."""
+    """Reads the adapter of a directory.
+
+    Raises:
+        CheckpointError: The adapter has features that are not supported, or modules, shapes, ranks
+            or numbers that do not fit. The error lists all of them.
+    """
     problems, config, tensors = Problems(directory, "adapter"), {}, {}
     with problems.collect():
         config = read_object(directory, CONFIG)
@@ -172,7 +182,7 @@ def _check_config(config: Mapping[str, Any], problems: Problems) -> None:
 def _pairs(
     tensors: Mapping[str, TensorInfo], targets: Mapping[str, LoRATarget], problems: Problems
 ) -> dict[str, tuple[TensorInfo, TensorInfo]]:
-    """A and B by module."""
+    """Returns A and B by module."""
     found: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         if not (match := _NAME.fullmatch(name)):
@@ -217,7 +227,10 @@ def _factor(config: Mapping[str, Any], module: str) -> float:
 
 
 def _by_pattern(pattern: Mapping[str, float] | None, module: str, default: float) -> float:
-    """The first key that is the module's name, or its end behind a dot; behind ^ it is the whole name."""
+    """Returns the value of the first key that is the module's name, or the end of it after a dot.
+
+    A key that begins with ^ must be the whole name.
+    """
     for key, value in (pattern or {}).items():
         if module == key.removeprefix("^") or (
             not key.startswith("^") and module.endswith(f".{key}")

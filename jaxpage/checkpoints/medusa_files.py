@@ -1,4 +1,4 @@
-"""The files of Medusa heads: opened from headers alone and fitted to the model that they predict for, then loaded."""
+"""Opens Medusa heads from headers alone, fits them to their model, and loads them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ logger = logging.getLogger(__name__)
 MEDUSA_FILE = "medusa_lm_head.safetensors"
 MEDUSA_FILES = ("config.json", MEDUSA_FILE, SINGLE, INDEX)
 TOKEN_MAP = "token_map"
-PREFIX = "medusa_heads."  # that names of vLLM's format may begin with
+PREFIX = "medusa_heads."  # Names of vLLM's format may begin with it.
 ACCURACIES = "jaxpage_accuracies"  # a field of config.json that is jaxpage's own: [head][rank]
 Accuracies = tuple[tuple[float, ...], ...]
-# Which tensor belongs to which head and layer, by format.
+# These say which head and layer a tensor belongs to, by format.
 _AUTHORS = re.compile(
     r"(?P<head>\d{1,4})\.(?P<layer>\d{1,4})\.linear\.(weight|bias)|(?P<table>\d{1,4})\.\d{1,4}\.weight"
 )
@@ -42,32 +42,43 @@ _VLLM = re.compile(
 
 @dataclass(frozen=True)
 class MedusaFiles:
-    """Heads that fit their model. Nothing of them but headers and the token map has been read."""
+    """Holds heads that fit their model. Only headers and the token map have been read.
+
+    Attributes:
+        spec: The spec of the heads.
+        plan: The tensors that fill their parameters.
+        token_map: The id of each token that the heads know; None for the whole vocabulary.
+        accuracies: For each head, how often its best prediction is right, its second, and so on;
+            None if config.json does not say so.
+    """
 
     spec: MedusaSpec
     plan: LoadPlan
-    token_map: (
-        npt.NDArray[np.int32] | None
-    )  # of heads that know a part of the vocabulary: the id of each of their tokens
-    # of each head: how often its best prediction is right, its second, and so on
+    token_map: npt.NDArray[np.int32] | None
     accuracies: Accuracies | None
 
     def num_bytes(self, dtype: str) -> int:
+        """Returns the bytes of the heads in a model of this type."""
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
 
     @property
     def num_tokens(self) -> int:
-        """That the heads choose among."""
+        """Returns the number of tokens that the heads choose among."""
         return self.spec.table_rows if self.token_map is None else len(self.token_map)
 
 
 def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> MedusaFiles:
-    """Heads in the format of Medusa's authors or of vLLM.
+    """Opens heads in the format of Medusa's authors or of vLLM.
 
-    How many there are the tensors say: published configs have it wrong. Raises one CheckpointError listing all that does not fit.
+    The tensors say how many heads there are, because published configs are wrong.
 
     Args:
-        model_width, vocab_size: of the model that the heads predict for.
+        directory: The directory of the heads.
+        model_width: The width of the model that they predict for.
+        vocab_size: The size of its vocabulary.
+
+    Raises:
+        CheckpointError: The heads do not fit; the error lists all that is wrong.
     """
     problems = Problems(directory)
     config = check_config(directory, problems)
@@ -96,10 +107,13 @@ def open_medusa(directory: Path, *, model_width: int, vocab_size: int) -> Medusa
 def load_medusa(
     files: MedusaFiles, dtype: str, put: Callable[[np.ndarray], Any], *, progress: bool = False
 ) -> dict[str, Any]:
-    """The parameters of `models.medusa.MedusaHeads`, each one `put(array)`. The host holds all of them at once."""
+    """Returns the parameters of `models.medusa.MedusaHeads`, each one `put(array)`.
+
+    The host holds all of them at once.
+    """
     heads = load_weights(files.plan, dtype, lambda array: array, progress=progress)
     if files.token_map is not None:
-        # saved in full: the rows of the tokens that the heads know
+        # The tables are saved in full: only the rows of the tokens that the heads know are taken.
         if files.num_tokens < files.spec.table_rows:
             for part in heads["tables"].values():
                 part["table"] = part["table"][files.token_map]
@@ -117,7 +131,10 @@ def _spec(
     model_width: int,
     vocab_size: int,
 ) -> MedusaSpec | None:
-    """By the names of the tensors. None, with the reason among the problems, if they are of no heads."""
+    """Returns the spec, by the names of the tensors.
+
+    It is None, with the reason among the problems, if they are not those of heads.
+    """
     found = [match for name in stored if (match := _AUTHORS.fullmatch(name))]
     is_authors = bool(found)
     found = found or [match for name in stored if (match := _VLLM.fullmatch(name))]
@@ -159,7 +176,7 @@ def _spec(
 def _accuracies(
     config: Mapping[str, Any], spec: MedusaSpec | None, problems: Problems
 ) -> Accuracies | None:
-    """The measured values, if config.json has them."""
+    """Returns the measured values, if config.json has them."""
     rows = config.get(ACCURACIES)
     if rows is None or spec is None:
         return None
@@ -173,13 +190,13 @@ def _accuracies(
 
 
 def _are_shares(row: Any) -> bool:
-    """Of one whole, which rounding may have gone beyond by a little."""
+    """Returns whether these are shares of one whole, which rounding may have exceeded a little."""
     numbers = isinstance(row, list) and all(type(share) in (int, float) for share in row)
     return numbers and len(row) > 0 and min(row) >= 0 and sum(row) <= 1.001
 
 
 def _rows(spec: MedusaSpec, stored: Mapping[str, TensorInfo]) -> int | None:
-    """Of the first head's table, as it is stored."""
+    """Returns the rows of the first head's table, as it is stored."""
     for name in (spec.table(0), "lm_head"):
         info = stored.get(f"{name}.weight")
         if info is not None and info.shape:

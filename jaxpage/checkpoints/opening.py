@@ -1,4 +1,7 @@
-"""A model directory opened: its config, family, spec and fitted tensors, or one error with all that is wrong. Or its config alone."""
+"""Opens a model directory: its config, family, spec and fitted tensors, or its config alone.
+
+All that is wrong is raised as one error.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from jaxpage.models.replacing import Rule
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What config.json says of a model."""
+    """Holds what config.json says of a model."""
 
     config: dict[str, Any]
     family: Family
@@ -34,13 +37,13 @@ class ModelDescription:
 
     @property
     def rule(self) -> Rule | None:
-        """Of the modules that take the place of the family's."""
+        """Returns the rule for modules that take the place of the family's."""
         return self.quantization.rule if self.quantization else None
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A checkpoint that fits. Nothing of it but headers has been read, and nothing is on a device."""
+    """Holds a checkpoint that fits. Only headers have been read, and nothing is on a device."""
 
     directory: Path
     config: dict[str, Any]
@@ -51,12 +54,12 @@ class ModelFiles:
 
     @property
     def rule(self) -> Rule | None:
-        """Of the modules that take the place of the family's."""
+        """Returns the rule for modules that take the place of the family's."""
         return self.quantization.rule if self.quantization else None
 
     @property
     def rounded_before(self) -> tuple[str, ...]:
-        """The types of the tensors that were rounded when the file was made, and are rounded once more when they are loaded."""
+        """Returns the types of tensors that the file has rounded, and that loading rounds again."""
         rounded = {
             info.kind
             for filled in self.plan.parameters
@@ -67,18 +70,26 @@ class ModelFiles:
 
 
 def open_model(directory: str | os.PathLike[str], quantization: str | None = None) -> ModelFiles:
-    """Read everything about a local model but its weights, in Hugging Face or Orbax layout.
+    """Reads all of a local model but its weights, in Hugging Face, Orbax or GGUF layout.
 
-    quantization: see `EngineConfig`.
-    Raises one CheckpointError listing all that does not fit: config, architecture, files and tensors.
+    Args:
+        directory: The directory or GGUF file.
+        quantization: See `EngineConfig`.
+
+    Raises:
+        CheckpointError: The config, the architecture, files or tensors do not fit; the error lists
+            all that is wrong.
     """
     return _open(Path(directory), quantization, compare=True)
 
 
 def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> ModelFiles:
-    """The same model with the weights of another directory, whose config.json may be missing, and must else say the same of the model.
+    """Returns the same model with the weights of another directory.
 
-    Raises one CheckpointError listing all that does not fit.
+    Its config.json may be missing; if it is there, it must say the same of the model.
+
+    Raises:
+        CheckpointError: The weights do not fit; the error lists all that is wrong.
     """
     problems = Problems(Path(directory))
     if (problems.directory / "config.json").is_file():
@@ -94,7 +105,7 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
 
 
 def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, str, str]]:
-    """The fields of config.json that make another model of it, and what they are there and in the model."""
+    """Yields the fields of config.json that make it another model, with both of their values."""
     here, there = files.config, described.config
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if described.family is not files.family:
@@ -125,7 +136,11 @@ def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tup
 def describe_model(
     directory: str | os.PathLike[str], quantization: str | None = None
 ) -> ModelDescription:
-    """Read what config.json says, for which no weights need to be there. Raises one CheckpointError listing all that is wrong."""
+    """Reads what config.json says, for which no weights need to be there.
+
+    Raises:
+        CheckpointError: The config is wrong; the error lists all that is.
+    """
     problems = Problems(Path(directory))
     described = _describe(Path(directory), quantization, problems)
     problems.raise_if_any()
@@ -134,7 +149,10 @@ def describe_model(
 
 
 def weights_bytes(directory: str | os.PathLike[str], dtype: str | None = None) -> int:
-    """Bytes that the weights will take in `dtype` (None: as stored), from headers alone. Raises as `open_model`."""
+    """Returns the bytes of the weights in `dtype`, or as stored for None, from headers alone.
+
+    It raises what `open_model` raises.
+    """
     return _open(Path(directory), None, compare=False).plan.num_bytes(dtype)
 
 
@@ -142,7 +160,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
     problems = Problems(directory)
     described = _describe(directory, quantization, problems)
     if described is None:
-        read_layout(directory, problems)  # the files' own faults belong in the same list
+        read_layout(directory, problems)  # The faults of the files belong in the same list.
         problems.raise_if_any()
     assert described is not None
     config, family, spec, scheme = (
@@ -168,7 +186,7 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
 def _describe(
     directory: Path, quantization: str | None, problems: Problems
 ) -> ModelDescription | None:
-    """None if something is wrong with config.json; `problems` has what."""
+    """Returns the description; None if config.json is wrong, which is then in `problems`."""
     config = check_config(directory, problems)
     if not config:
         return None
@@ -180,9 +198,14 @@ def _describe(
 def describe_config(
     config: dict[str, Any], scheme_of: Callable[[], Scheme | None], problems: Problems
 ) -> ModelDescription | None:
-    """What config.json says, whose sizes have been checked; None if something is wrong with it, which is added to `problems`.
+    """Returns what a config says whose sizes have been checked.
 
-    scheme_of: raises CheckpointError or UnsupportedError.
+    It is None if something is wrong with it, which is added to `problems`.
+
+    Args:
+        config: The content of config.json.
+        scheme_of: Returns the scheme; it may raise CheckpointError or UnsupportedError.
+        problems: The list that errors are added to.
     """
     family, spec, scheme = None, None, None
     with problems.collect():
@@ -199,9 +222,9 @@ def describe_config(
 
 
 def check_spec(family: Family, config: Mapping[str, Any], problems: Problems) -> ModelSpec | None:
-    """Returns what the family makes of config.json.
+    """Returns the spec that the family reads from config.json.
 
-    None if something is wrong with it, all of which is added to `problems`.
+    It is None if something is wrong with it, all of which is added to `problems`.
     """
     out = out_of_bounds(config)  # These are in `problems` already.
     spec = None

@@ -1,9 +1,10 @@
-"""Orbax behind one door: a nested dict of arrays saved to and restored from a directory, checked before it is read.
+"""Saves a nested dict of arrays with Orbax, and restores it from a checked directory.
 
-The dict has the names and shapes of the Hugging Face checkpoint, nested at the dots: a format that outlives the order in
-which the engine of the day likes its matrices (a square one in the wrong order would go unnoticed).
-Orbax costs seconds to import and most runs never need it, so it is imported on first use, here and nowhere else. The
-stable interface (`StandardCheckpointer`) is used; `orbax.checkpoint.v1` is not in every version that we support.
+The dict has the names and shapes of the Hugging Face checkpoint, nested at the dots. Such a format
+outlives the order in which the engine keeps its matrices (a square one in the wrong order would go
+unnoticed). Orbax takes seconds to import and most runs never need it, so it is imported at first
+use, here and nowhere else. The stable interface (`StandardCheckpointer`) is used, because
+`orbax.checkpoint.v1` is not in every supported version.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import CheckpointError
 
-FOLDER = "orbax"  # beside config.json and the tokenizer files
-COMMIT = "commit_success.txt"  # written last: without it the directory is half a checkpoint
+FOLDER = "orbax"  # It is next to config.json and the tokenizer files.
+COMMIT = "commit_success.txt"  # It is written last: without it the directory is half a checkpoint.
 
 # Orbax stores numpy's names; checkpoints are compared under the names of safetensors.
 _CODES = {
@@ -36,14 +37,16 @@ def _checkpointer() -> Any:
 
 
 def has_orbax(directory: Path) -> bool:
+    """Returns whether the directory has an Orbax checkpoint."""
     return has_file(directory, FOLDER)
 
 
 def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
-    """Every array of the Orbax checkpoint by its dotted path, from metadata alone; problems are added to `problems`.
+    """Returns every array of the Orbax checkpoint by its dotted path, from metadata alone.
 
-    The offsets and sizes of the result mean nothing. Refused unread: a checkpoint that was never committed, links and
-    special files (their targets could lie anywhere), and metadata that is not JSON.
+    The offsets and sizes of the result mean nothing. Errors are added to `problems`. Not read at
+    all are checkpoints that were never committed, or have links and special files (their targets
+    could lie anywhere), or metadata that is not JSON.
     """
     folder = directory / FOLDER
     before = len(problems.lines)
@@ -57,7 +60,7 @@ def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorI
             item = checkpointer.metadata(folder.resolve()).item_metadata
         leaves = dict(_leaves(item.tree, ()))
         tensors = {name: _tensor_info(name, leaf, folder) for name, leaf in leaves.items()}
-        # a chunk is allocated whole, so it may not be larger than its tensor
+        # A chunk is allocated whole, so it may not be larger than its tensor.
         for name, leaf in leaves.items():
             if any(
                 chunk > max(size, 1)
@@ -66,32 +69,35 @@ def read_orbax_tensors(directory: Path, problems: Problems) -> dict[str, TensorI
                 problems.add(
                     f"{FOLDER}: tensor {quoted(name)} has chunks larger than its shape {leaf.shape}"
                 )
-    except Exception as error:  # a damaged database fails in tensorstore with whatever it met first
+    except Exception as error:  # tensorstore raises many kinds for a damaged database
         problems.add(f"{FOLDER}: cannot be read as an Orbax checkpoint: {_reason(error)}")
         return {}
     return tensors
 
 
 def save_orbax(directory: Path, tree: Mapping[str, Any]) -> None:
-    """Save a nested dict of arrays, keys strings, under `directory`/orbax. Returns when it is committed."""
+    """Saves a nested dict of arrays under `directory`/orbax, and returns when it is committed."""
     with _checkpointer() as checkpointer:
         checkpointer.save((directory / FOLDER).resolve(), tree)
         checkpointer.wait_until_finished()
 
 
 def restore_orbax(directory: Path, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the whole tree in the form of `targets`, in their dtypes.
+    """Restores the whole tree in the form of `targets`, in their types.
 
-    A leaf that is a numpy array comes back as one; a `jax.ShapeDtypeStruct` with a sharding as a jax.Array sharded so,
-    each device reading its part. Shapes must have been compared before: Orbax pads and cuts silently.
-    Raises CheckpointError when the data is damaged.
+    A leaf that is a numpy array is restored as one. A `jax.ShapeDtypeStruct` with a sharding is
+    restored as a jax.Array with this sharding, and each device reads its part. Shapes must have
+    been compared before: Orbax pads and cuts silently.
+
+    Raises:
+        CheckpointError: The data is damaged.
     """
     try:
         with _checkpointer() as checkpointer:
             restored: dict[str, Any] = checkpointer.restore(
                 (directory / FOLDER).resolve(), target=targets
             )
-    except Exception as error:  # as above: anything that a damaged file makes tensorstore say
+    except Exception as error:  # as above
         raise CheckpointError(
             f"{directory / FOLDER} cannot be restored: {_reason(error)}"
         ) from error

@@ -1,4 +1,4 @@
-"""The list of everything wrong with a checkpoint, so that a reader hears of all of it in one error."""
+"""Lists everything that is wrong with a checkpoint, so that one error says all of it."""
 
 from __future__ import annotations
 
@@ -9,32 +9,36 @@ from pathlib import Path
 
 from jaxpage.errors import CheckpointError, UnsupportedError
 
-# A hostile index can name millions of tensors; no terminal is helped by more lines than this.
+# A hostile index can name millions of tensors; more lines than this help no reader.
 MAX_LINES = 100
 MAX_LINE = 2000  # characters
 
 
 class Problems:
-    """Collects what is wrong with the checkpoint in `directory`, or in a file; `raise_if_any` turns it into one CheckpointError.
+    """Collects what is wrong with the checkpoint in a directory or file.
 
-    what: the directory holds.
+    Attributes:
+        directory: The directory or file.
+        what: The thing that it holds, for the error.
+        lines: The problems.
     """
 
     def __init__(self, directory: Path, what: str = "checkpoint") -> None:
         self.directory, self.what = directory, what
         self.lines: list[str] = []
-        # What a family reads of a GGUF file is made of its metadata.
+        # A family reads a config that is made of a GGUF file's metadata.
         self._config = "its metadata, as config.json" if directory.is_file() else "config.json"
 
     def __bool__(self) -> bool:
         return bool(self.lines)
 
     def add(self, line: str) -> None:
+        """Adds a problem."""
         self.lines.append(line.replace("config.json", self._config)[:MAX_LINE])
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Run the body; what it refuses becomes a line of this list, or a line each, instead of an error of its own."""
+        """Turns each CheckpointError and UnsupportedError of the body into a line of this list."""
         try:
             yield
         except* (CheckpointError, UnsupportedError) as group:
@@ -42,7 +46,7 @@ class Problems:
                 self.add(str(error))
 
     def raise_if_any(self) -> None:
-        """Raises CheckpointError with every line, when there is one."""
+        """Raises CheckpointError with every line, if there is one."""
         if not self.lines:
             return
         shown = [f"  - {line}" for line in self.lines[:MAX_LINES]]
@@ -61,6 +65,6 @@ def listed(names: Collection[object], most: int = 5) -> str:
 
 
 def quoted(name: object, limit: int = 200) -> str:
-    """`name`, which comes from a file, made safe to print: escaped to ASCII and cut after `limit` characters."""
+    """Returns a name from a file made safe to print: in ASCII, and at most `limit` characters."""
     text = ascii(name)
     return text if len(text) <= limit else f"{text[:limit]}..."

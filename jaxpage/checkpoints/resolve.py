@@ -1,4 +1,7 @@
-"""From the name a user gives a model to where it is: packaged, fetched, a local directory or GGUF file, or from the Hugging Face hub."""
+"""Finds a model by the name that a user gives it.
+
+It may be packaged or fetched, a local directory or GGUF file, or on the Hugging Face hub.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ from jaxpage.settings.argument_checks import close_names
 logger = logging.getLogger(__name__)
 
 DEMO = Path(__file__).parents[1] / "demo"
-# the demo model, and what drafts for it
+# The demo model, and its drafters.
 PACKAGED = ("demo", "demo/draft", "demo/medusa", "demo/eagle3")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 
-# What a model needs and nothing else: no pickles, no code, no copies of the weights in other
+# A model needs these files and no others: no pickles, no code, no copies of the weights in other
 # formats.
 TOKENIZER_FILES = (
     *(
@@ -37,7 +40,8 @@ TOKENIZER_FILES = (
     *("vocab.txt", "spiece.model", "chat_template.*", "additional_chat_templates/*"),
 )
 HUB_FILES = (*TOKENIZER_FILES, "generation_config.json", MODELOPT_FILE, SINGLE, INDEX, "orbax/*")
-_WEIGHTS = (SINGLE, "orbax/*")  # fetched after the index, together with the shards that it names
+# They are fetched after the index, together with the shards that it names.
+_WEIGHTS = (SINGLE, "orbax/*")
 
 
 def resolve_model(
@@ -46,13 +50,21 @@ def resolve_model(
     *,
     hub_files: Sequence[str] = HUB_FILES,
 ) -> Path:
-    """The directory or GGUF file of `model`: one of `PACKAGED` or `FETCHABLE`, a local directory or GGUF file, or a hub id such as
-    "org/name", in this order.
+    """Returns the directory or GGUF file of a model.
 
-    There is a warning where a local directory has such a name too; "./demo" is that one.
-    All files of a hub model come from one snapshot, the one that `revision` (branch, tag or commit) names when asked;
-    what is in the hub's cache is used without a download. Raises ModelNotFoundError, with the nearest names, when there
-    is no such model, and ConfigError for a revision of what is not on the hub. hub_files: globs of what is wanted from there.
+    The name is looked up in this order: `PACKAGED` and `FETCHABLE`, local directories and GGUF
+    files, the hub (such as "org/name"). There is a warning where a local directory has a packaged
+    or fetched name too; "./demo" is the directory. All files of a hub model come from one snapshot,
+    and files in the hub's cache are used without a download.
+
+    Args:
+        model: The name or the path.
+        revision: The branch, tag or commit of the snapshot.
+        hub_files: Globs of the files that are wanted from the hub.
+
+    Raises:
+        ModelNotFoundError: There is no such model; the error has the nearest names.
+        ConfigError: The revision is of a model that is not on the hub.
     """
     name = os.fspath(model)
     local = _own(name) or Path(name).expanduser()
@@ -90,20 +102,23 @@ def resolve_model(
 
 
 def local_model(name: str) -> Path | None:
-    """As `resolve_model`, of what is on this machine under its own name: the hub and its cache are not asked."""
+    """Returns the path of a model on this machine, or None; the hub and its cache are not asked."""
     path = _own(name) or Path(name).expanduser()
     return path if name and (os.path.isdir(path) or looks_like_gguf(path)) else None
 
 
 def _own(name: str) -> Path | None:
-    """Where a model of a name that is jaxpage's own is."""
+    """Returns the place of a model whose name is jaxpage's own; None for other names."""
     if name in PACKAGED:
         return DEMO / name[len("demo/") :]
     return fetched_path(name) if name in FETCHABLE else None
 
 
 def resolve_model_config(model: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """As `resolve_model`, where config.json is all that is wanted: it may be named itself, and nothing else comes from the hub."""
+    """Returns the directory of a model of which only config.json is wanted.
+
+    The file itself may be named, and only it comes from the hub. See `resolve_model`.
+    """
     path = Path(model).expanduser()
     is_file = path.name == "config.json" and os.path.isfile(path)
     return resolve_model(
@@ -112,7 +127,10 @@ def resolve_model_config(model: str | os.PathLike[str], revision: str | None = N
 
 
 def resolve_tokenizer(model: str | os.PathLike[str]) -> Path:
-    """As `resolve_model`, where the tokenizer is all that is wanted: no weights come from the hub."""
+    """Returns the directory of a model of which only the tokenizer is wanted; see `resolve_model`.
+
+    No weights come from the hub.
+    """
     return resolve_model(model, hub_files=TOKENIZER_FILES)
 
 
@@ -129,7 +147,8 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
         snapshot = fetch([pattern for pattern in files if pattern not in _WEIGHTS], revision)
         if INDEX not in files:
             return snapshot
-        # The directory of a snapshot is named by its commit: a push in between changes nothing.
+        # The directory of a snapshot has the name of its commit, so a push in between changes
+        # nothing.
         weights = [*(pattern for pattern in files if pattern in _WEIGHTS), *_shards(snapshot)]
         return fetch(weights, snapshot.name)
     except Exception as error:  # offline, unknown, private, gone, disk full: the model is not here
@@ -147,8 +166,8 @@ def _from_hub(name: str, revision: str | None, files: Sequence[str]) -> Path:
 def _is_unreachable(error: Exception) -> bool:
     """Returns whether a failed download says nothing about the model, since no hub answered.
 
-    huggingface_hub raises LocalEntryNotFoundError or OfflineModeIsEnabled then, or what the HTTP
-    client raised, whose classes are no part of its interface: so they are told by their names.
+    huggingface_hub raises LocalEntryNotFoundError or OfflineModeIsEnabled then, or the HTTP
+    client's error. The client's classes are no part of the interface, so their names are compared.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(
@@ -158,7 +177,7 @@ def _is_unreachable(error: Exception) -> bool:
 
 
 def _shards(snapshot: Path) -> list[str]:
-    """Returns the safetensors files that the index of a snapshot names, whatever they are called, as globs.
+    """Returns, as globs, the safetensors files that the index of a snapshot names.
 
     An index that is missing or damaged names none: opening the model says what is wrong.
     """
@@ -170,7 +189,10 @@ def _shards(snapshot: Path) -> list[str]:
 
 
 def _near(name: str) -> str:
-    """The names most like `name` among its siblings (and what is packaged), as the end of a sentence."""
+    """Returns the names most like `name`, as the end of a sentence.
+
+    They are its siblings, and the names that jaxpage has.
+    """
     path = Path(name).expanduser()
     try:
         siblings = [

@@ -1,4 +1,7 @@
-"""The tensors of a directory in Hugging Face layout (one safetensors file, or shards with an index)."""
+"""Reads and writes the tensors of a directory in Hugging Face layout.
+
+They are in one safetensors file, or in shards with an index.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
-# The element types that weights may have, here and in memory: those of a model, and of weights that
-# are quantised.
+# The types that weights may have, here and in memory: those of a model, and of quantised weights.
 NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -33,13 +35,20 @@ NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 
 
 def has_safetensors(directory: Path) -> bool:
+    """Returns whether the directory has a safetensors file or an index."""
     return has_file(directory, SINGLE) or has_file(directory, INDEX)
 
 
 def read_tensors(directory: Path, problems: Problems, other: str = SINGLE) -> dict[str, TensorInfo]:
-    """Every tensor of the directory by name, from headers alone; what is wrong is added to `problems`.
+    """Returns every tensor of the directory by name, from headers alone.
 
-    `model.safetensors` is preferred over an index, as transformers does. other: a file that is preferred over both.
+    `model.safetensors` is preferred over an index, as in transformers. Errors are added to
+    `problems`.
+
+    Args:
+        directory: The directory.
+        problems: The list that errors are added to.
+        other: A file that is preferred over both.
     """
     for name in (other, SINGLE):
         if has_file(directory, name):
@@ -60,13 +69,13 @@ def read_tensors(directory: Path, problems: Problems, other: str = SINGLE) -> di
 
 
 def map_array(tensor: TensorInfo) -> np.ndarray:
-    """The tensor as a read-only view of its file, nothing copied; its dtype is one of NUMPY_DTYPES."""
+    """Returns the tensor as a read-only view of its file; its dtype is one of NUMPY_DTYPES."""
     dtype = NUMPY_DTYPES[tensor.dtype]
-    if tensor.num_bytes == 0:  # an empty range cannot be mapped
+    if tensor.num_bytes == 0:  # An empty range cannot be mapped.
         return np.empty(tensor.shape, dtype)
     try:
         mapped = np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
-    except (OSError, ValueError) as error:  # it fitted when the header was read
+    except (OSError, ValueError) as error:  # It fitted when the header was read.
         raise CheckpointError(f"{tensor.file} has changed while it was read: {error}") from error
     return np.asarray(mapped).view(dtype).reshape(tensor.shape)
 
@@ -77,9 +86,10 @@ def write_safetensors(
     arrays: Iterable[np.ndarray],
     max_shard_bytes: int,
 ) -> None:
-    """Write `arrays`, which come in the order of `tensors` (name, dtype, shape), one at a time.
+    """Writes arrays, in the order of `tensors` (name, dtype, shape), one at a time.
 
-    One model.safetensors when all fit into `max_shard_bytes`, else shards with an index.
+    They are in one model.safetensors if all fit into `max_shard_bytes`, else in shards with an
+    index.
     """
     shards: list[list[tuple[str, np.dtype[Any], tuple[int, ...]]]] = [[]]
     sizes = [0]
@@ -115,7 +125,7 @@ def _read_file(directory: Path, name: str, problems: Problems) -> dict[str, Tens
 
 
 def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
-    placed: dict[str, set[str]] = {}  # shard: the tensors that the index places in it
+    placed: dict[str, set[str]] = {}  # The value has the tensors that the index places in a shard.
     with problems.collect():
         for name, shard in weight_map(directory).items():
             placed.setdefault(shard, set()).add(name)
@@ -123,7 +133,7 @@ def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     for shard, names in sorted(placed.items()):
         before = len(problems.lines)
         found = _read_file(directory, shard, problems)
-        # a shard that cannot be read has been reported once already
+        # A shard that cannot be read has been reported already.
         if len(problems.lines) == before:
             for name in sorted(names - found.keys()):
                 problems.add(
@@ -138,7 +148,11 @@ def _read_shards(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
 
 
 def weight_map(directory: Path) -> dict[str, str]:
-    """The index: tensor name to file name. Raises CheckpointError when it is not exactly that."""
+    """Returns the index, from tensor name to file name.
+
+    Raises:
+        CheckpointError: The file is not exactly that.
+    """
     weight_map = read_object(directory, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{INDEX}: weight_map is not an object that maps tensors to files")
@@ -158,7 +172,7 @@ def _write_file(
     arrays: Iterable[np.ndarray],
 ) -> None:
     codes = {dtype: code for code, dtype in NUMPY_DTYPES.items()}
-    # the word that transformers asks for
+    # The library transformers asks for this word.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     position = 0
     for tensor in tensors:
@@ -171,10 +185,10 @@ def _write_file(
         }
         position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    text += b" " * (-len(text) % 8)  # so that the data starts aligned
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        # `arrays` goes on into the next shard
+        # `arrays` continues in the next shard.
         for (_, dtype, shape), array in zip(tensors, arrays, strict=False):
             assert array.dtype == dtype and array.shape == shape
             stream.write(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)

@@ -1,7 +1,7 @@
-"""Reads the header of one safetensors file, strictly: 8 bytes of length, JSON, and ranges that tile the data exactly.
+"""Reads the header of one safetensors file, strictly.
 
-Our own reader, because the library accepts duplicate keys and cannot name a float8 tensor; and because headers alone
-answer how large a model is.
+It is 8 bytes of length, JSON, and ranges that cover the data exactly. The library accepts
+duplicate keys and cannot name a float8 tensor, and the header alone says how large a model is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from jaxpage.checkpoints.problems import Problems, quoted
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_RANK = 32
 
-# Every element type of the format and its width in bits; which of them a model may use is for
-# `loading` to say.
+# Every type of the format and its width in bits; `fitting` says which of them a model may use.
 DTYPE_BITS = {
     **{
         "BOOL": 8,
@@ -39,19 +38,29 @@ DTYPE_BITS = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A stored tensor: `file` holds its `num_bytes` bytes from `offset` on (little endian, row major)."""
+    """Describes a stored tensor, whose bytes are little endian and row major.
+
+    Attributes:
+        name: The name.
+        dtype: The type as safetensors spells it: "F32", "BF16", "F16", ...
+        shape: The shape.
+        file: The file that holds it.
+        offset: The place of its first byte.
+        num_bytes: The number of its bytes.
+        label: The name of its file, for messages; empty if there is only one.
+    """
 
     name: str
-    dtype: str  # as safetensors spells it: "F32", "BF16", "F16", ...
+    dtype: str
     shape: tuple[int, ...]
     file: Path
     offset: int
     num_bytes: int
-    label: str = field(default="", kw_only=True)  # of one file of several, for messages
+    label: str = field(default="", kw_only=True)
 
     @property
     def described(self) -> str:
-        """For messages: its name, behind that of its file."""
+        """Returns the name of its file, if it has a label, and its own, for messages."""
         return (
             f"{self.label}: tensor {quoted(self.name)}"
             if self.label
@@ -60,9 +69,10 @@ class TensorInfo:
 
 
 def read_header(file: Path, label: str, problems: Problems) -> dict[str, TensorInfo]:
-    """Every tensor of `file` by name; what is wrong with the file is added to `problems` under the name `label`.
+    """Returns every tensor of `file` by name.
 
-    Reads the header only, and never more bytes than the file has.
+    It reads the header only, and never more bytes than the file has. Errors are added to `problems`
+    under the name `label`.
     """
     try:
         num_bytes = file.stat().st_size
@@ -108,13 +118,13 @@ def _tensors(
             begin, end = entry["data_offsets"]
             shape, place = tuple(entry["shape"]), (start + begin, end - begin)
             tensors[name] = TensorInfo(name, entry["dtype"], shape, file, *place, label=label)
-    if len(tensors) == len(header):  # with an entry lost, every other range would look like a gap
+    if len(tensors) == len(header):  # With an entry lost, every other range would look like a gap.
         _check_tiling(tensors, label, file_bytes, start, problems)
     return tensors
 
 
 def _wrong_entry(entry: Any) -> str | None:
-    """What is wrong with one entry of a header by itself; None when it is sound."""
+    """Returns what is wrong with one entry of a header by itself; None if it is sound."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return "is not described by exactly dtype, shape and data_offsets"
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -139,7 +149,7 @@ def _is_sizes(value: Any) -> bool:
 def _check_tiling(
     tensors: dict[str, TensorInfo], label: str, file_bytes: int, start: int, problems: Problems
 ) -> None:
-    """The ranges must follow one another without gap or overlap from the end of the header to the end of the file."""
+    """Checks that the ranges follow one another from the end of the header to that of the file."""
     position = start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.offset, tensor.num_bytes)):
         if tensor.offset != position:

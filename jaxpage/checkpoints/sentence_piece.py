@@ -1,6 +1,7 @@
-"""The tokenizer of a directory that has tokenizer.model and no word about it: SentencePiece's BPE, with SentencePiece's own tokens.
+"""Builds the tokenizer of a directory that has only tokenizer.model: SentencePiece's BPE.
 
-transformers takes such a file for a tokenizer of no known class, and leaves out the mark of a space before a text.
+The special tokens are SentencePiece's own. transformers treats such a file as a tokenizer of no
+known class, and leaves out the mark of a space before a text.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from jaxpage.errors import CheckpointError
 _KINDS = {1: "unigram", 2: "BPE", 3: "word", 4: "char"}
 _BPE = 2
 _USER_DEFINED = 4
-# their tokens' flags are in tokenizer_config.json
+# The flags of their tokens are in tokenizer_config.json.
 _NEED_CONFIG = ("added_tokens.json", "special_tokens_map.json")
 
 
 def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of `tokenizer.model` in a directory without tokenizer.json and tokenizer_config.json.
+    """Returns the tokenizer of `tokenizer.model`, without tokenizer.json and its config.
 
     Raises:
-        CheckpointError: The file is damaged, or it cuts text in another way than Llama's: as a unigram model, or after it has
-            changed characters or spaces.
+        CheckpointError: The file is damaged, or it cuts text in another way than Llama's: as a
+            unigram model, or after it has changed characters or spaces.
     """
     path = directory / "tokenizer.model"
     model = import_protobuf().ModelProto()
     try:
         model.ParseFromString(path.read_bytes())
-    except Exception as error:  # of the library that reads it
+    except Exception as error:  # The library that reads it may raise anything.
         raise CheckpointError(f"{path}: it is no SentencePiece model: {error!s:.200}") from error
     if problem := _problem(directory, model):
         raise CheckpointError(
@@ -43,7 +44,7 @@ def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
     tokens = [piece.piece for piece in model.pieces]
     own = {
         "scores": [piece.score for piece in model.pieces],
-        "token_type": [piece.type for piece in model.pieces],  # GGUF has SentencePiece's numbers
+        "token_type": [piece.type for piece in model.pieces],  # GGUF has SentencePiece's numbers.
         "add_space_prefix": model.normalizer_spec.add_dummy_prefix,
     }
     backend = sentence_piece(path, own, {token: token_id for token_id, token in enumerate(tokens)})

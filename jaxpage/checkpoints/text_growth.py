@@ -14,7 +14,11 @@ MAX_GROWTH = 64  # times; the longest of Unicode's own compatibility forms has 1
 
 
 def check_growth(tokenizer: Any) -> None:
-    """Raises ValueError for a tokenizer whose parts could multiply a text."""
+    """Checks that no part of a tokenizer can multiply a text.
+
+    Raises:
+        ValueError: A part can.
+    """
     backend = tokenizer.backend_tokenizer
     for name in ("normalizer", "decoder"):
         if (growth := _growth_of(_described(getattr(backend, name)))) > MAX_GROWTH:
@@ -29,12 +33,15 @@ def check_growth(tokenizer: Any) -> None:
 
 
 def _described(part: Any) -> dict[str, Any]:
-    """As tokenizer.json has it: alone, since the vocabulary that stands beside it is large."""
+    """Returns a part as tokenizer.json has it, without the vocabulary, which is large."""
     return {} if part is None else dict(json.loads(part.__getstate__()))
 
 
 def _growth_of(stage: dict[str, Any]) -> float:
-    """An upper bound. What adds a few characters at an end counts as nothing."""
+    """Returns an upper bound of the growth.
+
+    A few characters that are added at an end do not count.
+    """
     match stage.get("type"):
         case "Sequence":
             parts = stage.get("normalizers") or stage.get("decoders") or []
@@ -50,7 +57,10 @@ def _growth_of(stage: dict[str, Any]) -> float:
 
 
 def _longest_form(charsmap: str) -> int:
-    """Of SentencePiece's table: a trie with its size before it, then the forms, each with a zero behind it."""
+    """Returns the length of the longest form in SentencePiece's table.
+
+    The table is a trie with its size before it, then the forms, each with a zero after it.
+    """
     table = base64.b64decode(charsmap)
     forms = table[4 + int.from_bytes(table[:4], "little") :]
     return max((len(form.decode(errors="replace")) for form in forms.split(b"\0")), default=1)

@@ -1,4 +1,4 @@
-"""Maps from the rows of a head that knows a part of the vocabulary to the model's token ids."""
+"""Reads maps from the rows of a head that knows a part of the vocabulary to token ids."""
 
 from __future__ import annotations
 
@@ -16,16 +16,22 @@ _INTEGERS: dict[str, np.dtype[Any]] = {"I64": np.dtype("<i8"), "I32": np.dtype("
 def read_token_map(
     info: TensorInfo, vocab_size: int, problems: Problems, *, differences: bool = False
 ) -> npt.NDArray[np.int32] | None:
-    """The token id of each row. None, with the reason among the problems, if the tensor is no such map.
+    """Returns the token id of each row.
 
-    differences: it holds token ids less the numbers of their rows (EAGLE-3's d2t).
+    It is None, with the reason among the problems, if the tensor is not such a map.
+
+    Args:
+        info: The tensor.
+        vocab_size: The size of the model's vocabulary.
+        problems: The list that errors are added to.
+        differences: True if it holds token ids less the numbers of their rows (EAGLE-3's d2t).
     """
     if info.dtype not in _INTEGERS or len(info.shape) != 1 or not 0 < info.shape[0] <= vocab_size:
         problems.add(
             f"tensor {info.name!r} is {info.dtype} of shape {info.shape}, and must be I64 or I32 of at most {vocab_size} token ids"
         )
         return None
-    if problems:  # of damaged files nothing is read
+    if problems:  # Nothing is read from damaged files.
         return None
     token_ids = np.fromfile(info.file, _INTEGERS[info.dtype], info.shape[0], offset=info.offset)
     if differences:

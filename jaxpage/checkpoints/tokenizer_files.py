@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer, checked and loaded; never with code of the model's own."""
+"""Checks and loads the tokenizer of a model, never with code of the model's own."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(directory: Path) -> Any | None:
-    """The tokenizer of a model directory or GGUF file, or None if it has none: such a model serves token ids."""
+    """Returns the tokenizer of a model directory or GGUF file.
+
+    It is None if there is none: such a model serves token ids.
+
+    Raises:
+        CheckpointError: The tokenizer cannot be loaded, or is refused.
+    """
     if is_gguf(directory):
         return _checked(gguf_tokenizer(directory), directory)
     if not any(has_file(directory, name) for name in _TOKENIZER_FILES):
@@ -38,14 +44,13 @@ def load_tokenizer(directory: Path) -> Any | None:
         if not has_file(directory, "tokenizer_config.json"):
             return _checked(sentence_piece_tokenizer(directory), directory)
         _check_sentence_piece(directory)
-    # A class that only code of the model's own has is not needed where tokenizer.json says
-    # everything.
+    # A class that only the model's own code has is not needed where tokenizer.json says everything.
     loader = PreTrainedTokenizerFast if _needs_code(directory) else AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # the library raises whatever its parsers raise
+    except Exception as error:  # The library raises anything that its parsers raise.
         raise CheckpointError(
             f"{directory}: the tokenizer cannot be loaded: {error!s:.500}"
         ) from error
@@ -74,7 +79,13 @@ def _checked(tokenizer: Any | None, directory: Path) -> Any | None:
 
 
 def _check_regular(directory: Path) -> None:
-    """Raises CheckpointError for what is no file among those that transformers reads: a pipe would block it for good."""
+    """Refuses entries that are no regular files among those that transformers reads.
+
+    A pipe would block it forever.
+
+    Raises:
+        CheckpointError: There is such an entry.
+    """
     found = sorted(file for pattern in TOKENIZER_FILES for file in directory.glob(pattern))
     wrong = [
         str(file.relative_to(directory))
@@ -88,16 +99,19 @@ def _check_regular(directory: Path) -> None:
 
 
 def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
-    """Says which chat templates do not parse: the model completes text, and its chats will all be refused."""
+    """Logs which chat templates do not parse.
+
+    Such a model completes text, and its chats are all refused.
+    """
     templates = tokenizer.chat_template or {}
     if isinstance(templates, str):
         templates = {"default": templates}
     environment = _compile_jinja_template("").environment
     for name, template in templates.items():
         try:
-            # compiling it would compute its constants, which may take all memory
+            # It is not compiled: this would compute its constants, which may take all memory.
             environment.parse(template)
-        except Exception as error:  # whatever the parser raises
+        except Exception as error:  # The parser may raise anything.
             logger.warning(
                 "%s: the chat template %s does not parse, and every chat will be refused: %s",
                 directory,
@@ -107,7 +121,13 @@ def _warn_of_templates(directory: Path, tokenizer: Any) -> None:
 
 
 def _check_sentence_piece(directory: Path) -> None:
-    """Raises CheckpointError where transformers could not read tokenizer.model, which it then takes for another format."""
+    """Checks that transformers can read tokenizer.model.
+
+    Without the package it would take the file for one of another format.
+
+    Raises:
+        CheckpointError: The package `sentencepiece` is not installed.
+    """
     if find_spec("sentencepiece") is None:
         raise CheckpointError(
             f"{directory}: its tokenizer is tokenizer.model alone, and the package that reads SentencePiece models is not "
@@ -116,20 +136,28 @@ def _check_sentence_piece(directory: Path) -> None:
 
 
 def _needs_code(directory: Path) -> bool:
-    """Returns whether tokenizer_config.json asks for code of the model's own while tokenizer.json is there."""
+    """Returns whether tokenizer_config.json asks for code that tokenizer.json makes unnecessary."""
     if not all(has_file(directory, name) for name in ("tokenizer.json", "tokenizer_config.json")):
         return False
     return bool(read_object(directory, "tokenizer_config.json").get("auto_map"))
 
 
 def tokenizer_of(config: EngineConfig) -> Any | None:
-    """The tokenizer of a configuration's model, or None if it has none. Raises ModelNotFoundError or CheckpointError."""
+    """Returns the tokenizer of a configuration's model, or None if it has none.
+
+    Raises:
+        ModelNotFoundError: There is no such model.
+        CheckpointError: The tokenizer cannot be loaded, or is refused.
+    """
     model = resolve_model(config.model, config.revision)
     return load_tokenizer(resolve_tokenizer(config.tokenizer) if config.tokenizer else model)
 
 
 def ends_of_text(files: ModelFiles, tokenizer: Any | None) -> frozenset[int]:
-    """Returns the ids that end a text: those of the model's files and the tokenizer's own, which vLLM adds, too."""
+    """Returns the ids that end a text: those of the model's files and the tokenizer's own.
+
+    vLLM adds the tokenizer's too. Ids beyond the model's vocabulary are left out, with a warning.
+    """
     token_ids = eos_token_ids(files.directory, files.config)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         token_ids |= {tokenizer.eos_token_id}

@@ -1,1 +1,4 @@
-"""The layers that model families are built from, in Flax NNX: they see a flat stream of tokens, never a request."""
+"""Provides the layers, in Flax NNX, that model families are built from.
+
+They see a flat stream of tokens, never a request.
+"""

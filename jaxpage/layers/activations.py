@@ -1,4 +1,4 @@
-"""Activation functions by the names that checkpoints use for them."""
+"""Names the activation functions as checkpoints name them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ Activation = Callable[[jax.Array], jax.Array]
 
 
 def quick_gelu(x: jax.Array) -> jax.Array:
+    """Returns the approximation of GELU by a sigmoid."""
     return x * jax.nn.sigmoid(1.702 * x)
 
 
 def relu_squared(x: jax.Array) -> jax.Array:
+    """Returns the square of ReLU."""
     return jnp.square(jax.nn.relu(x))
 
 
@@ -25,8 +27,7 @@ _gelu_tanh = partial(jax.nn.gelu, approximate=True)
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": _gelu_exact,
     "gelu_python": _gelu_exact,
-    # One formula under many names: they differ in how transformers writes it down, not in what it
-    # computes.
+    # These names share one formula: in transformers they differ in the code, not in the result.
     "gelu_new": _gelu_tanh,
     "gelu_fast": _gelu_tanh,
     "gelu_accurate": _gelu_tanh,

@@ -1,4 +1,7 @@
-"""Multi-head attention around the seam `attend`, through which `jaxpage/device/` keeps keys and values in paged memory."""
+"""Multi-head attention calls `attend`, which keeps keys and values in paged memory.
+
+The step provides `attend`; its implementation is in `jaxpage/device/`.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,29 @@ from jaxpage.layers.rope import Rope
 
 
 class Attention(nnx.Module):
-    """Multiplies for queries, keys and values in one product, attends, and multiplies for the output.
+    """Projects to queries, keys and values in one product, attends, and projects to the output.
 
     Norms of queries and keys, and their rotation, are optional.
 
-    layer_index: the layer's place in its model.
-    query_key_value: three parts, in this order.
-    scale: None is `head_width ** -0.5`.
-    query_norm, key_norm: norms over each head, or over all heads together (`norm_together`).
-    query_growth: (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))` (Llama 4, Ministral 3).
-    sliding_window, logit_softcap, sinks: see `AttentionOptions`.
-    num_groups: where it is given, `query_key_value` is one part: for each of so many key/value heads its queries, its key
-        and its value (Falcon).
-    gated: each query head is followed by a gate as wide, and its output is multiplied by the gate's sigmoid (Qwen3-Next).
+    Attributes:
+        layer_index: The layer's place in its model.
+        query_key_value: The product for queries, keys and values: three parts in this order.
+        output: The product for the output.
+        head_width: The width of a head (H).
+        scale: The factor of the scores; `head_width ** -0.5` where None is given.
+        sliding_window: See `AttentionOptions`.
+        rope: The rotation of queries and keys; None if there is none.
+        query_norm: The norm of queries; None if there is none.
+        key_norm: The norm of keys; None if there is none.
+        norm_together: True if the norms are over all heads together, not over each head.
+        logit_softcap: See `AttentionOptions`.
+        query_growth: A pair (b, n): queries are multiplied by `1 + b log(1 + floor(position / n))`
+            (Llama 4, Ministral 3).
+        sinks: See `AttentionOptions`.
+        num_groups: The number of key/value heads, where `query_key_value` is one part that has for
+            each of them its queries, its key and its value (Falcon); otherwise None.
+        gated: True if each query head is followed by a gate of the same width, whose sigmoid
+            multiplies the head's output (Qwen3-Next).
     """
 
     def __init__(
@@ -62,6 +75,7 @@ class Attention(nnx.Module):
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         q, k, v = self.projected(x_TI)
         if self.norm_together:
             q, k = self._normed(q, k)
@@ -87,7 +101,10 @@ class Attention(nnx.Module):
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
-        """Returns the output for what `projected` made, after those norms that are over all heads."""
+        """Returns the output for the queries, keys and values that `projected` returned.
+
+        Norms over all heads together must have been applied already.
+        """
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)
@@ -129,10 +146,15 @@ class Attention(nnx.Module):
 def query_key_value(
     num_in: int, num_queries: int, num_keys: int, *, name: str, bias: bool, dtype: DTypeLike
 ) -> Linear:
-    """Returns one product out of Llama's `q_proj`, `k_proj` and `v_proj`, or out of Phi-3's `qkv_proj`.
+    """Returns one product for Llama's `q_proj`, `k_proj` and `v_proj`, or for Phi-3's `qkv_proj`.
 
-    num_queries, num_keys: rows of each, that is heads times head width.
-    name: the module of the checkpoint that has these.
+    Args:
+        num_in: The width of the input.
+        num_queries: The rows of the queries: heads times head width.
+        num_keys: The rows of the keys, and of the values.
+        name: The module of the checkpoint that has these modules.
+        bias: True if the products have biases.
+        dtype: The type of the weights.
     """
     return linear(
         num_in,

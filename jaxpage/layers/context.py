@@ -1,4 +1,4 @@
-"""The context that a step gives to its layers, besides their input and their pages."""
+"""Defines the context that a step gives to its layers, with their input and their pages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxtyping import Array, Int
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.rope import Angles, Rope
 
-# the layers' one word of the kernels' language
+# Layers import it from here: it is the only name of the kernels that they use.
 from pallas_kernels import AttentionOptions as AttentionOptions
 
 LayerPages = (
-    # what one layer keeps of tokens: opaque here, given to `attend` or `recur` and handed on as it
-    # returns it
+    # The content of one layer's caches is opaque here: a layer passes it to `attend` or `recur` and
+    # returns what they return.
     Any
 )
 
@@ -36,22 +36,30 @@ class Attend(Protocol):
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, LayerPages]:
-        """Attends causally to the own sequence: `softmax(scale * q . k) v`, with the softmax in float32.
+        """Attends causally to the own sequence: `softmax(scale * q . k) v`, the softmax in float32.
 
         Keys come after the rotary embedding. Query head n uses key/value head n // (N / K).
 
         Args:
-            layer_index: the layer's place in its model, which decides its cache group.
-            v_TKH: None where the values are within the keys (`options.value_width`).
-            options: handed on whole to the kernels; a tree mask is the step's to add.
+            layer_index: The layer's place in its model, which decides its cache group.
+            q_TNH: The queries.
+            k_TKH: The keys.
+            v_TKH: The values; None where they are within the keys (`options.value_width`).
+            layer_pages: The pages of this layer.
+            options: The options, which the kernels get as they are. The step adds a tree mask to
+                them.
         """
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """The shapes of what a recurrent layer keeps: each token's input [input_width], and each sequence's state, in float32.
+    """Describes what a recurrent layer keeps: each token's input, and each sequence's state.
 
-    lookback: earlier inputs that an update takes with the token's own, as far as a causal convolution reaches back.
+    Attributes:
+        shape: The shape of a sequence's state, which is in float32.
+        input_width: The width of a token's input.
+        lookback: The number of earlier inputs that an update takes with the token's own: the reach
+            of a causal convolution.
     """
 
     shape: tuple[int, ...]
@@ -60,10 +68,14 @@ class StateSpec:
 
 
 class Recurrence(NamedTuple):
-    """The computation of one token of each row. A row's results must not depend on the other rows.
+    """Computes one token of each row. The results of a row must not depend on the other rows.
 
-    prepare: the last inputs [B, 1 + lookback, E], zeros before the first one -> any arrays [B, ...].
-    update: (states [B, *shape], those arrays) -> the states after the token, and outputs [B, O].
+    Attributes:
+        prepare: Takes the last inputs [B, 1 + lookback, E], with zeros before the first one, and
+            returns any arrays [B, ...].
+        update: Takes the states [B, *shape] and those arrays, and returns the states after the
+            token and the outputs [B, O].
+        state: The shapes of the state.
     """
 
     prepare: Callable[[jax.Array], Any]
@@ -73,24 +85,29 @@ class Recurrence(NamedTuple):
 
 @runtime_checkable
 class Recur(Protocol):
-    """Keeps the inputs of new tokens, updates their sequence's state token by token, returns the outputs and the pages."""
+    """Keeps the inputs of new tokens and updates the state of their sequence token by token."""
 
     def __call__(
         self, layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: LayerPages, /
     ) -> tuple[jax.Array, LayerPages]:
-        """Returns the outputs [T, O] and the pages. A sequence's state before its first token is zero."""
+        """Returns the outputs [T, O] and the pages. The state before the first token is zero."""
 
 
 def no_recurrence(*_: Any) -> NoReturn:
-    """Refuses recurrent layers, where a model runs that has none."""
+    """Raises UnsupportedError; it takes the place of `recur` where no recurrent layer can run."""
     raise UnsupportedError("recurrent layers (linear attention) are not supported here")
 
 
 @dataclass(frozen=True, eq=False)
 class ForwardContext:
-    """One pass of a model over a stream of tokens. It belongs to the trace in which it is made.
+    """Describes one pass of a model over a stream of tokens. It belongs to the trace that made it.
 
-    aux_layers: the layers whose entering hidden states, the auxiliary ones, the model hands out (`models.base.Model`).
+    Attributes:
+        positions_T: The position of each token in its sequence.
+        attend: The operation that attention layers call.
+        aux_layers: The layers before which the model takes the hidden states that it returns as
+            auxiliary ones (`models.base.Model`).
+        recur: The operation that recurrent layers call.
     """
 
     positions_T: Int[Array, "T"]

@@ -1,10 +1,14 @@
-"""Linear attention by the gated delta rule (Yang et al., 2024): a matrix for each head in place of keys and values of all tokens.
+"""Computes linear attention by the gated delta rule (Yang et al., 2024).
 
-A token lets the matrix decay, then replaces what it holds under its key by its value, to the share `beta`, and reads it with its query:
+A matrix S for each head takes the place of the keys and values of all tokens. A token with the key
+k, the value v and the query q lets the matrix decay, replaces the value that S returns for k by v,
+to the share `beta`, and reads S with q:
 
-    S = decay * S;  S = S + k (beta * (v - S^T k))^T;  out = S^T q
+    S = decay * S
+    S = S + k (beta * (v - S^T k))^T
+    out = S^T q
 
-Queries, keys and values come out of a short causal convolution over the tokens' inputs.
+Queries, keys and values come from a short causal convolution over the tokens' inputs.
 """
 
 from __future__ import annotations
@@ -23,15 +27,22 @@ from jaxpage.layers.norms import RMSNorm
 from jaxpage.layers.parameter import Axis, parameter, tensor
 from jaxpage.layers.product import product_by_state
 
-NORM_EPSILON = 1e-6  # of the length of queries and keys
+NORM_EPSILON = 1e-6  # Keeps the division by the length of a query or key finite.
 
 
 @dataclass(frozen=True)
 class DeltaWidths:
-    """key_heads, value_heads: how many; each key head serves as many value heads. key, value: of one head. kernel: of the convolution.
+    """Holds the widths of a gated delta net.
 
-    grouped: products of the input go by key heads: one has for each its query, its key, and the values and gates of its value heads, the
-    other the betas and time steps of these.
+    Attributes:
+        key_heads: The number of key heads.
+        value_heads: The number of value heads; each key head serves the same number of them.
+        key: The width of a key head.
+        value: The width of a value head.
+        kernel: The number of tokens that the convolution spans.
+        grouped: True if the outputs of the two products go by key heads. One product has for each
+            key head its query, its key, and the values and gates of its value heads; the other
+            has the betas and the time steps of these.
     """
 
     key_heads: int
@@ -43,41 +54,55 @@ class DeltaWidths:
 
     @property
     def per_key(self) -> int:
-        """Value heads of a key head."""
+        """Returns the number of value heads of a key head."""
         return self.value_heads // self.key_heads
 
     @property
     def keys(self) -> int:
+        """Returns the width of the keys of all heads."""
         return self.key_heads * self.key
 
     @property
     def values(self) -> int:
+        """Returns the width of the values of all heads."""
         return self.value_heads * self.value
 
     @property
     def parts(self) -> tuple[int, int, int]:
-        """Queries, keys and values of all heads."""
+        """Returns the widths of the queries, the keys and the values of all heads."""
         return self.keys, self.keys, self.values
 
     @property
     def convolved(self) -> int:
+        """Returns the width of the convolution: queries, keys and values of all heads."""
         return sum(self.parts)
 
     @property
     def state(self) -> StateSpec:
-        """The input of a token is what is convolved, and for each value head its beta and its time step, which make the decay."""
+        """Returns the shapes of the state: a matrix for each value head.
+
+        The input of a token has the numbers that are convolved, and for each value head its beta
+        and its time step, from which the decay is computed.
+        """
         shape = (self.value_heads, self.key, self.value)
         return StateSpec(shape, self.convolved + 2 * self.value_heads, self.kernel - 1)
 
 
 class GatedDeltaNet(nnx.Module):
-    """Linear attention whose state is changed by the delta rule, with a decay and an output gate.
+    """Changes its state by the delta rule, with a decay, and gates its output.
 
-    input: the product for queries, keys, values and then the gates of the outputs.
-    beta_step: the product for betas and time steps. It is apart because quantised checkpoints leave its weight as it is.
-        In both, the heads' first parts come before all second parts; else see `DeltaWidths`.
-    norm: over each value head's output, before its gate.
-    name: the module's name in the checkpoint.
+    Attributes:
+        layer_index: The layer's place in its model.
+        widths: The widths of the heads.
+        input: The product for queries, keys, values and then the gates of the outputs.
+        beta_step: The product for betas and time steps. It is apart because quantised checkpoints
+            do not quantise its weight. In both products the parts of all heads come one after
+            another, unless `DeltaWidths.grouped` is True.
+        norm: The norm over the output of each value head, before its gate.
+        output: The product for the output.
+        convolution: The kernel of the convolution.
+        rate: The logarithm of each value head's rate of decay.
+        time_step_bias: The bias of each value head's time step.
     """
 
     def __init__(
@@ -113,6 +138,7 @@ class GatedDeltaNet(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         widths = self.widths
         input_TE, gate = self._projected(x_TD)
         recurrence = Recurrence(self._prepare, self._update, widths.state)
@@ -141,7 +167,10 @@ class GatedDeltaNet(nnx.Module):
         return of_all, gate.reshape(num_tokens, -1)
 
     def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
-        """Returns a token's query, key, value, decay and beta for each value head, in float32. Queries and keys have length one."""
+        """Returns a token's query, key, value, decay and beta for each value head, in float32.
+
+        Keys have length one, and queries the length `key ** -0.5`.
+        """
         widths = self.widths
         inputs_BWE = inputs_BWE.astype(jnp.float32)
         kernel_WC = self.convolution[...][:, 0].astype(jnp.float32).T

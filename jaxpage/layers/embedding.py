@@ -1,4 +1,4 @@
-"""Tables with a row per token or per position; a token table also gives the logits, tied or not."""
+"""Tables have a row per token or per position; a token table also gives the logits, tied or not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,14 @@ from jaxpage.layers.product import product
 
 
 class Embedding(nnx.Module):
-    """A table `[rows, width]`. Ids are not checked here: JAX clamps them, so the host validates them first.
+    """Looks up rows of a table [rows, width].
 
-    name: of the checkpoint's module; None for a table that is no checkpoint's. aliases: other names for the same module.
+    Ids are not checked: JAX clamps them, so the host validates them first.
+
+    Attributes:
+        name: The module of the checkpoint; None for a table that no checkpoint has.
+        axis: The name of the axis of the rows.
+        table: The parameter.
     """
 
     def __init__(
@@ -38,20 +43,28 @@ class Embedding(nnx.Module):
 
     @property
     def num_rows(self) -> int:
+        """Returns the number of rows."""
         return self.table.get_value().shape[0]
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
+        """Returns the rows of these ids."""
         return self.table[...][ids_T]
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """`hidden @ table.T` in float32. An untied head is such a table too: checkpoints need no transpose for it."""
+        """Returns `hidden @ table.T` in float32.
+
+        An untied head is such a table too: checkpoints store it in this order.
+        """
         return product(hidden_BD, self.table[...], result=jnp.float32)
 
 
 def token_tables(
     vocab_size: int, width: int, *, name: str, tied: bool, dtype: DTypeLike
 ) -> tuple[Embedding, Embedding | None]:
-    """The token table and the head. Where they are tied there is no head, and a checkpoint may hold either name, or both."""
+    """Returns the token table and the head; None for the head where it is tied to the table.
+
+    A checkpoint of a tied model may have the name of the table, or of the head, or both.
+    """
     head = "lm_head"
     tokens = Embedding(vocab_size, width, name=name, aliases=(head,) if tied else (), dtype=dtype)
     return tokens, None if tied else Embedding(vocab_size, width, name=head, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A linear layer of each expert, stacked, which multiplies rows by the weights of one of them."""
+"""A linear layer of experts stacks their weights and multiplies rows by the weight of one."""
 
 from __future__ import annotations
 
@@ -31,10 +31,20 @@ MXFP4_GROUP = 32  # inputs that share a scale
 
 @dataclass(frozen=True)
 class ExpertLinearSpec:
-    """name: of the tensor that has all experts' weights, in checkpoints that stack them; transposed: there they are `[in, out]`.
+    """Describes the linear layers of all experts.
 
-    modules: of each expert, those of the checkpoint that have its outputs, an equal part each, where they are apart; empty: they never are.
-    bias: the tensor `{name}_bias` [E, out] is there too.
+    Attributes:
+        num_experts: The number of experts.
+        num_in: The number of inputs.
+        num_out: The number of outputs.
+        input_axis: The name of the axis of the inputs.
+        output_axis: The name of the axis of the outputs.
+        name: The tensor that has the weights of all experts, in checkpoints that stack them.
+        transposed: True if that tensor has the weights as [in, out].
+        modules: The modules of each expert, in checkpoints that do not stack them; each has an
+            equal part of the outputs. Empty if all checkpoints stack them.
+        bias: True if there are biases, in the tensor `{name}_bias` [E, out].
+        dtype: The type of the parameters.
     """
 
     num_experts: int
@@ -50,23 +60,31 @@ class ExpertLinearSpec:
 
     @property
     def num_parts(self) -> int:
+        """Returns the number of modules of an expert."""
         return len(self.modules[0]) if self.modules else 1
 
     @property
     def rows_of_part(self) -> int:
+        """Returns the number of outputs of each module."""
         return self.num_out // self.num_parts
 
     def sources(self, one: Callable[[str], Source]) -> list[Source]:
-        """Returns the sources of a parameter that has the rows of every expert. one: gives those of a module of this name."""
+        """Returns the sources of a parameter that has the rows of every expert.
+
+        Args:
+            one: Gives the source of the module that has this name.
+        """
         each = [concatenate([one(module) for module in modules]) for modules in self.modules]
         return [stack(each)] if each else []
 
     @property
     def stacked_shape(self) -> tuple[int, int, int]:
+        """Returns the shape of the tensor that has the weights of all experts."""
         last = (self.num_in, self.num_out) if self.transposed else (self.num_out, self.num_in)
         return (self.num_experts, *last)
 
     def declare_bias(self) -> nnx.Param[jax.Array] | None:
+        """Declares the biases, or returns None if there are none."""
         if not self.bias:
             return None
         shape = (self.num_experts, self.num_out)
@@ -77,7 +95,7 @@ class ExpertLinearSpec:
 
 
 class ExpertLinear(nnx.Module):
-    """`y = x @ kernel[expert].T + bias[expert]`."""
+    """Computes `y = x @ kernel[expert].T + bias[expert]`."""
 
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
@@ -97,24 +115,28 @@ class ExpertLinear(nnx.Module):
         self.bias = spec.declare_bias()
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> StoredWeight:
-        """Returns the weight of one expert, or with `...` all of them, with one more axis in front."""
+        """Returns the weight of one expert, or for `...` of all, with one more axis in front."""
         return self.kernel[...][expert]
 
     def __call__(self, expert: Int[Array, ""], x_PI: Float[Array, "P I"]) -> Float[Array, "P O"]:
+        """Multiplies rows by the weight of this expert."""
         y_PO = product(x_PI, self.weight(expert))
         return y_PO if self.bias is None else y_PO + self.bias[...][expert][None, :]
 
     def of_sorted(
         self, x_PI: Float[Array, "P I"], expert_P: Int[Array, "P"], count_E: Int[Array, "E"]
     ) -> Float[Array, "P O"] | None:
-        """Multiplies each row by the weights of its expert; see `product_by_group`."""
+        """Multiplies each row by the weight of its expert; see `product_by_group`."""
         y_PO = product_by_group(x_PI, self.weight(...), expert_P, count_E)
         return y_PO if self.bias is None or y_PO is None else y_PO + self.bias[...][expert_P]
 
 
 class MXFP4ExpertLinear(ExpertLinear):
-    """Weights of four bits, of which 32 share a scale that is a power of two, as GPT-OSS stores them: `{name}_blocks` [E, out, in / 32, 16]
-    with two numbers in a byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with exponents."""
+    """Holds weights of four bits, of which 32 share a scale that is a power of two.
+
+    GPT-OSS stores them in two tensors: `{name}_blocks` [E, out, in / 32, 16] with two numbers in a
+    byte, the low nibble first, and `{name}_scales` [E, out, in / 32] with the exponents.
+    """
 
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
@@ -140,6 +162,7 @@ class MXFP4ExpertLinear(ExpertLinear):
         self.bias = spec.declare_bias()
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> StoredWeight:
+        """Returns the quantised weight of one expert, or for `...` of all."""
         return Grouped(self.kernel[...][expert], self.scale[...][expert], None, "fp4", MXFP4_GROUP)
 
 

@@ -1,7 +1,14 @@
-"""A mixture of experts in place of the feed-forward half of a layer (Shazeer et al., 2017; Fedus et al., 2022).
+"""A mixture of experts takes the place of the feed-forward half of a layer.
 
-The work goes with the tokens that are routed, not with the experts there are: tokens are sorted by expert and multiplied in tiles of a
-few rows, each by the weights of one expert. All tiles of a step have one shape, and `product` gives a row the same bits in any.
+See Shazeer et al., 2017, and Fedus et al., 2022. The work grows with the tokens, not with the
+experts: pairs of a token and an expert are sorted by expert and multiplied in tiles of a few rows,
+each by the weights of one expert. All tiles of a step have one shape, so that `product` gives a
+row the same bits in any tile:
+
+    tokens           t0   t1   t2   t3         each token takes two experts
+    experts          0 2  1 2  0 1  0 2
+    pairs by expert  [ t0 t2 | t3 - ] [ t1 t2 ] [ t0 t1 | t3 - ]     tiles of two rows
+                          expert 0    expert 1       expert 2        - is padding
 """
 
 from __future__ import annotations
@@ -22,24 +29,29 @@ from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
 
-# Rows of a tile, up to so many tokens of an expert on average (docs/lab-log.md, "Time of a mixture
-# of experts").
+# The rows of a tile; the key is the largest mean number of pairs per expert (docs/lab-log.md, "Time
+# of a mixture of experts").
 TILE_ROWS = {8: 8, 64: 16, math.inf: 32}
-# Up to so many pairs are sorted by comparing all with all, which on a GPU takes two launches.
+# Up to this number, pairs are sorted by comparing each with all, which takes two launches on a GPU.
 PAIRS_COMPARED = 2048
 
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """GPT-OSS: `(up + 1) * gate * sigmoid(alpha * gate)`, with gates up to `limit` and ups between `-limit` and `limit`.
+    """Computes `(up + 1) * gate * sigmoid(alpha * gate)` of clamped gates and ups (GPT-OSS).
 
-    The rows of gates and ups take turns.
+    Columns of gates and ups take turns.
+
+    Attributes:
+        limit: The largest gate; ups are between `-limit` and `limit`.
+        alpha: The factor in the sigmoid.
     """
 
     limit: float
     alpha: float
 
     def __call__(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
+        """Returns the function's value for columns in which gates and ups take turns."""
         gate = jnp.minimum(both_PF[:, 0::2], self.limit)
         up = jnp.clip(both_PF[:, 1::2], -self.limit, self.limit)
         return (up + 1) * (gate * jax.nn.sigmoid(self.alpha * gate))
@@ -47,9 +59,15 @@ class ClampedSwiGLU:
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """width: of an expert's inner layer. shared_width: of an expert that all tokens take as well; None: there is none.
+    """Describes the experts of a layer.
 
-    swiglu: what an expert does between its products, which then have biases; None: the model's activation of gates, times ups.
+    Attributes:
+        routing: The choice of each token's experts.
+        width: The width of an expert's inner layer.
+        shared_width: The inner width of an expert that all tokens take as well; None if there is
+            none.
+        swiglu: The function between an expert's products, which then have biases; None for the
+            model's activation of the gates, times the ups.
     """
 
     routing: Routing
@@ -59,7 +77,14 @@ class ExpertsSpec:
 
 
 class Experts(nnx.Module):
-    """gate_up: the gates' rows first, or as `ClampedSwiGLU` says."""
+    """Holds the experts of a layer.
+
+    Attributes:
+        gate_up: The product for gates and ups, the gates first unless `swiglu` is given.
+        down: The product for the output.
+        activation: The name of the activation function.
+        swiglu: The function between the products, if it is not the activation times the ups.
+    """
 
     def __init__(
         self,
@@ -78,17 +103,21 @@ class Experts(nnx.Module):
         expert_TX: Int[Array, "T X"],
         weight_TX: Float[Array, "T X"],
     ) -> Float[Array, "T D"]:
-        """Returns the sum of what the chosen experts make of each token, with these weights."""
+        """Returns the sum of the chosen experts' outputs for each token, with these weights."""
         out_TXD = self.made(x_TD, expert_TX)
         total_TD = out_TXD[:, 0] * weight_TX[:, :1]
-        for place in range(1, expert_TX.shape[1]):  # in one order, whatever XLA makes of a sum
+        # One order for all: XLA could choose another for a sum.
+        for place in range(1, expert_TX.shape[1]):
             total_TD = total_TD + out_TXD[:, place] * weight_TX[:, place : place + 1]
         return total_TD.astype(x_TD.dtype)
 
     def made(
         self, x_TD: Float[Array, "T D"], expert_TX: Int[Array, "T X"]
     ) -> Float[Array, "T X D"]:
-        """Returns what each of the chosen experts makes of each token; zeros for a number that is no expert's."""
+        """Returns the output of each chosen expert for each token.
+
+        A number that is no expert's gives zeros.
+        """
         found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
@@ -123,9 +152,9 @@ class Experts(nnx.Module):
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
         count_E = jnp.bincount(expert_P, length=num_experts)
-        first_E = jnp.cumsum(count_E) - count_E  # of each expert's pairs in that order
-        end_E = jnp.cumsum(-(-count_E // rows))  # of each expert's tiles
-        x_TD = jnp.concatenate([x_TD, jnp.zeros_like(x_TD[:1])])  # padding takes the last row
+        first_E = jnp.cumsum(count_E) - count_E  # The first pair of each expert in that order.
+        end_E = jnp.cumsum(-(-count_E // rows))  # The end of each expert's tiles.
+        x_TD = jnp.concatenate([x_TD, jnp.zeros_like(x_TD[:1])])  # Padding takes the last row.
 
         def tile(index: jax.Array, out_PD: jax.Array) -> jax.Array:
             expert = jnp.searchsorted(end_E, index, side="right", method="compare_all")
@@ -149,7 +178,7 @@ class Experts(nnx.Module):
 
 
 def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]]:
-    """Returns the pair at each place when pairs are sorted by expert, and the place of each pair."""
+    """Returns the pair at each place after sorting by expert, and the place of each pair."""
     pair_P = jnp.arange(len(expert_P))
     if len(expert_P) > PAIRS_COMPARED:
         order_P = jnp.argsort(expert_P, stable=True)
@@ -160,9 +189,13 @@ def _sorted(expert_P: Int[Array, "P"]) -> tuple[Int[Array, "P"], Int[Array, "P"]
 
 
 class MixtureOfExperts(nnx.Module):
-    """Adds up what each token's experts make of it, and what an expert of all tokens does.
+    """Adds up the outputs of each token's experts, and that of an expert of all tokens.
 
-    shared: the expert of all tokens, and the name of its gate's weight in a checkpoint (None: it has no gate).
+    Attributes:
+        router: Chooses the experts of each token.
+        experts: The experts that tokens are routed to.
+        shared: The expert of all tokens; None if there is none.
+        shared_gate: The weight of that expert's gate; None if it has no gate.
     """
 
     def __init__(
@@ -185,12 +218,13 @@ class MixtureOfExperts(nnx.Module):
         )
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
         out_TD = self.experts(x_TD, *self.router(x_TD))
         if self.shared is None:
             return out_TD
         shared_TD = self.shared(x_TD)
         if self.shared_gate is not None:
-            # a matrix-vector product would take another path
+            # Two rows, because XLA on CPU computes a matrix-vector product in another way.
             two_2D = jnp.repeat(self.shared_gate[...], 2, axis=0)
             shared_TD = jax.nn.sigmoid(product(x_TD, two_2D)[:, :1]) * shared_TD
         return out_TD + shared_TD

@@ -1,8 +1,9 @@
-"""Multi-head latent attention (DeepSeek-AI, 2024): a token keeps one latent, of which all heads would make their keys and values.
+"""Multi-head latent attention keeps one latent per token in place of all keys and values.
 
-They are never made. The product that would make a head's keys is applied to its queries in their place, and the one that would make its
-values to what attention gives (absorption). So attention sees one key/value head: keys are a latent and a rotated part that all heads
-share, values are the latent alone.
+See DeepSeek-AI, 2024. Keys and values of the heads are never made. The product that would make a
+head's keys from the latent is applied to its queries, and the one that would make its values is
+applied to the output of attention (absorption). So attention sees one key/value head: its key is
+the latent and a rotated part that all heads share, and its value is the latent alone.
 """
 
 from __future__ import annotations
@@ -22,8 +23,15 @@ from jaxpage.layers.rope import Rope
 
 @dataclass(frozen=True)
 class LatentWidths:
-    """rank: of the latent. turned: of the part of keys that is rotated, and shared. plain, value: of the rest of a head's keys, and of its
-    values, as they would be made. query_rank: of the latent of queries; None: they have none."""
+    """Holds the widths of latent attention.
+
+    Attributes:
+        rank: The width of the latent.
+        turned: The width of the part of keys that is rotated and shared by all heads.
+        plain: The width of the rest of a head's keys, as they would be made.
+        value: The width of a head's values, as they would be made.
+        query_rank: The width of the latent of queries; None if queries have none.
+    """
 
     rank: int
     turned: int
@@ -33,29 +41,41 @@ class LatentWidths:
 
     @property
     def kept(self) -> int:
-        """Numbers that a token keeps."""
+        """Returns how many numbers a token keeps."""
         return self.rank + self.turned
 
     @property
     def query(self) -> int:
+        """Returns the width of a head's query."""
         return self.plain + self.turned
 
 
 class LatentQueries(nnx.Module):
-    """`up(norm(down(x)))`."""
+    """Computes queries through a latent of their own: `up(norm(down(x)))`."""
 
     def __init__(self, down: Linear, norm: RMSNorm, up: Linear):
         self.down, self.norm, self.up = down, norm, up
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T Q"]:
+        """Returns the queries of all heads."""
         return self.up(self.norm(self.down(x_TD)))
 
 
 class LatentAttention(nnx.Module):
-    """queries: to heads of `widths.query`, the plain part first. down: to the latent and to the part that is rotated.
+    """Attends to the latents of all tokens.
 
-    norm: of the latent. expand: the product that would make each head's keys and values of it. Where its weight is quantised, it is
-    dequantised in each step, for as long as the layer needs it.
+    Attributes:
+        layer_index: The layer's place in its model.
+        num_heads: The number of heads.
+        widths: The widths of the heads and of the latent.
+        rope: The rotation.
+        scale: The factor of the scores.
+        queries: The product for the queries of all heads, in each head the plain part first.
+        down: The product for the latent and the part that is rotated.
+        norm: The norm of the latent.
+        expand: The product that would make each head's keys and values from the latent. Where its
+            weight is quantised, each step dequantises it for as long as the layer needs it.
+        output: The product for the output.
     """
 
     def __init__(
@@ -85,6 +105,7 @@ class LatentAttention(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         widths, num_tokens = self.widths, x_TD.shape[0]
         q_TNH = self.queries(x_TD).reshape(num_tokens, self.num_heads, widths.query)
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)

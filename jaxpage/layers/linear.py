@@ -1,4 +1,4 @@
-"""The linear layer, which may be several products of a checkpoint in one."""
+"""A linear layer may join several products of a checkpoint in one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ from jaxpage.layers.weight_kinds import StoredWeight
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a weight, hence columns of a result, that come from one module of the checkpoint.
+    """Describes rows of a weight, hence columns of a result, that come from one checkpoint module.
 
-    name: the module's name; None where the checkpoint has the rows only together with the other parts.
-    each: how many rows each section has, where sections are divided among devices one by one; empty: the part is divided as one.
+    Attributes:
+        rows: The number of rows.
+        axis: The name of their axis.
+        name: The module's name; None where the checkpoint has the rows only with the other parts.
+        each: The number of rows of each section, where sections are divided among devices one by
+            one; empty if the part is divided as one.
     """
 
     rows: int
@@ -32,11 +36,18 @@ class Part:
 
 @dataclass(frozen=True)
 class LinearSpec:
-    """A linear layer's description, whatever kind of weight it has.
+    """Describes a linear layer, whatever kind of weight it has.
 
-    parts: one below the other. fused: the name of a module that has all of them in this order, in a checkpoint that has them so.
-    transposed: the checkpoint holds `[in, out]` (GPT-2's Conv1D).
-    multiplied: no input of the layer is ever there to be multiplied, only the weight (absorption): it takes no adapters.
+    Attributes:
+        num_in: The number of inputs.
+        parts: The parts of the weight, one below the other.
+        input_axis: The name of the axis of the inputs.
+        bias: True if the layer has a bias.
+        dtype: The type of the parameters.
+        fused: The module that has all parts in this order, in checkpoints that fuse them.
+        transposed: True if the checkpoint has weights as [in, out] (GPT-2's Conv1D).
+        multiplied: False if only the weight is used and no input is multiplied by it (absorption);
+            such a layer takes no adapters.
     """
 
     num_in: int
@@ -49,7 +60,7 @@ class LinearSpec:
     multiplied: bool = True
 
     def declare(self, name: str, *columns: int) -> nnx.Param[jax.Array]:
-        """Declares a parameter `[out]` or `[out, in]` with this name in the modules of the checkpoint."""
+        """Declares a parameter [out] or [out, in] that has this name in its checkpoint modules."""
 
         def one(module: str, rows: int) -> Source:
             transpose, shape = self.transposed and bool(columns), (rows, *columns)
@@ -65,7 +76,8 @@ class LinearSpec:
     def sources(self, one: Callable[[str, int], Source]) -> list[Source]:
         """Returns the sources of a parameter that has a row for each output.
 
-        one: gives the rows of a module of the checkpoint by its name, and their number.
+        Args:
+            one: Gives the source of a module's rows, from the module's name and their number.
         """
         apart = [one(part.name, part.rows) for part in self.parts if part.name is not None]
         together = [one(self.fused, self.num_out)] if self.fused else []
@@ -73,19 +85,25 @@ class LinearSpec:
 
     @property
     def num_out(self) -> int:
+        """Returns the number of outputs."""
         return sum(part.rows for part in self.parts)
 
     @property
     def output_axis(self) -> Axis:
+        """Returns the name of the axis of the outputs, or its parts."""
         each = tuple((part.axis, rows) for part in self.parts for rows in part.each or (part.rows,))
         return each[0][0] if len(each) == 1 else each
 
 
 class Linear(nnx.Module):
-    """`y = x @ kernel.T + bias`. The kernel is stored `[out, in]`, see `product`.
+    """Computes `y = x @ kernel.T + bias`. The kernel is stored [out, in]; see `product`.
 
-    lora: adapters, where the model has any. They are added to the product, whatever kind of weight it has.
-    result: the type of the product and of its sums; None: that of the input.
+    Attributes:
+        spec: The description of the layer.
+        kernel: The weight.
+        bias: The bias, or None.
+        lora: The adapters, or None. They are added to the product, whatever kind of weight it has.
+        result: The type of the product and of its sums; None for the type of the input.
     """
 
     lora: LoRA | None = None
@@ -98,15 +116,18 @@ class Linear(nnx.Module):
 
     @property
     def weight(self) -> StoredWeight:
+        """Returns the weight as it is stored."""
         return self.kernel[...]
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """Returns the product, with the bias and the tokens' adapters."""
         y_TO = product(x_TI, self.weight, result=self.result)
         if self.bias is not None:
             y_TO = y_TO + self.bias[...][None, :]
         return y_TO if self.lora is None else self.lora(x_TI, y_TO)
 
     def add_lora(self, num_slots: int, rank: int) -> None:
+        """Adds slots for adapters of at most this rank."""
         spec = self.spec
         rows, axes = tuple(part.rows for part in spec.parts), (spec.input_axis, spec.output_axis)
         self.lora = LoRA(num_slots, rank, spec.num_in, rows, axes, spec.dtype)
@@ -121,5 +142,5 @@ def linear(
     fused: str | None = None,
     transposed: bool = False,
 ) -> Linear:
-    """Returns a linear layer of this description: see `LinearSpec`."""
+    """Returns a linear layer of this description; see `LinearSpec`."""
     return Linear(LinearSpec(num_in, parts, input_axis, bias, dtype, fused, transposed))

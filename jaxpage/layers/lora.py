@@ -1,9 +1,11 @@
-"""Low-rank adapters of a linear layer (Hu et al., 2021): `y += B (A x)`, with an adapter of its own for each token, or none.
+"""Low-rank adapters of a linear layer add `B (A x)` to its output, one adapter per token or none.
 
-The work goes with the adapters that a step has, not with those that are loaded. Each is multiplied with all tokens of the step, and taken
-for its own: A and B copied for every token would be more bytes than the step's own weights, and a product of one row, whose bits may differ
-from those of many. What a token gets is selected, not added up, so its bits do not depend on its neighbours' adapters, nor on the slot of
-its own; a token without adapter keeps those of the base model.
+See Hu et al., 2021. The work grows with the adapters that a step has, not with those that are
+loaded: each is multiplied with all tokens of the step, and the result is taken for its own tokens.
+A copy of A and B for every token would be more bytes than the step's own weights, and a product of
+one row, whose bits may differ from those of many. A token's result is selected and not added up,
+so its bits depend neither on its neighbours' adapters nor on the slot of its own; a token without
+an adapter keeps the bits of the base model.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from jaxpage.layers.trace_scope import trace_scope
 
 
 class LoRA(nnx.Module):
-    """The matrices A and B of all slots. Where the linear layer is several products in one (q, k and v), each has its own A.
+    """Holds the matrices A and B of all slots.
 
-    rows: outputs of each product. B has the factor alpha / r in it; ranks below `rank` are padded with zeros.
+    Where the linear layer joins several products (q, k and v), each has its own A.
+
+    Attributes:
+        rows: The outputs of each product.
+        a: The matrices A. Those with a smaller rank than the slots are padded with zeros.
+        b: The matrices B, which have the factor alpha / r in them.
     """
 
     def __init__(
@@ -34,7 +41,16 @@ class LoRA(nnx.Module):
         axes: tuple[Axis, Axis],
         dtype: DTypeLike,
     ):
-        """Declares the parameters. axes: those of the linear layer's inputs and outputs."""
+        """Declares the parameters.
+
+        Args:
+            num_slots: The number of slots.
+            rank: The largest rank of an adapter.
+            num_in: The number of inputs of the linear layer.
+            rows: The outputs of each product.
+            axes: The names of the axes of the linear layer's inputs and outputs.
+            dtype: The type of the parameters.
+        """
         self.rows = rows
         self.a = parameter(
             (num_slots, len(rows) * rank, num_in), axes=(None, None, axes[0]), dtype=dtype

@@ -1,4 +1,4 @@
-"""The feed-forward half of a transformer layer, plain and gated."""
+"""The feed-forward half of a transformer layer is plain or gated."""
 
 from __future__ import annotations
 
@@ -11,23 +11,31 @@ from jaxpage.layers.linear import Linear
 
 
 class MLP(nnx.Module):
-    """`down(activation(up(x)))`."""
+    """Computes `down(activation(up(x)))`."""
 
     def __init__(self, up: Linear, down: Linear, *, activation: str):
         self.up, self.down = up, down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
         return self.down(ACTIVATIONS[self.activation](self.up(x_TD)))
 
 
 class GatedMLP(nnx.Module):
-    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020). gate_up: one product, the gate's columns first."""
+    """Computes `down(activation(gate(x)) * up(x))` (Shazeer, 2020).
+
+    Attributes:
+        gate_up: The product for gates and ups, the gate's columns first.
+        down: The product for the output.
+        activation: The name of the activation function.
+    """
 
     def __init__(self, gate_up: Linear, down: Linear, *, activation: str):
         self.gate_up, self.down = gate_up, down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
         gate_TF, up_TF = jnp.split(self.gate_up(x_TD), 2, axis=-1)
         return self.down(ACTIVATIONS[self.activation](gate_TF) * up_TF)

@@ -1,4 +1,4 @@
-"""Normalisation over the last axis, computed in float32 whatever the parameters' type."""
+"""Normalises over the last axis, in float32 whatever the parameters' type."""
 
 from __future__ import annotations
 
@@ -12,16 +12,22 @@ from jaxpage.layers.parameter import parameter, tensor
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean over the last axis. On a GPU a plain one, which XLA fuses with what is around it."""
+    """Returns the mean over the last axis.
+
+    On a GPU it is a plain one, which XLA fuses with the operations around it.
+    """
     return jax.lax.platform_dependent(
         x, cpu=_mean_as_product, default=lambda y: jnp.mean(y, axis=-1, keepdims=True)
     )
 
 
 def _mean_as_product(x: jax.Array) -> jax.Array:
-    """A product with ones: XLA on CPU adds up a plain reduction in an order that depends on the other axes."""
+    """Returns the mean as a product with ones.
+
+    XLA on CPU adds up a plain reduction in an order that depends on the other axes.
+    """
     width = x.shape[-1]
-    # two rows, since a matrix-vector product takes yet another path
+    # Two rows, because XLA computes a matrix-vector product in yet another way.
     ones_2D = jnp.ones((2, width), x.dtype)
     return (
         jnp.einsum("...D,ZD->...Z", x, ones_2D, precision=jax.lax.Precision.HIGHEST)[..., :1]
@@ -38,9 +44,12 @@ def _along_last_axis(parameter: nnx.Param[jax.Array], rank: int) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """`scale * x / sqrt(_mean(x^2) + epsilon)` (Zhang and Sennrich, 2019). name: of the checkpoint's module.
+    """Computes `scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019).
 
-    offset: what is added to the stored scale (Gemma stores it less 1).
+    Attributes:
+        scale: The scale, a parameter of the checkpoint's module.
+        epsilon: The number that is added to the mean of squares.
+        offset: The number that is added to the stored scale (Gemma stores it less 1).
     """
 
     def __init__(
@@ -57,21 +66,24 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.offset = epsilon, offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
-        # Of two axes: with three, XLA of jax 0.12 on CPU rounds a row in another way in another
-        # shape.
+        """Returns the normalised numbers in the type of the input."""
+        # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
         scale = _along_last_axis(self.scale, 2)
         if self.offset:
-            # XLA takes the sum out of a loop over steps, and rounds the product otherwise where it
-            # stands with the sum. The barrier keeps them apart, so that one step and several have
-            # the same bits.
+            # XLA moves this sum out of a loop over steps, and rounds the product in another way
+            # where both are together. The barrier keeps them apart, so that one step and several
+            # have the same bits.
             scale = jax.lax.optimization_barrier(scale + self.offset)
         return (normed * scale).astype(x.dtype).reshape(x.shape)
 
 
 class LayerNorm(nnx.Module):
-    """`scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016); scale only if `affine`, bias only if `bias` too."""
+    """Computes `scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016).
+
+    The scale is there only if `affine` is True, the bias only if `bias` is True too.
+    """
 
     def __init__(
         self,
@@ -88,6 +100,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
+        """Returns the normalised numbers in the type of the input."""
         wide = x.astype(jnp.float32)
         centred = wide - _mean(wide)
         normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)

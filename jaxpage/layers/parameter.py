@@ -1,6 +1,11 @@
-"""How a module declares a parameter: its shape, its axes by name, and the tensors of the checkpoint that fill it.
+"""Declares a parameter: its shape, its axes by name, and the checkpoint tensors that fill it.
 
-A module holds shapes, no numbers: nothing is allocated when it is made. The numbers come with `nnx.merge`.
+A module holds shapes and no numbers: nothing is allocated when it is made. The numbers come with
+`nnx.merge`. A fused parameter is filled piece by piece:
+
+    tensors   q_proj.weight [256, 64]    k_proj.weight [64, 64]    v_proj.weight [64, 64]
+    pieces    offset (0, 0)              offset (256, 0)           offset (320, 0)
+    kernel    [384, 64] with the axes (("heads", 256), ("kv_heads", 64), ("kv_heads", 64)), "embed"
 """
 
 from __future__ import annotations
@@ -25,19 +30,22 @@ AXES = {
     "ffn": "the inner width of a feed-forward layer",
     "expert": "the experts of a mixture",
 }
-# A fused axis lists its parts in order, each with its size: (("heads", 256), ("kv_heads", 64),
-# ("kv_heads", 64)).
+# A fused axis lists its parts in order, each with its size, for example (("heads", 256),
+# ("kv_heads", 64), ("kv_heads", 64)).
 Axis = str | None | tuple[tuple[str | None, int], ...]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that has to be decoded, or checked, before it fills a part of a parameter.
+    """Describes how a tensor is decoded, or checked, before it fills a part of a parameter.
 
-    dtypes: the types that it may have, as numpy names them.
-    decode: turns its numbers (transposed, where the piece says so) into the part's.
-    check: says what is wrong with its numbers, or None. It is asked before anything is loaded.
-    beside: names of pieces of the same parameter whose numbers `decode` gets after its own; they fill nothing themselves.
+    Attributes:
+        dtypes: The types that the tensor may have, as numpy names them.
+        decode: Turns its numbers (transposed, where the piece says so) into those of the part.
+        check: Says what is wrong with its numbers, or returns None. It is called before anything is
+            loaded.
+        beside: The names of pieces of the same parameter whose numbers `decode` gets after the
+            tensor's own; these pieces fill nothing themselves.
     """
 
     dtypes: tuple[str, ...]
@@ -47,13 +55,19 @@ class Stored:
 
 
 class Piece(NamedTuple):
-    """A tensor of the checkpoint, and the part of a parameter that it fills.
+    """Names a tensor of the checkpoint, and the part of a parameter that it fills.
 
-    stored_shape: in the checkpoint. transpose: its last two axes are exchanged in the part (GPT-2's Conv1D).
-    rows: from which row up to which it is taken, after the transposition, where the tensor holds several parameters. None: all.
-    shape, offset: of the part and where it begins; they have the parameter's rank.
-    aliases: other names for the same tensor. If a checkpoint has several of them, they must hold the same numbers.
-    stored: how the tensor becomes the part, where it is not simply its numbers.
+    Attributes:
+        name: The name of the tensor.
+        stored_shape: The shape of the tensor in the checkpoint.
+        shape: The shape of the part; it has the rank of the parameter.
+        offset: The place in the parameter where the part begins.
+        transpose: True if the last two axes are exchanged in the part (GPT-2's Conv1D).
+        rows: The first row and the end of the rows that are taken, after the transposition, where
+            the tensor holds several parameters; None for all rows.
+        aliases: Other names of the tensor. If a checkpoint has several of them, they must hold the
+            same numbers.
+        stored: The decoding of the tensor; None if its numbers are those of the part.
     """
 
     name: str
@@ -67,12 +81,13 @@ class Piece(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Returns the name and its aliases."""
         return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True)
 class Source:
-    """One way to fill a parameter of this shape: pieces that cover it without overlap."""
+    """Describes one way to fill a parameter of this shape: pieces that cover it without overlap."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -86,7 +101,10 @@ def tensor(
     aliases: tuple[str, ...] = (),
     stored: Stored | None = None,
 ) -> Source:
-    """Returns the source that is one tensor of this shape, its transpose, or rows of it (see `Piece`)."""
+    """Returns the source that is one tensor of this shape, its transpose, or rows of it.
+
+    See `Piece` for the arguments.
+    """
     filled = (*shape[:-2], *shape[:-3:-1]) if transpose else shape
     if rows is not None:
         filled = (rows[1] - rows[0], *filled[1:])
@@ -96,7 +114,7 @@ def tensor(
 
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
-    """Joins sources along an axis that exists, as fused products need it."""
+    """Joins sources along an axis that they have, for fused products."""
     shape, pieces = list(sources[0].shape), []
     shape[axis] = 0
     for source in sources:
@@ -109,7 +127,7 @@ def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
 
 
 def stack(sources: Sequence[Source]) -> Source:
-    """Joins sources along a new first axis, as the experts of a mixture need it."""
+    """Joins sources along a new first axis, for the experts of a mixture."""
     pieces = [
         piece._replace(shape=(1, *piece.shape), offset=(index, *piece.offset))
         for index, source in enumerate(sources)
@@ -126,13 +144,21 @@ def parameter(
     sources: Sequence[Source] | Callable[[], Sequence[Source]] = (),
     keeps_dtype: bool = False,
 ) -> nnx.Param[jax.Array]:
-    """Declares a parameter. Its metadata are `axes`, `sources` and `keeps_dtype`.
+    """Declares a parameter whose metadata are `axes`, `sources` and `keeps_dtype`.
 
-    axes: a name of `AXES`, the parts of a fused axis, or None, for each axis; a name stands once.
-    sources: the ways to fill it; the first of which the checkpoint has all tensors is taken. None: it is no checkpoint's. A function:
-        of what is long, and only made for a checkpoint (`sources_of`).
-    keeps_dtype: whether it has this type in a model of any; integers always do.
-    Raises ValueError for a declaration that contradicts itself.
+    Args:
+        shape: The shape.
+        axes: For each axis a name of `AXES`, the parts of a fused axis, or None. No two axes have
+            the same name.
+        dtype: The type.
+        sources: The ways to fill the parameter, of which the first is taken whose tensors are all
+            in the checkpoint; empty for a parameter that no checkpoint fills. A function may return
+            them instead: it is called only when a checkpoint is opened (`sources_of`).
+        keeps_dtype: True if the parameter has this type in a model of any type; integers always
+            keep theirs.
+
+    Raises:
+        ValueError: The declaration contradicts itself.
     """
     parts = [
         axis if isinstance(axis, tuple) else ((axis, size),)
@@ -152,7 +178,11 @@ def parameter(
 
 
 def sources_of(variable: nnx.Variable[Any]) -> tuple[Source, ...]:
-    """Returns the sources of a parameter that `parameter` has declared. Raises ValueError for those that do not fill it."""
+    """Returns the sources of a parameter that `parameter` has declared.
+
+    Raises:
+        ValueError: A source does not fill the parameter.
+    """
     sources = variable.get_metadata()["sources"]
     return _checked(sources(), variable.get_value().shape) if callable(sources) else sources
 

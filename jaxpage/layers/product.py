@@ -1,4 +1,4 @@
-"""The one place that multiplies by weights: it decides the precision, and what a quantised weight does."""
+"""Multiplies by weights, in this one place, and decides the precision of the product."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from jaxtyping import Array, Float, Int, Int8, Int32
 from jaxpage.layers.trace_scope import ProductKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Scaled, StoredWeight
 
-TOKENS_BY_HEAD = 16
-SMALLEST_SCALE = 2.0**-100  # of a token whose inputs are all zero
+TOKENS_BY_HEAD = 16  # the tokens of a tile: see `product_by_head`
+SMALLEST_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
 
 
-@jax.named_scope("product")  # these names are for profiles: see `bench.step_profile`
+@jax.named_scope("product")  # These names are for profiles: see `bench.step_profile`.
 def product(
     x_TI: Float[Array, "T I"], weight: StoredWeight, *, result: DTypeLike | None = None
 ) -> Float[Array, "T O"]:
-    """Returns `x @ weight.T` for a weight that is stored `[out, in]`, as a torch `Linear` stores it.
+    """Returns `x @ weight.T` for a weight that is stored [out, in], as a torch `Linear` stores it.
 
-    Not only to spare a transposition: in this order XLA on CPU computes a row in the same way whether it stands among 2 or among
-    512 (docs/lab-log.md), which is what makes a token's result independent of the batch and of how its prompt was cut.
+    This order spares a transposition, and in it XLA on CPU computes a row in the same way among 2
+    rows as among 512 (docs/lab-log.md). So a token's result depends neither on the batch nor on the
+    chunks of its prompt.
 
     Float32 means float32: by default XLA would use TF32 for it on GPU and one bfloat16 pass on TPU.
 
     Args:
-        result: the type of the result, which is also that of the sums; None: as `x`.
+        x_TI: The inputs.
+        weight: The weight.
+        result: The type of the result and of its sums; None for the type of the inputs.
     """
     if isinstance(weight, Scaled):
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
@@ -43,7 +46,7 @@ def product(
 def xla_product(
     x_TI: Float[Array, "T I"], weight: Float[Array, "O I"], result: DTypeLike | None
 ) -> Float[Array, "T O"]:
-    """Multiplies as `product` does, without a kernel of ours."""
+    """Multiplies as `product` does, by XLA alone."""
     precision = (
         jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )
@@ -57,7 +60,7 @@ def _for_grouped() -> ProductKernels:
 
 
 def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
-    """Returns rows of a table of few bits, in float32."""
+    """Returns rows of a quantised table, in float32."""
     zero, minimum = (
         None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ)
     )
@@ -71,7 +74,7 @@ def rows_of(weight: Grouped, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
 
 
 def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
-    """Returns the weight itself, dequantised, for uses that are not its product with an input."""
+    """Returns the weight itself, dequantised, for uses other than its product with an input."""
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
     return _for_grouped().numbers(weight) if isinstance(weight, Grouped) else weight
@@ -81,7 +84,7 @@ def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
 def product_by_head(
     x_TNI: Float[Array, "T N I"], weight: Float[Array, "N _ _"], *, transposed: bool = False
 ) -> Float[Array, "T N _"]:
-    """Multiplies each head by a matrix of its own, which is `[out, in]` or, transposed, `[in, out]`."""
+    """Multiplies each head by its own matrix, which is [out, in] or, transposed, [in, out]."""
 
     def whole(x_TNI: jax.Array) -> jax.Array:
         precision = (
@@ -92,7 +95,10 @@ def product_by_head(
         )
 
     def by_tiles(x_TNI: jax.Array) -> jax.Array:
-        """Multiplies in one shape for any number of tokens: on CPU the shape decides XLA's path, and with it the bits."""
+        """Multiplies in one shape for any number of tokens.
+
+        On CPU the shape decides in which way XLA computes, and with it the bits.
+        """
         num_tokens = x_TNI.shape[0]
         padded = jnp.pad(x_TNI, ((0, -num_tokens % TOKENS_BY_HEAD), (0, 0), (0, 0)))
         out = jax.lax.map(whole, padded.reshape(-1, TOKENS_BY_HEAD, *x_TNI.shape[1:]))
@@ -105,12 +111,18 @@ def product_by_head(
 def product_by_state(
     x_BNK: Float[Array, "B N K"], state_BNKV: Float[Array, "B N K V"]
 ) -> Float[Array, "B N V"]:
-    """Multiplies each row's and head's vector by its matrix. XLA on CPU takes up to twenty times as long for a plain sum of products."""
+    """Multiplies the vector of each row and head by its matrix.
+
+    It is a product because XLA on CPU takes up to twenty times as long for a plain sum of products.
+    """
     return jnp.einsum("BNK,BNKV->BNV", x_BNK, state_BNKV, precision=jax.lax.Precision.HIGHEST)
 
 
 def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "T O"]:
-    """Multiplies tokens that are rounded to eight bits, each with its own scale: sums of integers are exact in any order."""
+    """Multiplies tokens that are rounded to eight bits, each with its own scale.
+
+    The sums are of integers, which are exact in any order.
+    """
     x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
     found = None
     if kernels is not None and kernels.few_rounded is not None:
@@ -132,12 +144,19 @@ def product_by_group(
     group_P: Int[Array, "P"],
     count_E: Int[Array, "E"],
 ) -> Float[Array, "P O"] | None:
-    """Multiplies each row by the weight of its group, in one launch; None where no kernel does.
+    """Multiplies each row by the weight of its group, in one launch.
 
     Rows are sorted by group. Those whose group has no weight come last, and their results are
     undefined.
 
-    weight: its arrays have one more axis in front, of groups.
+    Args:
+        x_PI: The rows.
+        weight: The weights, whose arrays have one more axis in front, of groups.
+        group_P: The group of each row.
+        count_E: The number of rows of each group.
+
+    Returns:
+        The products; None where no kernel takes them.
     """
     kernels = trace_scope().kernels
     if kernels is None or kernels.by_group is None:
@@ -154,7 +173,7 @@ def product_by_group(
 def rounded_product(
     x_TI: Float[Array, "T I"], values_OI: Int8[Array, "O I"]
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
-    """Returns the sums of x, rounded to eight bits, and the scale of each token."""
+    """Returns the sums of products with x rounded to eight bits, and the scale of each token."""
     rounded_TI, scale_T1 = rounded_inputs(x_TI)
     return jnp.einsum(
         "TI,OI->TO", rounded_TI, values_OI, preferred_element_type=jnp.int32
@@ -162,10 +181,11 @@ def rounded_product(
 
 
 def rounded_inputs(x_TI: Float[Array, "T I"]) -> tuple[Int8[Array, "T I"], Float[Array, "T 1"]]:
-    """Returns inputs in eight bits and the scale of each token: NaN where an input is NaN, which
-    XLA on CPU leaves out of a maximum.
+    """Returns the inputs rounded to eight bits, and the scale of each token.
 
-    Multiplied by the inverse of the scale: XLA makes that of a division, so a kernel has to do the same.
+    The scale is NaN where an input is NaN, which XLA on CPU leaves out of a maximum. The inputs are
+    multiplied by the inverse of the scale, because XLA rewrites a division so; a kernel has to do
+    the same.
     """
     scale_T1 = jnp.maximum(
         jnp.abs(x_TI).max(axis=1, keepdims=True) * jnp.float32(1 / 127), SMALLEST_SCALE

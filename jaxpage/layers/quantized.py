@@ -1,4 +1,7 @@
-"""Linear layers and tables with weights of few bits. No model family knows of them: they take the place of `Linear` and `Embedding`."""
+"""Linear layers and tables with quantised weights take the place of `Linear` and `Embedding`.
+
+No model family knows of them.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +20,25 @@ from jaxpage.layers.parameter import Piece, Source, Stored, parameter
 from jaxpage.layers.product import product, rows_of
 from jaxpage.layers.weight_kinds import Grouped, Scaled
 
-# of the arrays that hold them
+# The types of the arrays that hold the codes.
 CODE_DTYPES = {"int8": "int8", "int4": "uint8", "fp8": "float8_e4m3fn", "fp4": "uint8"}
 CODES_PER_BYTE = {"int8": 1, "int4": 2, "fp8": 1, "fp4": 2}
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array of a quantised weight, as a checkpoint stores it.
+    """Describes one array of a quantised weight as a checkpoint stores it.
 
-    name: the tensor's name, after that of its module.
-    shape: gives the tensor's shape for so many outputs and inputs.
-    dtypes, decode, check: see `Stored`; `decode` gets the numbers of outputs and inputs too.
-    rounded: whether it is made of the checkpoint's unquantised weight, when that is loaded.
-    beside: another tensor, whose numbers `decode` gets last.
-    aliases: other names of the tensor.
+    Attributes:
+        name: The tensor's name, after that of its module.
+        shape: Gives the tensor's shape from the numbers of outputs and inputs.
+        dtypes: The types that the tensor may have; see `Stored`.
+        decode: Turns the tensor into the array, from its numbers, the number of outputs and the
+            number of inputs.
+        check: Says what is wrong with the numbers; see `Stored`.
+        rounded: True if the array is computed at load from the checkpoint's unquantised weight.
+        beside: Another tensor, whose numbers `decode` gets last; None if there is none.
+        aliases: Other names of the tensor.
     """
 
     name: str
@@ -52,11 +59,14 @@ class StoredArray:
         repeats: int = 1,
         transposed: bool = False,
     ) -> Callable[[str], Source]:
-        """Returns a function that gives the source of a module by its name; all its modules are alike.
+        """Returns a function that gives the source of a module, of one shape for all, by its name.
 
-        shape: what a module's array becomes.
-        repeats: how often each row is repeated there.
-        transposed: whether the checkpoint has weights as `[in, out]`.
+        Args:
+            num_out: The number of outputs of each module.
+            num_in: The number of inputs.
+            shape: The shape of a module's decoded array.
+            repeats: The number of times that each row is repeated in it.
+            transposed: True if the checkpoint has weights as [in, out].
         """
         stored_shape, transpose = self.shape(num_out, num_in), transposed and self.rounded
         stored_shape = stored_shape[::-1] if transpose else stored_shape
@@ -65,7 +75,7 @@ class StoredArray:
             found = self.decode(numbers, num_out, num_in, *others)
             return found if repeats == 1 else np.repeat(found, repeats, axis=0)[:num_out]
 
-        # one for all of them, as models may have 100,000
+        # All modules share one object, because a model may have 100,000 of them.
         stored = Stored(self.dtypes, decode, self.check)
 
         def of_module(module: str) -> Source:
@@ -98,12 +108,19 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the weight of a linear layer is quantised, and stored.
+    """Describes how the weight of a linear layer is quantised and stored.
 
-    code: see `pallas_kernels.QuantizedWeight`. group_size: inputs that share a scale; None: all.
-    block_rows: outputs that share a scale, in blocks.
-    int8_inputs: whether inputs are rounded to eight bits too (W8A8), each token with a scale of its own.
-    minimum: in place of zeros. scale_dtype: of the arrays of scales and minima.
+    Attributes:
+        code: The code of the numbers; see `pallas_kernels.QuantizedWeight`.
+        values: The array of the codes.
+        scale: The array of the scales.
+        zero: The array of the zeros, or None.
+        group_size: The number of inputs that share a scale; None if all do.
+        block_rows: The number of outputs that share a scale, in blocks.
+        int8_inputs: True if inputs are rounded to eight bits too (W8A8), each token with its own
+            scale.
+        minimum: The array of minima, which take the place of zeros; None if there are none.
+        scale_dtype: The type of the arrays of scales and minima.
     """
 
     code: str
@@ -123,7 +140,7 @@ class WeightFormat:
 
 
 class Quantized(nnx.Module):
-    """The arrays of a quantised weight, which stands for a `Linear` of this spec: a linear layer and a table share them."""
+    """Holds the arrays of a quantised weight, for a linear layer or a table."""
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
@@ -165,6 +182,7 @@ class Quantized(nnx.Module):
 
     @property
     def weight(self) -> Scaled | Grouped:
+        """Returns the weight in the kind that `product` takes."""
         if self.int8_inputs:
             return Scaled(self.kernel[...], self.scale[...][:, 0])
         zero, minimum = (None if each is None else each[...] for each in (self.zero, self.minimum))
@@ -172,7 +190,7 @@ class Quantized(nnx.Module):
 
 
 class QuantizedLinear(Quantized, Linear):
-    """A linear layer that takes the place of a `Linear` of the same spec."""
+    """Takes the place of a `Linear` of the same spec."""
 
     def __init__(self, spec: LinearSpec, form: WeightFormat):
         self._declare_all(spec, form)
@@ -180,7 +198,7 @@ class QuantizedLinear(Quantized, Linear):
 
 
 class QuantizedEmbedding(Quantized, Embedding):
-    """In place of an `Embedding` that a checkpoint has."""
+    """Takes the place of an `Embedding` that a checkpoint has."""
 
     def __init__(self, whole: Embedding, form: WeightFormat):
         assert whole.name is not None
@@ -191,20 +209,26 @@ class QuantizedEmbedding(Quantized, Embedding):
 
     @property
     def num_rows(self) -> int:
+        """Returns the number of rows."""
         return self.kernel.get_value().shape[0]
 
     def __call__(self, ids_T: Int[Array, "T"]) -> Float[Array, "T D"]:
+        """Returns the dequantised rows of these ids."""
         assert isinstance(self.weight, Grouped)
         return rows_of(self.weight, ids_T).astype(self.spec.dtype)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits of these hidden states, in float32."""
         return product(hidden_BD, self.weight, result=jnp.float32)
 
 
 class LinearOfParts(Linear):
-    """In place of a `Linear` whose parts do not have weights of one kind: each is a product of its own.
+    """Takes the place of a `Linear` whose parts have weights of several kinds.
 
-    forms: of the parts; None: it is not quantised.
+    Each part is a product of its own.
+
+    Attributes:
+        parts: The layers of the parts, one after the other.
     """
 
     def __init__(self, spec: LinearSpec, forms: Sequence[WeightFormat | None]):
@@ -218,5 +242,6 @@ class LinearOfParts(Linear):
         )
 
     def __call__(self, x_TI: Float[Array, "T I"]) -> Float[Array, "T O"]:
+        """Returns the joined results of the parts, with the tokens' adapters."""
         y_TO = jnp.concatenate([part(x_TI) for part in self.parts], axis=1)
         return y_TO if self.lora is None else self.lora(x_TI, y_TO)

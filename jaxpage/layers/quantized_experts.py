@@ -1,4 +1,7 @@
-"""A linear layer of each expert with weights of few bits. All experts' stay as they are stored; a product takes those of one."""
+"""Keeps the weights of experts in memory as they are stored, quantised.
+
+A product takes the weight of one expert.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,10 @@ from jaxpage.layers.weight_kinds import Grouped, Scaled
 
 
 class QuantizedExpertLinear(ExpertLinear):
-    """In place of an `ExpertLinear` of the same spec.
+    """Takes the place of an `ExpertLinear` of the same spec.
 
-    Codes of float8 are kept as their bits (see `pallas_kernels.QuantizedWeight`), and a scale of a block of outputs once.
+    Codes of float8 are kept as their bits (see `pallas_kernels.QuantizedWeight`), and the scale of
+    a block of outputs is kept once.
     """
 
     def __init__(self, spec: ExpertLinearSpec, form: WeightFormat):
@@ -85,6 +89,7 @@ class QuantizedExpertLinear(ExpertLinear):
         )
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped:
+        """Returns the quantised weight of one expert, or for `...` of all."""
         values, scale = self.kernel[...][expert], self.scale[...][expert]
         if self.int8_inputs:
             return Scaled(values, scale[..., 0])
@@ -99,7 +104,7 @@ class QuantizedExpertLinear(ExpertLinear):
         return Grouped(values, scale, zero, self.code, self.group_size, minimum, scale_row_O)
 
     def _block_of_output(self) -> np.ndarray:
-        """Each part begins with a block of its own."""
+        """Returns the block of each output. Each part begins with a block of its own."""
         spec = self.spec
         output = np.arange(spec.num_out)
         part, row = np.divmod(output, spec.rows_of_part)

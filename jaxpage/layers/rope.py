@@ -1,4 +1,7 @@
-"""Rotary position embedding: queries and keys are turned by an angle that grows with the position (Su et al., 2021)."""
+"""Rotary position embedding turns queries and keys by an angle that grows with the position.
+
+See Su et al., 2021.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,16 @@ from jaxtyping import Array, Float, Int
 
 @dataclass(frozen=True)
 class Rope:
-    """The constants of a rotation, which are constants of the trace. `layers.rope_scaling` computes them from a config.
+    """Holds the constants of a rotation, which are constants of the trace.
 
-    frequencies: radians per position of each pair of the head, each exactly a float32. Where there are fewer than H / 2, the rest of
-        the head is not turned.
-    interleaved: the pairs are neighbours, (2 i, 2 i + 1), and not (i, i + E).
-    attention_factor: multiplies sines and cosines, hence queries and keys (YaRN and LongRoPE).
+    `layers.rope_scaling` computes them from a config.
+
+    Attributes:
+        frequencies: The radians per position of each pair of a head, each exactly a float32. Where
+            there are fewer than H / 2, the rest of the head is not turned.
+        attention_factor: The factor of sines and cosines, hence of queries and keys (YaRN and
+            LongRoPE).
+        interleaved: True if the pairs are neighbours, (2 i, 2 i + 1), and not (i, i + E).
     """
 
     frequencies: tuple[float, ...]
@@ -24,7 +31,10 @@ class Rope:
     interleaved: bool = False
 
     def angles(self, positions_T: Int[Array, "T"]) -> Angles:
-        """Returns cosines and sines for the positions, in float32; computed once per step and shared by the layers."""
+        """Returns cosines and sines for the positions, in float32.
+
+        A step computes them once, and its layers share them.
+        """
         frequencies_E = jnp.asarray(np.asarray(self.frequencies, np.float32))
         angles_TE = positions_T.astype(jnp.float32)[:, None] * frequencies_E[None, :]
         factor = float(self.attention_factor)
@@ -33,7 +43,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Angles:
-    """The cosines and sines of a stream of tokens, for E pairs of each head."""
+    """Holds the cosines and sines of a stream of tokens, for E pairs of each head."""
 
     cos_TE: Float[Array, "T E"]
     sin_TE: Float[Array, "T E"]

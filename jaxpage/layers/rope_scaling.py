@@ -1,6 +1,7 @@
-"""Frequencies of the rotary embedding for each `rope_type`, computed in float32 the way transformers computes them.
+"""Computes the frequencies of the rotary embedding for each `rope_type`, in float32.
 
-The arithmetic follows `transformers.modeling_rope_utils` step by step, so that angles far into a context agree too.
+The arithmetic follows `transformers.modeling_rope_utils` step by step, so that angles far into a
+context agree too.
 """
 
 from __future__ import annotations
@@ -22,11 +23,18 @@ _Scaling = Callable[[Mapping[str, Any], int, int], tuple[Floats, float]]
 def make_rope(
     parameters: Mapping[str, Any], *, head_width: int, max_position_embeddings: int
 ) -> tuple[Rope, int]:
-    """The rope of a config and the number of positions for which it holds.
+    """Returns the rope of a config and the number of positions for which it holds.
 
-    parameters: `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`, and what the type needs, in which
-    `wrong_parameters` finds nothing. The second value is less than `max_position_embeddings` only for "longrope".
-    Raises CheckpointError for numbers that make no sense together.
+    The number is less than `max_position_embeddings` only for "longrope".
+
+    Args:
+        parameters: The `rope_parameters` of transformers 5, standardised: `rope_type`, `rope_theta`
+            and the numbers of the type, in which `wrong_parameters` finds nothing.
+        head_width: The width of a head, or of its part that is turned.
+        max_position_embeddings: The number of positions of the config.
+
+    Raises:
+        CheckpointError: The numbers make no sense together.
     """
     rope_type = parameters["rope_type"]
     numbers = {
@@ -42,14 +50,14 @@ def make_rope(
     limit = max_position_embeddings
     if rope_type == "longrope":
         # Past the original length transformers changes the frequencies of the whole sequence,
-        # cached keys included; a cache of rotated keys cannot follow, so the model is served up to
+        # cached keys included. A cache of rotated keys cannot follow, so the model is served up to
         # there, where the short factors hold.
         limit = min(limit, parameters[LENGTH])
     return Rope(tuple(float(f) for f in frequencies), float(factor)), limit
 
 
 def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str]:
-    """All that is wrong with what the type, one of `SCALINGS`, makes use of."""
+    """Returns all that is wrong with the numbers that the type, one of `SCALINGS`, uses."""
     kind = parameters["rope_type"]
     needed, optional = ("rope_theta", *_NEEDED.get(kind, ())), _OPTIONAL.get(kind, ())
     wrong = [f"rope_type {kind!r} needs {name}" for name in needed if parameters.get(name) is None]
@@ -90,9 +98,9 @@ def _linear(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, 
 
 
 def _dynamic(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
-    # NTK scaling starts only past `max_position_embeddings`, where no sequence of this engine goes:
-    # there it would turn each key by the length at the time it was computed, which depends on how
-    # the prompt was chunked.
+    # NTK scaling starts only past `max_position_embeddings`, which no sequence of this engine
+    # reaches. There it would turn each key by the length at the time when the key was computed,
+    # which depends on the prefill chunks.
     return _plain(parameters, width, max_positions)
 
 
@@ -125,7 +133,7 @@ def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tupl
 
 
 def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tuple[float, float]:
-    """Between which pairs of the head the scaling ramps from none to full."""
+    """Returns the pairs of a head between which the scaling ramps from none to full."""
 
     def pair_of(rotations: float) -> float:
         return (
@@ -178,7 +186,7 @@ SCALINGS: dict[str, _Scaling] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
-# Numbers that a type needs beside `rope_theta`, and that it may have.
+# Each type needs `rope_theta` and these numbers, and may have the optional ones.
 _NEEDED = {
     **dict.fromkeys(("linear", "dynamic"), ("factor",)),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -188,7 +196,7 @@ _OPTIONAL = {
     "longrope": ("factor", "attention_factor"),
 }
 
-# which is as if they were left out
+# A zero has the same effect as a missing number.
 _MAY_BE_ZERO = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 
 

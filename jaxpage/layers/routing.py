@@ -1,4 +1,4 @@
-"""Which experts a token takes, and with which weights. All of it is in float32."""
+"""Chooses the experts of each token and their weights, in float32."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from jaxtyping import Array, Float, Int
 from jaxpage.layers.parameter import Source, parameter
 from jaxpage.layers.product import product
 
-ROUTED_AT_ONCE = 16  # tokens
+ROUTED_AT_ONCE = 16  # The tokens of a tile on CPU: see `Router._chosen_by_tiles`.
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts in groups of equal size, in order, of which a token takes those that are rated highest (DeepSeek).
+    """Divides experts, in order, into groups of equal size, of which a token takes the best.
 
-    best: how many of a group's experts are added up to rate it.
+    DeepSeek's models have them.
+
+    Attributes:
+        count: The number of groups.
+        kept: The number of groups that a token takes.
+        best: The number of a group's best experts whose ratings are added up to rate it.
     """
 
     count: int
@@ -30,10 +35,18 @@ class Groups:
 
 @dataclass(frozen=True)
 class Routing:
-    """A token goes to the `per_token` experts that are rated highest.
+    """Describes the choice of the `per_token` experts that are rated highest.
 
-    normalized: the weights of those add up to one, before `factor` multiplies them. sigmoid: of each expert's logit alone, in place of a
-    softmax over all. bias: of the logits. corrected: ratings are scores plus a number of each expert, which has no part in the weights.
+    Attributes:
+        num_experts: The number of experts.
+        per_token: The number of experts of a token.
+        normalized: True if the weights add up to one, before `factor` multiplies them.
+        sigmoid: True if a score is the sigmoid of its expert's logit, not a softmax over all.
+        bias: True if the logits have biases.
+        corrected: True if a rating is the score plus a number of the expert, which has no part in
+            the weight; otherwise ratings are scores.
+        groups: The groups of experts, or None.
+        factor: The factor of the weights.
     """
 
     num_experts: int
@@ -47,7 +60,10 @@ class Routing:
 
 
 class Router(nnx.Module):
-    """weight, bias, correction: where they stand in a checkpoint; those that `Routing` does not have are not looked at."""
+    """Rates the experts for each token.
+
+    Only the parameters that `Routing` names are declared.
+    """
 
     def __init__(
         self,
@@ -76,6 +92,7 @@ class Router(nnx.Module):
         )
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
+        """Returns the chosen experts of each token, and their weights."""
         logits_TE = product(x_TD, self.weight[...], result=jnp.float32)
         if self.bias is not None:
             logits_TE = logits_TE + self.bias[...].astype(jnp.float32)[None, :]
@@ -107,9 +124,11 @@ class Router(nnx.Module):
     def _chosen_by_tiles(
         self, logits_TE: Float[Array, "T E"]
     ) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
-        """In one shape for any number of tokens: what XLA makes of an exponential on CPU depends on the shape (docs/lab-log.md).
+        """Chooses in one shape for any number of tokens.
 
-        Between barriers: XLA dissolves a loop over one tile, and computes what it holds together with what is around it.
+        The bits of an exponential that XLA computes on CPU depend on the shape (docs/lab-log.md).
+        The barriers are there because XLA dissolves a loop over one tile and joins its body with
+        the operations around it.
         """
 
         def alone(tile_TE: Float[Array, "T E"]) -> tuple[Int[Array, "T X"], Float[Array, "T X"]]:
@@ -127,8 +146,11 @@ class Router(nnx.Module):
 def _best(
     rated_TE: Float[Array, "T E"], odds_TE: Float[Array, "T E"], count: int, *, corrected: bool
 ) -> tuple[Float[Array, "T X"], Int[Array, "T X"]]:
-    """The odds of those that are rated highest, and which they are. Sorted along, since XLA on CPU computes them anew in a gather, and with
-    other bits."""
+    """Returns the odds of the experts that are rated highest, and these experts.
+
+    The odds are sorted with the ratings, because XLA on CPU computes them again for a gather, with
+    other bits.
+    """
     if not corrected:
         best_TX, best_expert_TX = jax.lax.top_k(rated_TE, count)
         return best_TX, best_expert_TX
@@ -138,7 +160,7 @@ def _best(
 
 
 def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T E"]:
-    """Minus infinity outside of the groups that a token takes."""
+    """Returns the ratings, with minus infinity outside of the groups that a token takes."""
     num_tokens = rated_TE.shape[0]
     grouped = rated_TE.reshape(num_tokens, groups.count, -1)
     best = jax.lax.top_k(grouped, groups.best)[0]
@@ -152,7 +174,10 @@ def _only_best(rated_TE: Float[Array, "T E"], groups: Groups) -> Float[Array, "T
 
 
 def _total(x_TE: Float[Array, "T E"]) -> Float[Array, "T 1"]:
-    """The sum over the last axis, by halves: XLA on CPU adds up a reduction in an order that depends on the other axis."""
+    """Returns the sum over the last axis, added up by halves.
+
+    XLA on CPU adds up a reduction in an order that depends on the other axis.
+    """
     width = x_TE.shape[1]
     if width == 1:
         return x_TE

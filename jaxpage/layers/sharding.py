@@ -1,11 +1,17 @@
-"""How the weights of a model are divided, and the layers of a model that is divided.
+"""Divides the weights of a model, and holds the layers of a model that is divided.
 
-There are C logical shards: of the heads, of the feed-forward layers and of the vocabulary. Each of n devices has C / n of them and computes
-one after the other, every one in the same shapes: those that a device of C devices would have. What they add to the hidden state is
-gathered and added up in a fixed tree. So the bits of a result depend on C and not on the number of devices. Where that is not asked for
-C is the number of devices, and the sum is whatever is fastest.
+There are C logical shards of the heads, of the feed-forward layers and of the vocabulary. Each of n
+devices has C / n shards and computes them one after another, in the shapes that each of C devices
+would have. The shards' shares of the hidden state are gathered and added up in a fixed tree, so the
+bits of a result depend on C and not on the number of devices. Where this is not asked for, C is the
+number of devices, and the sum is in the fastest order:
 
-No family knows of this: `models.sharding` puts these layers in the place of its own.
+    device 0   shard 0 ─┐             C = 4, n = 2
+               shard 1 ─┴ + ─┐
+    device 1   shard 2 ─┐    + ── hidden state, on both devices
+               shard 3 ─┴ + ─┘
+
+No family knows of this: `models.sharding` puts these layers in the place of the family's own.
 """
 
 from __future__ import annotations
@@ -35,18 +41,19 @@ from jaxpage.layers.parameter import Axis
 from jaxpage.layers.quantized import Quantized
 from jaxpage.layers.trace_scope import trace_scope
 
-DEVICE_AXIS = "devices"  # the axis of the mesh
+DEVICE_AXIS = "devices"  # The axis of the mesh.
 SHARED = {"heads": "query heads", "ffn": "feed-forward columns", "expert": "experts"}
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is divided.
+    """Describes how a model is divided.
 
-    num_kv_heads: key/value heads of the whole model.
-    num_devices: n.
-    num_shards: C, a multiple of n; 1: nothing is divided.
-    invariant: whether sums are in float32 and in a fixed tree.
+    Attributes:
+        num_kv_heads: The key/value heads of the whole model.
+        num_devices: The number of devices (n).
+        num_shards: The number of shards (C), a multiple of n; 1 if nothing is divided.
+        invariant: True if sums are in float32 and in a fixed tree.
     """
 
     num_kv_heads: int
@@ -56,6 +63,7 @@ class Sharding:
 
     @property
     def is_divided(self) -> bool:
+        """Returns whether there is more than one shard."""
         return self.num_shards > 1
 
     @property
@@ -65,17 +73,21 @@ class Sharding:
 
     @property
     def kv_heads_of_shard(self) -> int:
-        """Returns the key/value heads of a shard. Where there are fewer heads than shards, some shards have a copy of the same."""
+        """Returns the number of key/value heads of a shard.
+
+        Where there are fewer heads than shards, some shards have copies of the same head.
+        """
         return self.num_kv_heads // min(self.num_shards, self.num_kv_heads)
 
     @property
     def kv_heads_of_device(self) -> int:
+        """Returns the number of key/value heads of a device, copies included."""
         return self.num_local * self.kv_heads_of_shard
 
     def count(self, axis: str | None) -> int:
         """Returns into how many parts an axis of that name is divided.
 
-        Experts go to devices whole: a result's bits do not depend on where they are.
+        Experts go to devices whole: a result's bits do not depend on their place.
         """
         if axis == "expert":
             return self.num_devices
@@ -84,7 +96,8 @@ class Sharding:
     def size_of_part(self, axis: str | None, size: int) -> int:
         """Returns the size of a part of an axis. A vocabulary's last part is padded.
 
-        Raises ConfigError where the axis cannot be divided evenly.
+        Raises:
+            ConfigError: The axis cannot be divided evenly.
         """
         count = self.count(axis)
         if axis == "kv_heads":
@@ -119,7 +132,7 @@ def gathered(x: jax.Array, axis: int, sharding: Sharding) -> jax.Array:
 
 
 def summed(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """Returns the sum over all devices, in whatever order."""
+    """Returns the sum over all devices, in any order."""
     return x if sharding.num_devices == 1 else jax.lax.psum(x, DEVICE_AXIS)
 
 
@@ -150,9 +163,11 @@ def shard_of(
 ) -> Layer:
     """Returns a layer of the same kind with a part of each parameter that has one of these axes.
 
-    Codes are divided as their scales are. No parameter of the part is a tensor of a checkpoint.
+    Codes are divided in the same way as their scales. No parameter of the part has a source in a
+    checkpoint.
 
-    Raises ConfigError where an axis, or the groups of inputs that share a scale, cannot be divided.
+    Raises:
+        ConfigError: An axis, or the groups of inputs that share a scale, cannot be divided.
     """
     shard: Layer = nnx.clone(whole)
     for _, each in nnx.iter_modules(shard):
@@ -177,7 +192,7 @@ def shard_of(
 
 
 def partial_of(whole: Linear, sharding: Sharding) -> Linear:
-    """Returns the product with a shard's columns of a weight, whose result is added to those of the other shards.
+    """Returns the product with a shard's columns of a weight, one term of the sum over all shards.
 
     The bias is added once, after the sum (`Summed`).
     """
@@ -212,19 +227,24 @@ def _spec_of_shard(spec: LinearSpec, sharding: Sharding) -> LinearSpec:
 
 
 class Summed(nnx.Module):
-    """Adds up what the shards made, and then the bias, where there is one."""
+    """Adds up the results of the shards, and then the bias, where there is one."""
 
     def __init__(self, output: Linear, sharding: Sharding):
         self.bias = output.spec.declare("bias") if output.bias is not None else None
         self.sharding = sharding
 
     def __call__(self, parts: Sequence[jax.Array], x_TD: jax.Array) -> jax.Array:
+        """Returns the sum in the type of the hidden state."""
         y_TD = total(parts, self.sharding).astype(x_TD.dtype)
         return y_TD if self.bias is None else y_TD + self.bias[...][None, :]
 
 
 def _whole_part(number: int, what: str, sharding: Sharding) -> int:
-    """Returns a shard's share of things that stay whole. Raises ConfigError where they cannot be divided evenly."""
+    """Returns a shard's share of things that stay whole.
+
+    Raises:
+        ConfigError: They cannot be divided evenly.
+    """
     count = sharding.num_shards
     if number % count:
         raise ConfigError(
@@ -235,10 +255,17 @@ def _whole_part(number: int, what: str, sharding: Sharding) -> int:
 
 
 class ShardedAttention(nnx.Module):
-    """Attention in shards, each with its query heads, their key/value heads and its own pages. Norms over all heads see all shards."""
+    """Attends in shards, each with its query heads, their key/value heads and its own pages.
+
+    Norms over all heads together see the heads of all shards.
+    """
 
     def __init__(self, whole: Attention, sharding: Sharding):
-        """Divides the layer. Raises ConfigError for a product by groups of heads where there are too few groups."""
+        """Divides the layer.
+
+        Raises:
+            ConfigError: The product goes by groups of heads, and there are too few groups.
+        """
         groups = whole.num_groups and _whole_part(whole.num_groups, "groups of heads", sharding)
 
         def shard() -> Attention:
@@ -259,6 +286,7 @@ class ShardedAttention(nnx.Module):
     def __call__(
         self, x_TI: Float[Array, "T I"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer, and the pages of each shard."""
         projected = [shard.projected(x_TI) for shard in self.shards]
         queries, keys, values = (list(of) for of in zip(*projected, strict=True))
         if self.query_norm is not None and self.key_norm is not None:
@@ -275,7 +303,13 @@ class ShardedAttention(nnx.Module):
     def _normed(
         self, norm: Callable[[jax.Array], jax.Array], parts: Sequence[jax.Array], count: int
     ) -> list[jax.Array]:
-        """Returns this device's parts after a norm over all of them. count: how many different parts all shards have."""
+        """Returns this device's parts after a norm over the parts of all devices.
+
+        Args:
+            norm: The norm.
+            parts: The parts of this device's shards.
+            count: The number of different parts that all shards have.
+        """
         copies = self.sharding.num_shards // count
         every = gathered(jnp.stack(parts, axis=1), 1, self.sharding)[:, ::copies]
         normed = norm(every.reshape(every.shape[0], -1)).reshape(every.shape)
@@ -287,7 +321,7 @@ class ShardedAttention(nnx.Module):
 
 
 class _OfShards(nnx.Module):
-    """A layer in shards that all take the same input, and pages of their own."""
+    """A layer whose shards all take the same input, each with its own pages."""
 
     def __init__(self, shard: Callable[[], nnx.Module], output: Linear, sharding: Sharding):
         self.shards = nnx.List(shard() for _ in range(sharding.num_local))
@@ -296,13 +330,17 @@ class _OfShards(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer, and the pages of each shard."""
         each = zip(self.shards, layer_pages, strict=True)
         parts, pages = zip(*(shard(x_TD, own, context) for shard, own in each), strict=True)
         return self.output(parts, x_TD), pages
 
 
 class ShardedLatentAttention(_OfShards):
-    """Latent attention in shards: each has its heads and all latents. The products that make latents are on every device."""
+    """Attends to latents in shards, each of which has its heads and all latents.
+
+    The products that make the latents are on every device.
+    """
 
     def __init__(self, whole: LatentAttention, sharding: Sharding):
         def shard() -> LatentAttention:
@@ -320,10 +358,14 @@ class ShardedLatentAttention(_OfShards):
 
 
 class ShardedDeltaNet(_OfShards):
-    """A delta net in shards: each has its key heads with their value heads, and the states of these."""
+    """Computes a delta net in shards, each with key heads, their value heads and their states."""
 
     def __init__(self, whole: GatedDeltaNet, sharding: Sharding):
-        """Divides the layer. Raises ConfigError where there are too few key heads."""
+        """Divides the layer.
+
+        Raises:
+            ConfigError: There are too few key heads.
+        """
         widths = whole.widths
         widths = replace(
             widths,
@@ -341,7 +383,7 @@ class ShardedDeltaNet(_OfShards):
 
 
 class ShardedMLP(nnx.Module):
-    """A feed-forward layer in shards: each has its columns of the inner layer."""
+    """Computes a feed-forward layer in shards, each with its columns of the inner layer."""
 
     def __init__(self, whole: MLP | GatedMLP, sharding: Sharding):
         def shard() -> MLP | GatedMLP:
@@ -356,11 +398,15 @@ class ShardedMLP(nnx.Module):
         self.down = Summed(whole.down, sharding)
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
+        """Returns the output of the layer."""
         return self.down([shard(x_TD) for shard in self.shards], x_TD)
 
 
 class ShardedEmbedding(nnx.Module):
-    """A table in shards: each has its rows, and the last shard's last rows may be padding, which is zero."""
+    """Holds a table in shards of its rows.
+
+    The last shard's last rows may be padding, which is zero.
+    """
 
     def __init__(self, whole: Embedding, sharding: Sharding):
         self.num_rows = whole.num_rows
@@ -380,17 +426,20 @@ class ShardedEmbedding(nnx.Module):
         return summed(functools.reduce(operator.add, found), self.sharding)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Returns the logits of the whole vocabulary, or where the step divides them (`TraceScope`) those of
-        this device's rows, with what follows the last row."""
+        """Returns the logits of the whole vocabulary, or of this device's rows.
+
+        They are of this device's rows, with the padding after the last row, where the step divides
+        the logits (`TraceScope`).
+        """
         own = jnp.concatenate([shard.logits(hidden_BD) for shard in self.shards], axis=1)
         is_divided = trace_scope().divided_logits and self.sharding.num_devices > 1
         return own if is_divided else gathered(own, 1, self.sharding)[:, : self.num_rows]
 
 
 class ShardedExperts(Experts):
-    """Experts in shards: each device has some of them, and computes the tokens that go there.
+    """Gives each device some of the experts; it computes the tokens that are routed to them.
 
-    What an expert makes is added to the zeros of the other devices.
+    An expert's output is added to the zeros of the other devices.
     """
 
     def __init__(self, whole: Experts, sharding: Sharding):
@@ -406,8 +455,9 @@ class ShardedExperts(Experts):
         self.sharding = sharding
 
     def made(self, x_TD: jax.Array, expert_TX: jax.Array) -> jax.Array:
+        """Returns the output of each chosen expert for each token, from all devices."""
         count = self.gate_up.spec.num_experts
         own_TX = expert_TX - place_of_device(self.sharding) * count
-        # those of other devices are none of these
+        # Experts of other devices get a number that is no expert's here.
         own_TX = jnp.where((own_TX >= 0) & (own_TX < count), own_TX, count)
         return summed(super().made(x_TD, own_TX), self.sharding)

@@ -1,8 +1,8 @@
-"""The scope of a trace: one record, in the only context variable that layers read.
+"""Keeps the scope of a trace: one record, in the only context variable that layers read.
 
-It has what linear layers take from a step. Attention and feed-forward of every family call them with
-nothing but their input, and would all have to hand these things on. What a step gives to a layer by
-name is in `ForwardContext`.
+It has what linear layers take from a step. Attention and feed-forward layers of every family call
+these with nothing but their input, and would all have to pass such values on. The values that a
+step gives to a layer by name are in `ForwardContext`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from jaxpage.layers.weight_kinds import Grouped
 
 
 class ProductKernels(NamedTuple):
-    """Kernels for products with weights, which `jaxpage/device/` binds.
+    """Holds the kernels for products with weights, which `jaxpage/device/` binds.
 
-    multiply: `x @ weight.T` in the type that is given.
-    numbers: the weight in float32 [O, I].
-    few_rows: `x @ w.T` in the type that is given, with the bits of `xla_product`.
-    few_rounded: what `rounded_product` gives.
-    by_group: `pallas_kernels.grouped_product` of x, weight and counts, in the type that is given.
+    The last three return None for a product that they do not take, and are None where there is no
+    such kernel.
 
-    The last three return None for a product that they do not take, and are None where there is no such kernel.
+    Attributes:
+        multiply: Returns `x @ weight.T` in the type that is given.
+        numbers: Returns the weight in float32 [O, I].
+        few_rows: Returns `x @ w.T` in the type that is given, with the bits of `xla_product`.
+        few_rounded: Returns the result of `rounded_product`.
+        by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
+            is given.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -43,15 +46,15 @@ class ProductKernels(NamedTuple):
 
 
 class Adapters(NamedTuple):
-    """The LoRA adapters of the tokens of a pass."""
+    """Holds the LoRA adapters of the tokens of a pass."""
 
-    slot_T: Int[Array, "T"]  # 0: none
-    present: Int[Array, "L"]  # the slots that any token has, from 1; after them the others
+    slot_T: Int[Array, "T"]  # 0 for none
+    present: Int[Array, "L"]  # the slots that any token has, from 1; then the others
     num_present: Int[Array, ""]
 
 
 def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
-    """Returns the adapters of tokens that have them in these slots, of which there are `num_slots`."""
+    """Returns the adapters of tokens that have them in these slots, of `num_slots` in all."""
     slots = jnp.arange(1, num_slots + 1)
     is_present = (slot_T[:, None] == slots).any(axis=0)
     return Adapters(slot_T, slots[jnp.argsort(~is_present, stable=True)], is_present.sum())
@@ -59,11 +62,14 @@ def adapters_of(slot_T: Int[Array, "T"], num_slots: int) -> Adapters:
 
 @dataclass(frozen=True, eq=False)
 class TraceScope:
-    """The things that hold for all layers that are traced in one pass of a model. It belongs to that trace.
+    """Holds what all layers share that are traced in one pass of a model. It belongs to that trace.
 
-    kernels: None where there are none: then no weight may be a `Grouped` one.
-    adapters: None for a model without LoRA layers.
-    divided_logits: whether each device keeps the logits of its part of the vocabulary, and none gathers them.
+    Attributes:
+        kernels: The kernels for products; None where there are none: then no weight may be a
+            `Grouped` one.
+        adapters: The adapters of the tokens; None for a model without LoRA layers.
+        divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
+            gathers them.
     """
 
     kernels: ProductKernels | None = None
@@ -80,9 +86,10 @@ class TraceScope:
             _scope.reset(token)
 
 
-_scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())  # noqa: B039 (it is frozen)
+# B039: the record is frozen.
+_scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())  # noqa: B039
 
 
 def trace_scope() -> TraceScope:
-    """Returns the scope that was opened last; outside of any an empty one."""
+    """Returns the scope that was opened last; an empty one if none is open."""
     return _scope.get()

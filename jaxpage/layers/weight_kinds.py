@@ -1,4 +1,4 @@
-"""The kinds of weights that `product` multiplies by."""
+"""Defines the kinds of weights that `product` multiplies by."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from jaxtyping import Array, Float, Int, Int8, Shaped
 
 
 class Scaled(NamedTuple):
-    """Eight bits, multiplied by inputs of eight bits (W8A8): row o stands for `scale_O[o] * values_OI[o]`."""
+    """A weight of eight bits that is multiplied by inputs of eight bits (W8A8).
+
+    Row o of the weight is `scale_O[o] * values_OI[o]`.
+    """
 
     values_OI: Int8[Array, "O I"]
     scale_O: Float[Array, "O"]
 
 
 class Grouped(NamedTuple):
-    """Few bits, multiplied by inputs as they are. See `pallas_kernels.QuantizedWeight`, which has the same fields."""
+    """A weight of few bits that is multiplied by inputs as they are.
+
+    See `pallas_kernels.QuantizedWeight`, which has the same fields.
+    """
 
     values: Shaped[Array, "O _"]
     scale_OJ: Float[Array, "O J"]

@@ -1,4 +1,7 @@
-"""Model families, one file each: a spec read from config.json, and Flax NNX modules that declare their weights."""
+"""Holds the model families, one file each.
+
+A family has a spec that is read from config.json, and Flax NNX modules that declare their weights.
+"""
 
 from jaxpage.models.base import Family, Model, ModelSpec
 from jaxpage.models.registry import load_family

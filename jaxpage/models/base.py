@@ -1,4 +1,4 @@
-"""What every model family shows the rest of jaxpage: the protocols, and how a model is built without any memory."""
+"""Defines the protocols of model families, and builds a model without allocating any memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,24 @@ from jaxpage.layers.context import ForwardContext, LayerPages, StateSpec
 from jaxpage.models.replacing import Rule, replace_modules
 from jaxpage.models.weights import Weight, weights_of
 
-Pages = tuple[LayerPages, ...]  # one entry per layer
+Pages = tuple[LayerPages, ...]  # One entry for each layer.
 Hidden = tuple[jax.Array, Pages, tuple[jax.Array, ...]]
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The keys and values that a sequence keeps per position: `num_layers * 2 * num_kv_heads * head_width` numbers, or half of it.
+    """Describes what a sequence keeps for each position: keys and values, or a state.
 
-    sliding_windows: per layer, how many positions it sees, the own included (see `Attend`); None sees all.
-    value_width: values are the first so many numbers of the keys, and are not kept apart (latents); None: as wide as keys, and kept.
-    states: per layer, what a recurrent layer keeps in place of keys and values; None: it is none. Empty: no layer is.
+    Attributes:
+        num_layers: The number of layers.
+        num_kv_heads: The number of key/value heads.
+        head_width: The width of a head.
+        sliding_windows: For each layer, how many positions a token sees, its own included (see
+            `Attend`); None if it sees all.
+        value_width: The number of leading numbers of a key that are its value, which is then not
+            kept apart (latents); None if values are kept, as wide as keys.
+        states: For each layer, the state that a recurrent layer keeps in place of keys and values;
+            None for other layers. Empty if no layer is recurrent.
     """
 
     num_layers: int
@@ -35,76 +42,100 @@ class KVSpec:
     states: tuple[StateSpec | None, ...] = ()
 
     def state_of(self, layer: int) -> StateSpec | None:
+        """Returns the state of a layer; None if it keeps keys and values."""
         return self.states[layer] if self.states else None
 
 
 @runtime_checkable
 class ModelSpec(Protocol):
-    """What config.json says of a model: a frozen, hashable dataclass, made by the family's `Spec.from_config`."""
+    """Holds what config.json says of a model: a frozen, hashable dataclass.
+
+    `Spec.from_config` of the family makes it.
+    """
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits and rows of the token table: valid token ids are below it."""
+        """Returns the number of token ids, which is the width of the logits."""
 
     @property
-    def model_width(self) -> int: ...
+    def model_width(self) -> int:
+        """Returns the width of the hidden states (D)."""
+        ...
 
     @property
-    def num_query_heads(self) -> int: ...
+    def num_query_heads(self) -> int:
+        """Returns the number of query heads (N)."""
+        ...
 
     @property
     def max_position_embeddings(self) -> int:
-        """The longest sequence, prompt and output together, that the model computes as its authors meant."""
+        """Returns how many tokens, prompt and output, the longest sequence may have."""
 
     @property
-    def kv(self) -> KVSpec: ...
+    def kv(self) -> KVSpec:
+        """Returns the description of what a sequence keeps for each position."""
+        ...
 
     @property
-    def tie_word_embeddings(self) -> bool: ...
+    def tie_word_embeddings(self) -> bool:
+        """Returns whether the token table is the head too."""
+        ...
 
 
 @runtime_checkable
 class Model(Protocol):
-    """A family's module: a flat stream of tokens in, hidden states out; logits only for the rows that are sampled."""
+    """The module of a family, which takes a flat stream of tokens and returns hidden states.
+
+    Logits are computed only for the rows that are sampled.
+    """
 
     def __call__(self, token_ids_T: jax.Array, pages: Pages, context: ForwardContext) -> Hidden:
-        """Hidden states [T, D] after the final norm, the pages as `attend` left them, and auxiliary hidden states.
+        """Returns hidden states, pages and auxiliary hidden states.
 
-        These are, for each layer number in `context.aux_layers`, what enters that layer [T, D]: 0 names what the first layer
-        sees, the number of layers what leaves the last one, before the final norm.
+        The hidden states [T, D] come after the final norm, and the pages are those that `attend`
+        returned. For each number in `context.aux_layers` there is an auxiliary hidden state [T, D],
+        the input of the layer with this number. The number of layers selects the output of the last
+        one, before the final norm.
         """
 
     def logits(self, hidden_BD: jax.Array) -> jax.Array:
-        """Logits [B, V], float32."""
+        """Returns the logits [B, V] in float32."""
 
 
 @runtime_checkable
 class SpecFactory(Protocol):
+    """Makes the spec of a model from its config."""
+
     def from_config(self, config: Mapping[str, Any]) -> ModelSpec:
         """Reads config.json.
 
         Raises:
-            CheckpointError: a field makes no sense.
-            UnsupportedError: what a field asks for is not honoured.
-            ExceptionGroup: several fields are wrong; it has an error of these kinds for each.
+            CheckpointError: A field makes no sense.
+            UnsupportedError: A field asks for something that is not supported.
+            ExceptionGroup: Several fields are wrong; it has an error of these kinds for each.
         """
 
 
 @runtime_checkable
 class ModelFactory(Protocol):
-    def __call__(self, spec: Any, *, dtype: DTypeLike) -> Model: ...
+    """Makes the module of a model from its spec."""
+
+    def __call__(self, spec: Any, *, dtype: DTypeLike) -> Model:
+        """Returns the module, whose parameters have this type."""
+        ...
 
 
 @runtime_checkable
 class Family(Protocol):
-    """What the module of a family must contain.
+    """Describes what the module of a family must contain.
 
-    A family whose hidden states overflow float16 has `OVERFLOWS_FLOAT16 = True`, too (those that vLLM refuses float16).
+    A family whose hidden states overflow float16 also has `OVERFLOWS_FLOAT16 = True` (those for
+    which vLLM refuses float16).
     """
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # of names in the checkpoint; see `weights_of`
+    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 
@@ -117,7 +148,7 @@ def run_layers(
     pages: Pages,
     context: ForwardContext,
 ) -> Hidden:
-    """What a model returns (see `Model`), of layers one behind the other and a final norm."""
+    """Runs layers and a final norm, and returns what `Model.__call__` returns."""
     entering, new_pages = [hidden_TD], []
     for layer, layer_pages in zip(layers, pages, strict=True):
         hidden_TD, layer_pages = layer(hidden_TD, layer_pages, context)
@@ -128,12 +159,18 @@ def run_layers(
 
 
 def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> list[Weight]:
-    """Every parameter of the model, with where it stands in a checkpoint. rule: of modules that replace the family's."""
+    """Returns every parameter of the model, with its tensors in a checkpoint.
+
+    Args:
+        family: The model's family.
+        spec: The spec of the model.
+        rule: Gives the modules that replace those of the family; None if none are replaced.
+    """
     return weights_of(make_model(family, spec, "float32", rule), family.prefix)
 
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
-    """Returns globs over names of tensors that a checkpoint of this model may have, and that are not loaded."""
+    """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
     last = spec.kv.num_layers
     draft_layers = range(last, last + getattr(spec, "num_draft_layers", 0))
     drafting = [
@@ -145,15 +182,19 @@ def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
 def abstract_model(
     family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """The model's graph and its parameters as a nested dict of `jax.ShapeDtypeStruct`: nothing is allocated or drawn.
+    """Returns the model's graph, and its parameters as a nested dict of `jax.ShapeDtypeStruct`.
 
-    Inside a jitted function, `nnx.merge(graph, parameters)` makes the model of such a dict filled with arrays.
+    Nothing is allocated or drawn. In a jitted function `nnx.merge(graph, parameters)` makes the
+    model of such a dict with arrays in it.
     """
     return abstract(make_model(family, spec, dtype, rule))
 
 
 def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
-    """As `abstract_model`, of any module. What its parameters say of checkpoints is left out: it is no part of what is compiled."""
+    """Returns the graph and the parameters of any module, as `abstract_model` does.
+
+    The sources of its parameters are left out, because they are no part of what is compiled.
+    """
     for _, variable in nnx.to_flat_state(nnx.state(module)):
         variable.set_metadata(sources=())
     graph, state = nnx.split(module)
@@ -161,7 +202,14 @@ def abstract(module: nnx.Module) -> tuple[Any, dict[str, Any]]:
 
 
 def make_model(family: Family, spec: ModelSpec, dtype: DTypeLike, rule: Rule | None) -> Any:
-    """The module, which is a `Model`. rule: of modules that replace the family's."""
+    """Returns the module, which is a `Model`.
+
+    Args:
+        family: The model's family.
+        spec: The spec of the model.
+        dtype: The type of its parameters.
+        rule: Gives the modules that replace those of the family; None if none are replaced.
+    """
     model = cast(nnx.Module, family.Model(spec, dtype=dtype))
     if rule is not None:
         replace_modules(model, rule)

@@ -1,4 +1,7 @@
-"""Command R7B and Command A (Cohere, 2024): both halves of a layer side by side, windows, and no positions in the layers without."""
+"""Command R7B and Command A (Cohere, 2024) compute both halves of a layer in parallel.
+
+Layers with windows rotate; those without have no positions.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ FORM = BlockForm(norms=("input_layernorm", None, None, None), kind="layer", para
 
 
 class Spec(RotaryDecoderSpec):
-    """`Cohere2Config`."""
+    """Reads transformers' `Cohere2Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "cohere2") as fields:
             head_width = head_width_or_quotient(fields)
             types = layer_types(fields, fields.integer("sliding_window_pattern", 4))

@@ -20,40 +20,41 @@ Reader = TypeVar("Reader", bound="ConfigFields")
 
 
 class FieldError(Exception):
-    """Base of what is wrong with fields.
+    """Reports an error in one or more fields.
 
     Attributes:
-        fields: the names of all fields that take part in it.
+        fields: The names of all fields that take part in it.
     """
 
     fields: frozenset[str] = frozenset()
 
     def __init__(self, text: str) -> None:
+        """Takes the text of the error, without the name of the file."""
         super().__init__(f"config.json: {text}")
 
 
 class WrongField(FieldError, CheckpointError):
-    """A field is missing, or no model can have its value."""
+    """A field is missing, or has a value that no model can have."""
 
 
 class RefusedField(FieldError, UnsupportedError):
-    """What a field asks for is not supported."""
+    """A field asks for something that is not supported."""
 
 
 class ConfigFields:
-    """The fields of an object of config.json.
+    """Holds the fields of an object of config.json.
 
-    What is wrong with them is raised at the end of a `with` block: one error as it is, several as
-    an ExceptionGroup. Outside of a block each error is raised at once, so that a reader without one
-    refuses a wrong field too.
+    Errors are raised at the end of a `with` block: one error as it is, several as an
+    ExceptionGroup. Outside of a block each error is raised at once, so that a reader without a
+    block refuses a wrong field too.
     """
 
     def __init__(self, config: Mapping[str, Any], parent: ConfigFields | None = None) -> None:
-        """Takes the object, and for an object in another one the fields of that one.
+        """Takes the object, and for an object within another one the fields of that one.
 
         Args:
-            config: the object; it is copied, because values are put in the place of wrong ones.
-            parent: the fields that this object is a part of; what is wrong is noted there.
+            config: The object; it is copied, because values are put in the place of wrong ones.
+            parent: The fields that this object is a part of; errors are noted there.
         """
         self.config = dict(config)
         self._top: ConfigFields = self if parent is None else parent._top
@@ -84,14 +85,14 @@ class ConfigFields:
         self._raise_noted()
 
     def note(self, *errors: FieldError, **instead: Any) -> None:
-        """Notes what is wrong with fields, and puts values in their place.
+        """Notes errors of fields, and puts values in the place of the fields'.
 
-        An error is passed over if one of its fields is noted already: what was put in its place may
-        have caused it.
+        An error is passed over if one of its fields is noted already: the value that was put in its
+        place may have caused the error.
 
         Args:
-            errors: all that is wrong with these fields.
-            instead: the fields by name, each with a value with which the others can be read.
+            errors: The errors of these fields.
+            instead: The fields by name, each with a value with which the others can be read.
         """
         if self._wrong.isdisjoint(instead):
             for error in errors:
@@ -102,7 +103,7 @@ class ConfigFields:
         self._raise_outside()
 
     def _raise_outside(self) -> None:
-        """Raises what was noted where no block will."""
+        """Raises noted errors where no block will raise them."""
         if not self._top._collects:
             self._raise_noted()
 

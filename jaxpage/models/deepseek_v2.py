@@ -1,4 +1,7 @@
-"""DeepSeek-V2 (DeepSeek-AI, 2024): latent attention, and experts beside some that take all tokens."""
+"""DeepSeek-V2 (DeepSeek-AI, 2024) has latent attention, and experts.
+
+Some of the experts take all tokens.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`DeepseekV2Config`."""
+    """Reads transformers' `DeepseekV2Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "deepseek_v2", {"n_routed_experts": "num_experts"}) as fields:
             if fields.get("norm_topk_prob", False):
                 error = RefusedField("norm_topk_prob = true is not supported for this family")

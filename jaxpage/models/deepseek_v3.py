@@ -1,4 +1,7 @@
-"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024): latent attention, and experts with sigmoid scores, in groups."""
+"""DeepSeek-V3 and R1 (DeepSeek-AI, 2024) have latent attention, and experts in groups.
+
+The scores of experts are sigmoids.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ MAX_DRAFT_LAYERS = 64
 
 
 class Spec(RotaryDecoderSpec):
-    """`DeepseekV3Config`."""
+    """Reads transformers' `DeepseekV3Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "deepseek_v3", {"n_routed_experts": "num_local_experts"}) as fields:
             first = fields.integer("first_k_dense_replace", 3, least=0)
             return cls._from_fields(
@@ -49,7 +53,10 @@ def corrected_experts(
     groups: tuple[int, int],
     factor: float,
 ) -> ExpertsSpec:
-    """Defaults of the fields; those of a family."""
+    """Returns the experts of a family whose scores are sigmoids with corrections.
+
+    The arguments are the family's defaults of the fields.
+    """
     named_count, named_width = ("n_routed_experts", count), ("moe_intermediate_size", width)
     return read_experts(
         fields,
@@ -75,7 +82,15 @@ def read_groups(
     default: Any = (None, None),
     per_token: int = 1,
 ) -> Groups | None:
-    """None: all experts are one group. count: the field of their number, and its default. per_token: the default."""
+    """Returns the groups of experts; None if all experts are one group.
+
+    Args:
+        fields: The fields of the config.
+        count: The field of the number of experts, and its default.
+        best: The number of experts that rate a group; see `Groups`.
+        default: The defaults of `n_group` and `topk_group`.
+        per_token: The default of the number of experts of a token.
+    """
     number = fields.optional_integer("n_group", default[0]) or 1
     kept = fields.optional_integer("topk_group", default[1]) or 1
     num_experts = fields.integer(*count)
@@ -97,7 +112,7 @@ def read_groups(
 def latent_knobs(
     fields: Fields, *, longest: int, query_rank: int, plain: int = 128, value: int = 128
 ) -> dict[str, Any]:
-    """Returns arguments of `RotaryDecoderSpec._from_fields`. The defaults of fields: see `read_latent`."""
+    """Returns arguments of `RotaryDecoderSpec._from_fields`; see `read_latent` for the defaults."""
     for name, only in (("moe_layer_freq", 1), ("ep_size", 1)):
         if fields.get(name, None) not in (None, only):
             error = RefusedField(f"{name} = {fields.get(name)!r} is not supported")
@@ -117,7 +132,10 @@ def latent_knobs(
 
 
 def _draft_layers(fields: Fields) -> int:
-    """Returns how many layers after the last one predict further tokens ahead; they have the numbers that follow it."""
+    """Returns how many layers after the last one predict further tokens, to draft.
+
+    Their numbers in the checkpoint follow that of the last layer.
+    """
     count = fields.integer("num_nextn_predict_layers", 0, least=0)
     if count > MAX_DRAFT_LAYERS:
         text = f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}"

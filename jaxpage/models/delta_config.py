@@ -1,4 +1,4 @@
-"""What configs say of layers with a gated delta rule, and their module under the names of their checkpoints."""
+"""Reads what configs say of layers with a gated delta rule, and makes their modules."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from jaxpage.models.fields import Fields
 
 
 def read_delta(fields: Fields, *, grouped: bool) -> DeltaWidths:
+    """Reads the widths of a gated delta net."""
     widths = DeltaWidths(
         key_heads=fields.integer("linear_num_key_heads", 16),
         value_heads=fields.integer("linear_num_value_heads", 32),
@@ -39,12 +40,21 @@ def make_delta_net(
     name: str,
     dtype: DTypeLike,
 ) -> GatedDeltaNet:
-    """width: of the model. epsilon: of the norm. name: of the checkpoint's module."""
+    """Returns the module, with the names of its checkpoint.
+
+    Args:
+        widths: The widths of its heads.
+        layer_index: The layer's place in its model.
+        width: The width of the model.
+        epsilon: The epsilon of the norm.
+        name: The module's name in the checkpoint.
+        dtype: The type of the parameters.
+    """
 
     def product(
         num_in: int, axes: tuple[str, str], *modules: tuple[str, int], each: tuple[int, ...] = ()
     ) -> Linear:
-        """each: see `Part`, of the first module."""
+        """Returns a linear layer; for `each` of the first module see `Part`."""
         parts = [Part(rows, axes[1], f"{name}.{module}") for module, rows in modules]
         parts[0] = replace(parts[0], each=each)
         return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)

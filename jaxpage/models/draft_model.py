@@ -1,4 +1,7 @@
-"""An ordinary model as a drafter (Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318)."""
+"""An ordinary model drafts for another (Leviathan et al. 2023, Chen et al. 2023).
+
+See arXiv:2211.17192 and arXiv:2302.01318.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,17 @@ from jaxpage.models.replacing import Rule
 
 
 class DraftModel(nnx.Module):
-    """See `models.drafter.Drafter`. It takes no features. Parameters: {"model": those of the model}.
+    """Drafts with an ordinary model; see `models.drafter.Drafter`. It takes no features.
 
-    vocab_size: V of the target. Tables of one tokenizer may be padded to different lengths: ids that only this one has are cut off, and
-    those that it lacks are never drafted.
+    Its parameters are {"model": those of the model}.
+
+    Attributes:
+        model: The model.
+        spec: The spec of the model.
+        vocab_size: The size of the target's vocabulary (V). Tables of one tokenizer may be padded
+            to different lengths: ids that only this model has are cut off, and those that it lacks
+                are
+            never drafted.
     """
 
     aux_layers = None
@@ -39,9 +49,11 @@ class DraftModel(nnx.Module):
 
     @property
     def kv(self) -> KVSpec:
+        """Returns what a sequence keeps for each position of the model."""
         return self.spec.kv
 
     def fuse(self, states: Sequence[jax.Array]) -> None:
+        """Returns None, because the model takes no features."""
         return None
 
     def __call__(
@@ -51,10 +63,12 @@ class DraftModel(nnx.Module):
         pages: Pages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
+        """Returns the hidden states of the model, and the pages."""
         hidden_TD, pages, _ = self.model(token_ids_T, pages, context)
         return hidden_TD, pages
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits of the target's vocabulary."""
         logits_BV = self.model.logits(output_BD)[:, : self.vocab_size]
         lacking = self.vocab_size - logits_BV.shape[1]
         return jnp.pad(logits_BV, ((0, 0), (0, lacking)), constant_values=-jnp.inf)

@@ -1,4 +1,7 @@
-"""What a drafter with weights of its own shows the step that it runs in, beside the model that it drafts for: its target."""
+"""Defines a drafter with weights of its own, which runs in the steps of its target.
+
+The target is the model that it drafts for.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +17,31 @@ from jaxpage.models.base import KVSpec, Pages
 
 @runtime_checkable
 class Drafter(Protocol):
-    """A module that runs over the target's stream of tokens, in the same slots and positions, and predicts what follows."""
+    """Runs over the target's stream of tokens and predicts the tokens that follow.
+
+    It has the slots and the positions of the target.
+    """
 
     @property
     def kv(self) -> KVSpec:
-        """Of its own layers, whose pages stand behind the target's."""
+        """Returns what a sequence keeps for each position in the drafter's own layers.
+
+        The pages of these layers follow those of the target's.
+        """
 
     @property
     def aux_layers(self) -> tuple[int, ...] | None:
-        """Which hidden states of the target it takes (see `models.base.Model`). (): the output behind the final norm. None: none."""
+        """Returns the hidden states of the target that it takes; see `models.base.Model`.
+
+        An empty tuple is the output after the final norm; None is none.
+        """
 
     def fuse(self, states: Sequence[jax.Array]) -> jax.Array | None:
-        """The features [T, D] of hidden states [T, D of the target]: of `aux_layers`, or the output alone. None if it takes none."""
+        """Returns the features [T, D] of hidden states [T, D of the target].
+
+        The hidden states are those of `aux_layers`, or the output alone. The result is None if the
+        drafter takes none.
+        """
 
     def __call__(
         self,
@@ -34,24 +50,36 @@ class Drafter(Protocol):
         pages: Pages,
         context: ForwardContext,
     ) -> tuple[jax.Array, Pages]:
-        """One pass over a stream: what `logits` takes and what is the feature of the place behind [T, D], and the pages.
+        """Runs over a stream, and returns an output [T, D] and the pages.
+
+        The output is what `logits` takes, and the feature of the next place.
 
         Args:
-            token_ids_T: of a drafter that takes features, the token behind each place; of any other, the token there.
-            feature_TD: from `fuse`, or where the target has not been, what this returned for the place before. Nothing to a drafter
-                that takes no hidden states.
+            token_ids_T: For a drafter that takes features the token after each place; for any other
+                the token at the place.
+            feature_TD: The features that `fuse` returned or, where the target has not been, the
+                output of this method for the place before. None for a drafter that takes no hidden
+                states.
+            pages: The pages of the drafter's layers.
+            context: The context of the pass.
         """
 
     def logits(self, output_BD: jax.Array) -> jax.Array:
-        """Of the token behind the last one that it was given: [B, V of the target], float32, -inf for tokens that it lacks."""
+        """Returns the logits [B, V of the target] of the token after the last one given.
+
+        They are in float32, and -inf for tokens that the drafter lacks.
+        """
 
 
 def join(graph: Any, parameters: Mapping[str, Any]) -> Drafter:
-    """The drafter, for use inside a jitted function: a table that it lacks is the target's, which is not copied.
+    """Returns the drafter, for use in a jitted function.
+
+    A table that it lacks is the target's, which is not copied.
 
     Args:
-        graph: of the drafter, with all of its tables.
-        parameters: {"target": the target's, "drafter": its own, with None in place of a table that is the target's}.
+        graph: The graph of the drafter, with all of its tables.
+        parameters: {"target": the target's, "drafter": its own, with None in place of a table that
+            is the target's}.
     """
     tables = {"tokens": parameters["target"]["tokens"]}
     tables["head"] = parameters["target"].get("head", tables["tokens"])

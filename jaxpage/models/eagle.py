@@ -1,7 +1,9 @@
-"""EAGLE heads: a decoder layer or a few that go on from the target's hidden states, and from their own where it has not been.
+"""EAGLE heads are decoder layers that continue from the target's hidden states.
 
-EAGLE-1 (Li et al. 2024, arXiv:2401.15077) predicts the target's last hidden state and asks the target's head for the token. EAGLE-3 (Li et
-al. 2025, arXiv:2503.01840) begins with hidden states of several layers and has a head of its own.
+Where the target has not been, they continue from their own. EAGLE-1 (Li et al. 2024,
+arXiv:2401.15077) predicts the target's last hidden state, and the target's head gives the logits.
+EAGLE-3 (Li et al. 2025, arXiv:2503.01840) begins with hidden states of several layers and has a
+head of its own.
 """
 
 from __future__ import annotations
@@ -27,42 +29,60 @@ from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec, make_
 
 @dataclass(frozen=True, kw_only=True)
 class EagleSpec:
-    """What both kinds have.
+    """Holds what both kinds have in common.
 
-    decoder: the sizes of its layers. `vocab_size` is the target's.
-    table_rows: of its head: V, or as many tokens as a head with a vocabulary of its own knows.
+    Attributes:
+        decoder: The sizes of its layers. `vocab_size` is the target's.
+        table_rows: The rows of its head: V, or the number of tokens that a head with a vocabulary
+            of its own knows.
+        token_map: True if the rows of the head are those of a token map, not of the ids.
+        fc_bias: True if the product that fuses its input has a bias.
+        own_tokens: True if the checkpoint has a token table, so that the target's is not needed.
+        own_head: True if the checkpoint has a head.
+        aux_layers: See `models.drafter.Drafter`; only EAGLE-3 has any.
     """
 
     decoder: RotaryDecoderSpec
     table_rows: int
-    token_map: bool = False  # a row of the head is not the token of that id
+    token_map: bool = False
     fc_bias: bool = False
-    own_tokens: bool = False  # it has a token table, and need not take the target's
+    own_tokens: bool = False
     own_head: bool = False
-    aux_layers: tuple[int, ...] = ()  # see models.drafter.Drafter: none but EAGLE-3 has any
+    aux_layers: tuple[int, ...] = ()
 
     def make(self, dtype: DTypeLike) -> _Eagle:
+        """Returns the module of this spec."""
         return Eagle(self, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Spec(EagleSpec):
-    """Three ways of norming, besides: of the states all together before `fc`, of each of them, and of the feature that is handed on."""
+    """Adds the target's width and the norms of EAGLE-3.
 
-    target_width: int  # of the hidden states
-    norm_before_residual: bool = False  # attention is added to the normed feature
+    Attributes:
+        target_width: The width of the target's hidden states.
+        norm_before_residual: True if the output of attention is added to the normed feature.
+        norm_before_fc: True if the joined hidden states are normed before `fc`.
+        norm_each: True if each hidden state is normed before `fc`.
+        norm_output: True if the feature for the next place is normed.
+    """
+
+    target_width: int
+    norm_before_residual: bool = False
     norm_before_fc: bool = False
     norm_each: bool = False
     norm_output: bool = False
 
     def make(self, dtype: DTypeLike) -> _Eagle:
+        """Returns the module of this spec."""
         return Eagle3(self, dtype=dtype)
 
 
 class _Eagle(nnx.Module):
-    """What both kinds have.
+    """Holds what both kinds have in common.
 
-    The checkpoint may lack a table: it is the target's then (`models.drafter.join`). The token map is none of its weights.
+    The checkpoint may lack a table, which is then the target's (`models.drafter.join`). The token
+    map is not one of its weights.
     """
 
     def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
@@ -83,13 +103,19 @@ class _Eagle(nnx.Module):
 
     @property
     def kv(self) -> KVSpec:
+        """Returns what a sequence keeps for each position in these layers."""
         return self.spec.decoder.kv
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """Returns the hidden states of the target that it takes."""
         return self.spec.aux_layers
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits of the target's vocabulary.
+
+        They are -inf for tokens that the head does not know.
+        """
         logits_BV = self.head.logits(output_BD)
         if self.token_map is None:
             return logits_BV
@@ -98,7 +124,10 @@ class _Eagle(nnx.Module):
 
 
 class Eagle(_Eagle):
-    """EAGLE-1: `layers(fc([embedding; feature]))`; the first layer has no norm before attention, and there is no final norm."""
+    """Computes EAGLE-1: `layers(fc([embedding; feature]))`.
+
+    The first layer has no norm before attention, and there is no final norm.
+    """
 
     def __init__(self, spec: EagleSpec, *, dtype: DTypeLike):
         super().__init__(spec, 2 * spec.decoder.model_width, dtype=dtype)
@@ -110,6 +139,7 @@ class Eagle(_Eagle):
         )
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
+        """Returns the output of the target, which is the feature."""
         (output_TD,) = states
         return output_TD
 
@@ -120,13 +150,17 @@ class Eagle(_Eagle):
         pages: Pages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
+        """Returns the hidden states, which are the next features, and the pages."""
         both = jnp.concatenate([self.tokens(token_ids_T), feature_TD], axis=-1)
         output_TD, pages, _ = run_layers(self.layers, None, self.fc(both), pages, context)
         return output_TD, pages
 
 
 class FusionLayer(nnx.Module):
-    """EAGLE-3's first layer: attention over `[norm(embedding); norm(feature)]`, added to the feature; then as in any decoder."""
+    """Attends over `[norm(embedding); norm(feature)]`, the first layer of EAGLE-3.
+
+    The result is added to the feature. The rest is as in any decoder layer.
+    """
 
     def __init__(self, spec: Eagle3Spec, *, name: str, dtype: DTypeLike):
         decoder = spec.decoder
@@ -154,6 +188,7 @@ class FusionLayer(nnx.Module):
         layer_pages: LayerPages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         normed_TD = self.feature_norm(feature_TD)
         both = jnp.concatenate([self.embedding_norm(embedded_TD), normed_TD], axis=-1)
         attended_TD, layer_pages = self.attention(both, layer_pages, context)
@@ -162,9 +197,10 @@ class FusionLayer(nnx.Module):
 
 
 class Eagle3(_Eagle):
-    """EAGLE-3: features `fc([hidden states])`, a `FusionLayer`, more layers if there are, and a norm.
+    """Computes EAGLE-3: features `fc([hidden states])`, a `FusionLayer`, further layers and a norm.
 
-    The norm is a part of the logits, and features go without it; where `norm_output` says so they go with it.
+    The norm belongs to the logits, and features are handed on without it, unless `norm_output` is
+    True.
     """
 
     def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
@@ -188,6 +224,7 @@ class Eagle3(_Eagle):
         self.norm = norm(decoder.model_width, name="norm")
 
     def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
+        """Returns the features of the target's hidden states."""
         fused = jnp.concatenate(states, axis=-1)
         if self.states_norm is not None:
             fused = self.states_norm(fused)
@@ -205,9 +242,11 @@ class Eagle3(_Eagle):
         pages: Pages,
         context: ForwardContext,
     ) -> tuple[Float[Array, "T D"], Pages]:
+        """Returns the hidden states, which are the next features, and the pages."""
         output_TD, first = self.fusion(self.tokens(token_ids_T), feature_TD, pages[0], context)
         output_TD, rest, _ = run_layers(self.layers, None, output_TD, pages[1:], context)
         return self.norm(output_TD) if self.spec.norm_output else output_TD, (first, *rest)
 
     def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits of the target's vocabulary."""
         return super().logits(output_BD if self.spec.norm_output else self.norm(output_BD))

@@ -1,4 +1,7 @@
-"""Where the experts of a layer stand in a checkpoint: apart, as they are published, or stacked, as transformers keeps them in memory."""
+"""Makes the experts of a layer with their names in a checkpoint.
+
+The experts are apart, as they are published, or stacked, as transformers keeps them in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,16 @@ from jaxpage.models.weights import FLOATS
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """In files. module: of the mixture, in its layer. gate, up, down: of an expert's weights. router, shared: in the mixture; the second is
-    the expert of all tokens, with the weight of its gate.
+    """Holds the names of the experts' weights in files.
 
-    only_stacked: no file has the experts apart, and stacked they are `[in, out]`.
+    Attributes:
+        module: The mixture, in its layer.
+        gate: The product for the gates, in an expert.
+        up: The product for the ups, in an expert.
+        down: The product for the output, in an expert.
+        router: The router, in the mixture.
+        shared: The expert of all tokens, in the mixture, and the weight of its gate or None.
+        only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
     """
 
     module: str = "mlp"
@@ -49,9 +58,16 @@ def read_experts(
     routing: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> ExpertsSpec:
-    """count, width: names of fields, and their defaults. per_token: the default; None: there is none.
+    """Reads what a config says of experts.
 
-    normalized: None is what `norm_topk_prob` says. routing: further fields of it.
+    Args:
+        fields: The fields of the config.
+        count: The field of the number of experts, and its default.
+        per_token: The default of the number of experts of a token; None if the field is required.
+        width: The field of the inner width of an expert, and its default.
+        normalized: True if the weights add up to one; None to read `norm_topk_prob`.
+        routing: Further fields of `Routing`.
+        **more: Further fields of `ExpertsSpec`.
     """
     chosen = Routing(
         num_experts=fields.integer(*count),
@@ -70,7 +86,11 @@ def read_experts(
 
 
 def sparse_layers(fields: Fields) -> tuple[bool, ...]:
-    """Qwen's rule: each layer whose number, from 1, divides by `decoder_sparse_step`, but those of `mlp_only_layers`."""
+    """Returns which layers have experts, by Qwen's rule.
+
+    They are those whose number, from 1, `decoder_sparse_step` divides, except for those in
+    `mlp_only_layers`.
+    """
     every = fields.integer("decoder_sparse_step", 1)
     dense = fields.get("mlp_only_layers", None) or []
     if not isinstance(dense, list):
@@ -92,7 +112,17 @@ def make_experts(
     shared: tuple[GatedMLP, str | None] | None,
     dtype: DTypeLike,
 ) -> MixtureOfExperts:
-    """layer: its name in the checkpoint."""
+    """Returns the mixture of experts of a layer.
+
+    Args:
+        spec: The experts.
+        model_width: The width of the model.
+        names: The names of the weights.
+        layer: The name of the layer in the checkpoint.
+        activation: The name of the activation function.
+        shared: The expert of all tokens, and the weight of its gate; None if there is none.
+        dtype: The type of the parameters.
+    """
     published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
     count = spec.routing.num_experts
 

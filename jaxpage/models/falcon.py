@@ -1,4 +1,7 @@
-"""Falcon (Almazrouei et al., 2023), 7B, 40B, 180B and 11B: both halves of a layer side by side, few key/value heads, LayerNorm."""
+"""Falcon computes both halves of a layer in parallel (Almazrouei et al., 2023).
+
+It has few key/value heads, and LayerNorm. There are models of 7B, 11B, 40B and 180B.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,13 @@ ignored = ("*rotary_emb.inv_freq",)
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """`FalconConfig`.
+    """Holds the fields of transformers' `FalconConfig`.
 
-    norms: before attention and before the feed-forward half, by their names; None: that half takes what the first one takes.
-    parallel: both halves start from what enters the layer; else the second starts from what the first has added.
+    Attributes:
+        norms: The names of the norms before attention and before the feed-forward half. The second
+            is None where that half takes the input of the first.
+        parallel: True if both halves start from the layer's input; otherwise the second starts from
+            the sum with the first.
     """
 
     vocab_size: int
@@ -49,6 +55,7 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
+        """Reads config.json."""
         with Fields(config, "falcon", {"hidden_size": "n_embed"}) as fields:
             if fields.flag("alibi", False):
                 text = "alibi = true (biases of scores by distance) is not supported"
@@ -88,7 +95,7 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
 
 
 def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
-    """`Spec.norms` and `Spec.parallel`."""
+    """Returns `Spec.norms` and `Spec.parallel`."""
     new, parallel = (
         fields.flag("new_decoder_architecture", False),
         fields.flag("parallel_attn", True),
@@ -107,7 +114,7 @@ def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
 
 
 class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x)) + mlp(norm(x))`, or one behind the other (see `Spec`)."""
+    """Computes `x + attention(norm(x)) + mlp(norm(x))`, or one half after the other."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         width, inner, head_width = spec.model_width, spec.feed_forward_width, spec.kv.head_width
@@ -122,7 +129,10 @@ class DecoderLayer(nnx.Module):
         groups = spec.kv.num_kv_heads if spec.kv.num_kv_heads > 1 else None
 
         def query_key_value(module: str) -> Linear:
-            """One group is as other products are: all queries, the key, the value."""
+            """Returns the product for queries, keys and values.
+
+            With one group it is as other products are: all queries, the key, the value.
+            """
             queries = spec.num_query_heads * head_width
             if groups is not None:
                 return product(
@@ -160,6 +170,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         normed_TD = self.attention_norm(x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = x_TD + attended_TD
@@ -172,7 +183,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """See `models.base.Model`."""
+    """Computes a Falcon model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -194,7 +205,9 @@ class Model(nnx.Module):
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
         return run_layers(self.layers, self.norm, self.tokens(token_ids_T), pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
         return (self.head or self.tokens).logits(hidden_BD)

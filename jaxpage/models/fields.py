@@ -13,7 +13,7 @@ from jaxpage.layers.rope_scaling import LENGTH, SCALINGS, make_rope, wrong_param
 from jaxpage.models.config_fields import ConfigFields, FieldError, RefusedField, WrongField
 
 T = TypeVar("T")
-REQUIRED: Any = object()  # as a default: the field has none
+REQUIRED: Any = object()  # A default that says that there is none.
 _ROPE_FIELDS = (
     "rope_scaling",
     "rope_parameters",
@@ -25,11 +25,10 @@ NO_ROPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "rope_local_base_freq": 10_000.0,
 }
-_SIZE = 64  # that stands for one that is missing or wrong, while the other fields are read
+_SIZE = 64  # This size is read in the place of one that is missing or wrong.
 
 
-# Fields of any config that would change the mathematics, and what they stand for; absent, null,
-# false and empty pass.
+# These fields would change the mathematics of any model. Absent, null, false and empty values pass.
 _NOT_HONOURED = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
@@ -41,7 +40,10 @@ _NOT_HONOURED = {
 
 
 def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a model that takes images too, what is said of its text model, with what is said of both: as if there were nothing else."""
+    """Returns the config of the text model of a model that takes images too.
+
+    It has the fields of the text model, and those that both parts share.
+    """
     text = config.get("text_config")
     if not isinstance(text, dict):
         return dict(config)
@@ -57,7 +59,7 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Fields(ConfigFields):
-    """The fields of one family.
+    """Holds the fields of one family.
 
     Defaults are those of the transformers config class, and null is a value like others.
     """
@@ -65,16 +67,16 @@ class Fields(ConfigFields):
     def __init__(
         self, config: Mapping[str, Any], model_type: str, aliases: Mapping[str, str] | None = None
     ) -> None:
-        """Takes a config and notes whatever no family honours.
+        """Takes a config and notes what no family supports.
 
         Args:
-            config: the config, in which nothing of a text model is nested.
-            model_type: the family's.
-            aliases: other names of fields, as the class has them in `attribute_map`.
+            config: The config, in which nothing of a text model is nested.
+            model_type: The model type of the family.
+            aliases: Other names of fields, as the class has them in `attribute_map`.
         """
         super().__init__(config)
         self.aliases = aliases or {}
-        # What is wrong is raised at the end of the block, or when the first field is read.
+        # Errors are raised at the end of the block, or when the first field is read.
         self._collects = True
         if config.get("model_type", model_type) != model_type:
             self.note(
@@ -107,7 +109,7 @@ class Fields(ConfigFields):
         return default
 
     def _instead(self, error: FieldError, name: str, value: T) -> T:
-        """Notes what is wrong with a field, and returns a value, which is read from now on."""
+        """Notes an error of a field, and returns a value, which is read from now on."""
         self.note(error, **dict.fromkeys(self._names(name), value))
         return value
 
@@ -116,6 +118,7 @@ class Fields(ConfigFields):
         return [name, self.aliases[name]] if name in self.aliases else [name]
 
     def integer(self, name: str, default: Any = REQUIRED, *, least: int = 1) -> int:
+        """Returns an integer that is at least `least`."""
         value = self.get(name, default)
         if isinstance(value, int) and not isinstance(value, bool) and value >= least:
             return value
@@ -124,6 +127,7 @@ class Fields(ConfigFields):
         return instead
 
     def optional_integer(self, name: str, default: int | None) -> int | None:
+        """Returns a positive integer, or None for null."""
         return None if self.get(name, default) is None else self.integer(name, default)
 
     def number(self, name: str, default: float) -> float:
@@ -139,6 +143,7 @@ class Fields(ConfigFields):
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
+        """Returns a finite number above zero, or None for null."""
         return (
             None
             if self.get(name, default) is None
@@ -151,7 +156,7 @@ class Fields(ConfigFields):
         *,
         kinds: Sequence[str] = ("full_attention", "sliding_attention"),
     ) -> tuple[str, ...]:
-        """`layer_types`: for each layer one of the kinds that this family has."""
+        """Returns `layer_types`: for each layer one of the kinds that this family has."""
         types = self.get("layer_types", None)
         types = list(default) if types is None else types
         if not isinstance(types, list) or len(types) != len(default):
@@ -166,7 +171,7 @@ class Fields(ConfigFields):
         return tuple(types)
 
     def flag(self, name: str, default: bool) -> bool:
-        """A flag that is null is false, as to the code of transformers, whatever it is where it is left out."""
+        """Returns a flag. Null is false, as in transformers, whatever the default is."""
         value = self.get(name, default)
         if value is not None and not isinstance(value, bool):
             error = WrongField(f"{name} must be true or false, not {value!r}")
@@ -174,6 +179,7 @@ class Fields(ConfigFields):
         return bool(value)
 
     def activation(self, name: str, default: str) -> str:
+        """Returns the name of an activation function that is known."""
         value = self.get(name, default)
         if not isinstance(value, str) or value not in ACTIVATIONS:
             error = RefusedField(f"{name} = {value!r} is not one of {', '.join(ACTIVATIONS)}")
@@ -181,7 +187,10 @@ class Fields(ConfigFields):
         return value
 
     def divided(self, name: str, divisor_name: str) -> int:
-        """One field over another, which must divide it: the head width, where no field gives it."""
+        """Returns one field over another, which must divide it.
+
+        This is the head width, where no field gives it.
+        """
         value, divisor = self.integer(name), self.integer(divisor_name)
         if value % divisor:
             error = WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}")
@@ -202,11 +211,19 @@ class Fields(ConfigFields):
         aliases: Mapping[str, str] | None = None,
         original: int | None = None,
     ) -> tuple[Rope, int]:
-        """The rotary embedding and the number of positions it holds for; see `make_rope`.
+        """Returns the rotary embedding and the number of positions for which it holds.
 
-        theta: the default. partial: the share of each head that is turned, by default; None: this family turns all of it.
-        aliases: other names of rope types in this family. original: the default of `original_max_position_embeddings` at the
-        top of the file, in a family whose config class has that field.
+        See `make_rope`.
+
+        Args:
+            head_width: The width of a head.
+            max_position_embeddings: The number of positions of the config.
+            theta: The default of `rope_theta`.
+            partial: The default share of each head that is turned; None for a family that turns
+                all.
+            aliases: Other names of rope types in this family.
+            original: The default of `original_max_position_embeddings` at the top of the file, in a
+                family whose config class has that field.
         """
         parameters = self.rope_parameters(max_position_embeddings, theta, original)
         return self._rope_of(
@@ -216,9 +233,14 @@ class Fields(ConfigFields):
     def ropes_by_type(
         self, head_width: int, max_position_embeddings: int, theta: Mapping[str, tuple[str, float]]
     ) -> tuple[dict[str, Rope], int]:
-        """As `rope`, for each layer type. theta: the field of older configs, or none (""), and the default.
+        """Returns the rotary embedding of each layer type, and the positions for which all hold.
 
-        `rope_scaling` of older configs holds for layers without a window.
+        `rope_scaling` of older configs is for layers without a window.
+
+        Args:
+            head_width: The width of a head.
+            max_position_embeddings: The number of positions of the config.
+            theta: For each layer type the field of older configs, or "" for none, and the default.
         """
         given, scaling = (
             self.get("rope_parameters", None) or {},
@@ -277,7 +299,7 @@ class Fields(ConfigFields):
         width = int(head_width * factor)
         if parameters.get("mrope_section"):
             refused.append("mrope_section (positions with several axes) is not supported")
-        # of vLLM and llama.cpp; transformers passes them over
+        # vLLM and llama.cpp use these; transformers passes them over.
         for name in ("attn_factor", "extrapolation_factor"):
             if parameters.get(name, 1) != 1:
                 refused.append(
@@ -310,7 +332,11 @@ class Fields(ConfigFields):
     def rope_parameters(
         self, max_position_embeddings: int, theta: float, original: int | None = None
     ) -> dict[str, Any]:
-        """`rope_parameters` of transformers 5, or `rope_scaling` and `rope_theta` of older versions, as one dict."""
+        """Returns rope parameters as one dict, in the form of transformers 5.
+
+        They are those of `rope_parameters`, or of `rope_scaling` and `rope_theta` of older
+        versions.
+        """
         old = self._object_or_null("rope_scaling")
         new = self._object_or_null("rope_parameters")
         parameters = self._completed(old or new or {}, max_position_embeddings, theta, original)
@@ -341,7 +367,7 @@ class Fields(ConfigFields):
         parameters = _standard(given)
         parameters.setdefault("rope_theta", self.get("rope_theta", theta))
         parameters.setdefault("rope_type", "default")
-        # As in transformers, a length at the top of the file outranks the one in the dict.
+        # In transformers too, a length at the top of the file outranks the one in the dict.
         original = self.get(LENGTH, original)
         if original is not None:
             parameters[LENGTH] = _whole(original)
@@ -366,5 +392,5 @@ def _standard(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(length: Any) -> Any:
-    """Returns a length that is written as 16.0 as the integer that it is, and anything else as it is."""
+    """Returns a length that is written as 16.0 as the integer that it is, and others unchanged."""
     return int(length) if isinstance(length, float) and length.is_integer() else length

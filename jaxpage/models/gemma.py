@@ -1,4 +1,7 @@
-"""Gemma 1 (Gemma Team, 2024): Llama with wide heads, scaled embeddings, GELU, and norms whose scale is stored less 1."""
+"""Gemma 1 (Gemma Team, 2024) is Llama with wide heads, scaled embeddings and GELU.
+
+The scale of its norms is stored less 1.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,14 @@ ACTIVATION = "gelu_pytorch_tanh"
 
 
 class Spec(RotaryDecoderSpec):
-    """`GemmaConfig`. In `hidden_act`, "gelu" is a legacy value that means the tanh approximation."""
+    """Reads transformers' `GemmaConfig`.
+
+    In `hidden_act`, "gelu" is a legacy value that means the tanh approximation.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         if config.get("hidden_act") == "gelu":
             config = {**config, "hidden_act": ACTIVATION}
         with Fields(config, "gemma") as fields:

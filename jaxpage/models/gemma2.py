@@ -1,4 +1,7 @@
-"""Gemma 2 (Gemma Team, 2024): windows in every second layer, soft caps of attention and of logits, four norms in a layer."""
+"""Gemma 2 (Gemma Team, 2024) has windows in every second layer, and four norms in a layer.
+
+Scores of attention, and logits, have soft caps.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +37,11 @@ FORM = BlockForm(norms=NORMS, kind="rms+1")
 
 
 class Spec(RotaryDecoderSpec):
-    """`Gemma2Config`."""
+    """Reads transformers' `Gemma2Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "gemma2") as fields:
             types = layer_types(fields, 2)
             longest = fields.integer("max_position_embeddings", 8192)
@@ -52,7 +56,12 @@ class Spec(RotaryDecoderSpec):
 
 
 def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> dict[str, Any]:
-    """What Gemma 2 and 3 have in common. caps: of attention and of logits, by default."""
+    """Returns the arguments of `RotaryDecoderSpec._from_fields` that Gemma 2 and 3 have in common.
+
+    Args:
+        fields: The fields of the config.
+        caps: The defaults of the soft caps of attention and of logits.
+    """
     if fields.get("use_bidirectional_attention", None):
         text = "use_bidirectional_attention (attention to later tokens) is not supported"
         fields.note(RefusedField(text), use_bidirectional_attention=None)

@@ -1,6 +1,7 @@
-"""Gemma 3, text (Gemma Team, 2025): Gemma 2 with norms of queries and keys, windows in 5 of 6 layers; not `Gemma3ForConditionalGeneration`.
+"""Gemma 3, text (Gemma Team, 2025), is Gemma 2 with norms of queries and keys.
 
-Attention has no softcap, and logits have none by default.
+It has windows in 5 of 6 layers. Attention has no soft cap, and logits have none by default.
+`Gemma3ForConditionalGeneration` is not of this family.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ THETA = {
 
 
 class Spec(RotaryDecoderSpec):
-    """`Gemma3TextConfig`."""
+    """Reads transformers' `Gemma3TextConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "gemma3_text") as fields:
             if fields.get("attn_logit_softcapping", None) is not None:
                 text = (

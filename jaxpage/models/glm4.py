@@ -1,4 +1,7 @@
-"""GLM-4, dense (Zeng et al., 2024; 0414 and later): four norms in a layer, and interleaved RoPE of half of each head."""
+"""GLM-4, dense (Zeng et al., 2024; 0414 and later), has four norms in a layer.
+
+It rotates half of each head, interleaved.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,14 @@ FORM = BlockForm(
 
 
 class Spec(RotaryDecoderSpec):
-    """`Glm4Config`. `attention_bias` is of queries, keys and values alone."""
+    """Reads transformers' `Glm4Config`.
+
+    `attention_bias` is for queries, keys and values alone.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "glm4") as fields:
             head_width = fields.optional_integer("head_dim", 128) or head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 131_072)

@@ -1,4 +1,4 @@
-"""GLM-4.7 Flash (Z.ai, 2026): DeepSeek-V3's layers in another size."""
+"""GLM-4.7 Flash (Z.ai, 2026) has the layers of DeepSeek-V3 in another size."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Glm4MoeLiteConfig`."""
+    """Reads transformers' `Glm4MoeLiteConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "glm4_moe_lite", {"n_routed_experts": "num_local_experts"}) as fields:
             return cls._from_fields(
                 fields,

@@ -1,4 +1,7 @@
-"""GPT-2 (Radford et al., 2019): norms first, learned positions, one product for queries, keys and values."""
+"""GPT-2 (Radford et al., 2019) has norms first, and learned positions.
+
+Queries, keys and values come from one product.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ _ALIASES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """`GPT2Config`. `reorder_and_upcast_attn` asks for scores in float32, which is always so here."""
+    """Holds the fields of transformers' `GPT2Config`.
+
+    `reorder_and_upcast_attn` asks for scores in float32, which they always are here.
+    """
 
     vocab_size: int
     model_width: int
@@ -47,6 +53,7 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
+        """Returns the spec of a config.json."""
         with Fields(config, "gpt2", _ALIASES) as fields:
             num_heads, num_layers, width = (
                 fields.integer(name) for name in ("n_head", "n_layer", "n_embd")
@@ -72,7 +79,7 @@ class Spec:
 
 
 class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         width, inner, epsilon = spec.model_width, spec.feed_forward_width, spec.norm_epsilon
@@ -110,13 +117,14 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         attended_TD, layer_pages = self.attention(self.attention_norm(x_TD), layer_pages, context)
         x_TD = x_TD + attended_TD
         return x_TD + self.mlp(self.mlp_norm(x_TD)), layer_pages
 
 
 class Model(nnx.Module):
-    """See `models.base.Model`."""
+    """Computes a GPT-2 model; see `models.base.Model`."""
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -141,8 +149,10 @@ class Model(nnx.Module):
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
         hidden_TD = self.tokens(token_ids_T) + self.positions(context.positions_T)
         return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
         return (self.head or self.tokens).logits(hidden_BD)

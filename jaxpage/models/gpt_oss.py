@@ -1,4 +1,7 @@
-"""GPT-OSS (OpenAI, 2025): experts with biases, attention sinks, and every other layer with a window."""
+"""GPT-OSS (OpenAI, 2025) has experts with biases, and attention sinks.
+
+Every other layer has a window.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,11 @@ ROPE = {
 
 
 class Spec(RotaryDecoderSpec):
-    """`GptOssConfig`."""
+    """Reads transformers' `GptOssConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         given = config.get("rope_parameters") or config.get("rope_scaling")
         with Fields(
             config if given else {**config, "rope_parameters": ROPE},

@@ -1,4 +1,8 @@
-"""Granite 3, dense (IBM, 2024): Llama with factors of embeddings, attention, residuals, logits; not `GraniteMoeHybridForCausalLM`."""
+"""Granite 3, dense (IBM, 2024), is Llama with factors.
+
+They multiply embeddings, scores of attention, residuals and logits.
+`GraniteMoeHybridForCausalLM` is not of this family.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,15 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`GraniteConfig`. `attention_multiplier` takes the place of the head width's root; logits are divided by `logits_scaling`."""
+    """Reads transformers' `GraniteConfig`.
+
+    `attention_multiplier` takes the place of the root of the head width. Logits are divided by
+    `logits_scaling`.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "granite") as fields:
             return cls._from_fields(
                 fields,

@@ -1,4 +1,4 @@
-"""What the configs of models with latent attention say of it, and its module under the names of their checkpoints."""
+"""Reads what configs say of latent attention, and makes its module."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from jaxpage.layers.rope import Rope
 from jaxpage.models.config_fields import WrongField
 from jaxpage.models.fields import NO_ROPE, Fields
 
-NORM_EPSILON = 1e-6  # of latents, whatever the config says of other norms
+NORM_EPSILON = 1e-6  # The norms of latents have it, whatever the config says of other norms.
 
 
 @dataclass(frozen=True)
 class LatentSpec:
-    """bias: of the products that make latents, and of the output."""
+    """Describes the latent attention of a model.
+
+    Attributes:
+        widths: The widths of the heads and of the latents.
+        scale: The factor of the scores.
+        bias: True if the products that make latents, and that of the output, have biases.
+    """
 
     widths: LatentWidths
     scale: float
@@ -31,8 +37,12 @@ def read_latent(
 ) -> tuple[LatentSpec, Rope, int]:
     """Returns the latent attention, its rotation, and the number of positions for which that holds.
 
-    longest, query_rank, plain, value: a family's defaults of `max_position_embeddings`, `q_lora_rank`, `qk_nope_head_dim`
-    and `v_head_dim`.
+    Args:
+        fields: The fields of the config.
+        longest: The family's default of `max_position_embeddings`.
+        query_rank: The family's default of `q_lora_rank`.
+        plain: The family's default of `qk_nope_head_dim`.
+        value: The family's default of `v_head_dim`.
     """
     widths = LatentWidths(
         rank=fields.integer("kv_lora_rank", 512),
@@ -48,7 +58,7 @@ def read_latent(
 
 
 def _stretch(fields: Fields) -> float:
-    """The root of what YaRN's `mscale_all_dim` multiplies scores by."""
+    """Returns the root of the factor of scores that YaRN's `mscale_all_dim` adds."""
     parameters = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
     factor, share = parameters.get("factor", 1.0), parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
@@ -75,7 +85,17 @@ def make_latent_attention(
     name: str,
     dtype: DTypeLike,
 ) -> LatentAttention:
-    """width: of the model. name: of the checkpoint's module."""
+    """Returns the module, with the names of its checkpoint.
+
+    Args:
+        spec: The latent attention.
+        layer_index: The layer's place in its model.
+        width: The width of the model.
+        num_heads: The number of heads.
+        rope: The rotation.
+        name: The module's name in the checkpoint.
+        dtype: The type of the parameters.
+    """
     widths = spec.widths
 
     def product(

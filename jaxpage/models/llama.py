@@ -1,4 +1,7 @@
-"""Llama 1 to 3 (Touvron et al., 2023; Grattafiori et al., 2024), and the many models published in its form."""
+"""Llama 1 to 3 have the form in which many other models are published.
+
+See Touvron et al., 2023, and Grattafiori et al., 2024.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,14 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`LlamaConfig`. `attention_bias` is a bias on all four products. `pretraining_tp` only splits products."""
+    """Reads transformers' `LlamaConfig`.
+
+    `attention_bias` puts biases on all four products. `pretraining_tp` only splits products.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "llama") as fields:
             return cls._from_fields(
                 fields,

@@ -1,4 +1,4 @@
-"""Which modules of a model take LoRA adapters, and under which names: every linear layer, by its name in the checkpoint."""
+"""Finds the linear layers of a model, which take LoRA adapters by their names in the checkpoint."""
 
 from __future__ import annotations
 
@@ -19,14 +19,23 @@ from jaxpage.models.weights import Weight
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """num_slots: adapters at once on the device. rank: the largest, to which the others are padded. targets: by name of the module."""
+    """Describes the slots for adapters on the device.
+
+    Attributes:
+        num_slots: The number of adapters on the device at a time.
+        rank: The largest rank, to which the others are padded.
+        targets: The rows of linear layers, by the name of their module.
+    """
 
     num_slots: int
     rank: int
     targets: Mapping[str, LoRATarget]
 
     def rule(self, rule: Rule | None) -> Rule:
-        """Besides what another rule replaces, every linear layer takes adapters."""
+        """Returns a rule that adds adapters to every linear layer.
+
+        The given rule is applied first.
+        """
 
         def both(path: Path, module: nnx.Module) -> nnx.Module | None:
             replacement = (rule and rule(path, module)) or module
@@ -38,7 +47,7 @@ class LoRASpec:
         return both
 
     def num_bytes(self, dtype: str) -> int:
-        """Of the adapters of all slots, in a model of this type."""
+        """Returns the bytes of the adapters of all slots, in a model of this type."""
         layers = {target.path: target for target in self.targets.values()}.values()
         numbers = sum(
             layer.num_layer_parts * layer.num_in + layer.num_layer_rows for layer in layers
@@ -48,10 +57,16 @@ class LoRASpec:
 
 @dataclass(frozen=True)
 class LoRATarget:
-    """Rows of a linear layer that are a module of the checkpoint.
+    """Describes rows of a linear layer that are a module of the checkpoint.
 
-    path: of the layer. parts: of its products, those that the module is. first_row: of the module in the layer.
-    num_layer_parts, num_layer_rows: of the whole layer.
+    Attributes:
+        path: The path of the layer.
+        parts: The products of the layer that the module has.
+        first_row: The first row of the module in the layer.
+        num_rows: The number of rows of the module.
+        num_in: The number of inputs.
+        num_layer_parts: The number of products of the whole layer.
+        num_layer_rows: The number of rows of the whole layer.
     """
 
     path: Path
@@ -66,7 +81,17 @@ class LoRATarget:
 def adapter_weights(
     family: Family, spec: ModelSpec, lora: LoRASpec, rule: Rule | None, sharding: Sharding
 ) -> list[ShardedWeight]:
-    """A and B of every linear layer, for all slots, and the parameters that have parts of them. rule: the model's own."""
+    """Returns A and B of every linear layer, and the parameters that have parts of them.
+
+    They have room for the adapters of all slots.
+
+    Args:
+        family: The model's family.
+        spec: The spec of the model.
+        lora: The slots for adapters.
+        rule: The model's own rule; see `make_model`.
+        sharding: The division of the model.
+    """
     rule = lora.rule(rule)
     state = nnx.to_flat_state(nnx.state(make_model(family, spec, "float32", rule)))
     weights = [
@@ -79,7 +104,7 @@ def adapter_weights(
 
 
 def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
-    """By the name of the module, with the family's prefix and without it."""
+    """Returns the targets by the name of the module, with the family's prefix and without it."""
     targets: dict[str, LoRATarget] = {}
 
     def note(path: Path, module: nnx.Module) -> None:

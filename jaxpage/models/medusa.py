@@ -1,7 +1,8 @@
-"""Medusa-1 heads: small networks on the model's last hidden state that predict the tokens behind the next one.
+"""Medusa-1 heads predict, from the model's last hidden state, the tokens after the next one.
 
-Cai et al. 2024, arXiv:2401.10774: head j takes h through residual blocks h + SiLU(W h + b), then through a token table of its own. Both
-published formats of the weights are known here: of the authors, and of vLLM.
+See Cai et al. 2024, arXiv:2401.10774. Head j puts h through residual blocks h + SiLU(W h + b), then
+through a token table of its own. Both published formats of the weights are known: the authors' and
+vLLM's.
 """
 
 from __future__ import annotations
@@ -22,30 +23,46 @@ from jaxpage.layers.parameter import parameter
 
 @dataclass(frozen=True, kw_only=True)
 class MedusaSpec:
-    """The sizes of heads, and how their tensors are named."""
+    """Holds the sizes of heads, and the layout of their tensors.
+
+    Attributes:
+        layout: The format of the names.
+        num_heads: The number of heads (J).
+        num_layers: The residual blocks of each head; 0 if it has a table alone.
+        bias: True if the blocks have biases.
+        one_table: True if all heads share the table of the first.
+        table_rows: The rows of a table: V, or the number of tokens that heads with a vocabulary of
+            their own know.
+        model_width: The width of the model (D).
+        num_known: The number of tokens of a token map; None without one. With a map a row of a
+            table is not the token of that id.
+    """
 
     layout: Literal["medusa", "vllm"]
-    num_heads: int  # J
-    num_layers: int  # residual blocks of each head; 0: its table alone
-    bias: bool  # of the blocks
-    one_table: bool  # all heads share the first one's
-    table_rows: int  # V, or as many tokens as heads with a vocabulary of their own know
-    model_width: int  # D
-    # tokens of a token map: a row of a table is not the token of that id
+    num_heads: int
+    num_layers: int
+    bias: bool
+    one_table: bool
+    table_rows: int
+    model_width: int
     num_known: int | None = None
 
     def table(self, head: int) -> str:
-        """The name of the module in the checkpoint, as of `block`."""
+        """Returns the name of a head's table in the checkpoint."""
         return f"{head}.{self.num_layers}" if self.layout == "medusa" else f"lm_heads.{head}"
 
     def block(self, head: int, layer: int) -> str:
+        """Returns the name of a residual block in the checkpoint."""
         return (
             f"{head}.{layer}.linear" if self.layout == "medusa" else f"blocks.{head}.layers.{layer}"
         )
 
 
 class MedusaHeads(nnx.Module):
-    """All heads of a model. In a file whose heads know a part of the vocabulary tables may have the rows of all of it."""
+    """Holds all heads of a model.
+
+    In a file whose heads know a part of the vocabulary, tables may have rows for all of it.
+    """
 
     def __init__(self, spec: MedusaSpec, *, dtype: DTypeLike):
         width, rows, aliases = (
@@ -72,18 +89,19 @@ class MedusaHeads(nnx.Module):
         )
 
     def head_logits(self, head: int, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
-        """Of one head, in float32."""
+        """Returns the logits of one head, in float32."""
         x_BD = hidden_BD
         for block in self.blocks[head]:
             x_BD = x_BD + jax.nn.silu(block(x_BD))
         return self.tables[min(head, len(self.tables) - 1)].logits(x_BD)
 
     def top_ids(self, hidden_BD: Float[Array, "B D"], num_candidates: int) -> Int[Array, "B J W"]:
-        """The token ids that each head takes for the likeliest, best first.
+        """Returns the most probable token ids of each head, best first.
 
         Args:
-            hidden_BD: behind the model's final norm. Head j predicts the token j + 2 behind the one that stands there.
-            num_candidates: W, at most the rows of a table.
+            hidden_BD: The hidden states after the model's final norm. For the hidden state of a
+                token, head j predicts the token that is j + 2 places after it.
+            num_candidates: The number of ids of a head (W), at most the rows of a table.
         """
         logits = [self.head_logits(head, hidden_BD) for head in range(len(self.blocks))]
         ids_BJW = jnp.stack(

@@ -1,4 +1,7 @@
-"""Ministral 3, text (Mistral AI, 2025): Llama with queries scaled by position, as in Llama 4; not `Mistral3ForConditionalGeneration`."""
+"""Ministral 3, text (Mistral AI, 2025), is Llama with queries scaled by position.
+
+Llama 4 scales them so too. `Mistral3ForConditionalGeneration` is not of this family.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-ROPE = {  # of a config that has neither `rope_parameters` nor `rope_scaling`
+ROPE = {  # The parameters of a config that has neither `rope_parameters` nor `rope_scaling`.
     **{
         "rope_type": "yarn",
         "rope_theta": 1_000_000.0,
@@ -37,10 +40,14 @@ ROPE = {  # of a config that has neither `rope_parameters` nor `rope_scaling`
 
 
 class Spec(RotaryDecoderSpec):
-    """`Ministral3Config`. `rope_parameters`, or `rope_scaling`, say how queries are scaled by position."""
+    """Reads transformers' `Ministral3Config`.
+
+    `rope_parameters`, or `rope_scaling`, say how queries are scaled by position.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         if config.get("rope_parameters") is None and not config.get("rope_scaling"):
             config = {**config, "rope_parameters": ROPE}
         with Fields(config, "ministral3") as fields:

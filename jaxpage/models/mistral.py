@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al., 2023): Llama with a sliding window in every layer, or in none."""
+"""Mistral (Jiang et al., 2023) is Llama with a sliding window in every layer, or in none."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`MistralConfig`. An absent `sliding_window` is 4096, null is none."""
+    """Reads transformers' `MistralConfig`.
+
+    An absent `sliding_window` is 4096; null is none.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "mistral") as fields:
             window = fields.optional_integer("sliding_window", 4096)
             uniform = "full_attention" if window is None else "sliding_attention"

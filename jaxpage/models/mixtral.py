@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): Mistral with experts."""
+"""Mixtral (Jiang et al., 2024) is Mistral with experts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 
 
 class Spec(RotaryDecoderSpec):
-    """`MixtralConfig`."""
+    """Reads transformers' `MixtralConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "mixtral", {"num_local_experts": "num_experts"}) as fields:
             num_layers, head_width = (
                 fields.integer("num_hidden_layers"),

@@ -1,4 +1,7 @@
-"""OLMo 2 (OLMo et al., 2025): norms after both halves of a layer and none before them; queries and keys normed over all heads."""
+"""OLMo 2 (OLMo et al., 2025) has norms after both halves of a layer, and none before them.
+
+Norms of queries and keys are over all heads together.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,11 @@ FORM = BlockForm(
 
 
 class Spec(RotaryDecoderSpec):
-    """`Olmo2Config`."""
+    """Reads transformers' `Olmo2Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "olmo2") as fields:
             return cls._from_fields(
                 fields,

@@ -1,4 +1,7 @@
-"""OLMo 3 (Ai2, 2025): OLMo 2 with a sliding window in three of four layers, whose rotation is not scaled."""
+"""OLMo 3 (Ai2, 2025) is OLMo 2 with a sliding window in three of four layers.
+
+The rotation of these layers is not scaled.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# As in `Olmo3Config`, `rope_theta` does not reach layers with windows.
+# In `Olmo3Config` too, `rope_theta` does not reach layers with windows.
 THETA = {"full_attention": ("rope_theta", 500_000.0), "sliding_attention": ("", 500_000.0)}
 
 
 class Spec(RotaryDecoderSpec):
-    """`Olmo3Config`."""
+    """Reads transformers' `Olmo3Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "olmo3") as fields:
             head_width = head_width_or_quotient(fields)
             types = layer_types(fields, 4)

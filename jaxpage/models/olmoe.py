@@ -1,4 +1,4 @@
-"""OLMoE (Muennighoff et al., 2024): experts, and norms of queries and keys over all heads."""
+"""OLMoE (Muennighoff et al., 2024) has experts, and norms of queries and keys over all heads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`OlmoeConfig`."""
+    """Reads transformers' `OlmoeConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "olmoe") as fields:
             if fields.get("clip_qkv", None) is not None:
                 fields.note(RefusedField("clip_qkv is not supported"), clip_qkv=None)

@@ -1,4 +1,7 @@
-"""OPT (Zhang et al., 2022), all sizes: norms first, but the 350m norms last and embeds in a narrower space."""
+"""OPT (Zhang et al., 2022) has norms first, in all sizes but the 350m.
+
+The 350m norms last, and embeds in a narrower space.
+"""
 
 from __future__ import annotations
 
@@ -21,18 +24,18 @@ from jaxpage.models.fields import Fields
 
 prefix = "model."
 ignored: tuple[str, ...] = ()
-# the first rows of the position table belong to padding in the code OPT was trained with
+# The first rows of the position table are for padding, in the code that OPT was trained with.
 POSITION_OFFSET = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """`OPTConfig`. Dropouts and `layerdrop` are of training."""
+    """Holds the fields of transformers' `OPTConfig`. Dropouts and `layerdrop` are for training."""
 
     vocab_size: int
     model_width: int
     feed_forward_width: int
-    # `word_embed_proj_dim`; projected to the model width and back where they differ
+    # `word_embed_proj_dim`: there are projections to the model width and back where they differ.
     embedding_width: int
     num_query_heads: int
     max_position_embeddings: int
@@ -46,6 +49,7 @@ class Spec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
+        """Returns the spec of a config.json."""
         with Fields(config, "opt") as fields:
             num_heads, num_layers = (
                 fields.integer("num_attention_heads"),
@@ -74,11 +78,12 @@ class Spec:
 
     @property
     def projects(self) -> bool:
+        """Returns whether the embeddings have another width than the model."""
         return self.embedding_width != self.model_width
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward, each with a residual and with its norm before it or after the sum."""
+    """Adds attention and then the feed-forward half, with norms before each or after the sums."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
         width, inner, bias = spec.model_width, spec.feed_forward_width, spec.bias
@@ -110,6 +115,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         if self.norm_first:
             attended_TD, layer_pages = self.attention(
                 self.attention_norm(x_TD), layer_pages, context
@@ -122,7 +128,10 @@ class DecoderLayer(nnx.Module):
 
 
 class Model(nnx.Module):
-    """See `models.base.Model`. The projection out of the 350m is part of the logits: only sampled rows pay it."""
+    """Computes an OPT model; see `models.base.Model`.
+
+    The projection of the 350m's output belongs to the logits, so that only sampled rows pay for it.
+    """
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width, narrow, decoder = spec.model_width, spec.embedding_width, "model.decoder"
@@ -160,11 +169,13 @@ class Model(nnx.Module):
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
         embedded = self.tokens(token_ids_T)
         hidden_TD = embedded if self.project_in is None else self.project_in(embedded)
         hidden_TD = hidden_TD + self.positions(context.positions_T + POSITION_OFFSET)
         return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
         projected = hidden_BD if self.project_out is None else self.project_out(hidden_BD)
         return (self.head or self.tokens).logits(projected)

@@ -1,4 +1,7 @@
-"""Phi-3 and Phi-4 (Abdin et al., 2024): Llama with fused products and, in some, a rotation of a part of each head."""
+"""Phi-3 and Phi-4 (Abdin et al., 2024) are Llama with fused products.
+
+Some of them rotate only a part of each head.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,18 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}  # what older files call it
+ROPE_NAMES = {"su": "longrope", "yarn": "longrope"}  # Older files have these names.
 
 
 class Spec(RotaryDecoderSpec):
-    """`Phi3Config`. With LongRoPE a sequence may be as long as the original context: see `make_rope`."""
+    """Reads transformers' `Phi3Config`.
+
+    With LongRoPE a sequence may be as long as the original context: see `make_rope`.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "phi3") as fields:
             head_width = fields.divided("hidden_size", "num_attention_heads")
             longest = fields.integer("max_position_embeddings", 4096)

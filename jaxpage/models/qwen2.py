@@ -1,4 +1,7 @@
-"""Qwen2 and Qwen2.5 (Yang et al., 2024): Llama with biases on queries, keys and values, windows in upper layers."""
+"""Qwen2 and Qwen2.5 (Yang et al., 2024) are Llama with biases on queries, keys and values.
+
+Upper layers may have windows.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen2Config`."""
+    """Reads transformers' `Qwen2Config`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "qwen2") as fields:
             return cls._from_fields(
                 fields,

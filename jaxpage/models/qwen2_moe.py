@@ -1,4 +1,4 @@
-"""Qwen2 with experts (Yang et al., 2024), of which one takes all tokens."""
+"""Qwen2 with experts (Yang et al., 2024) has one expert that takes all tokens."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen2MoeConfig`."""
+    """Reads transformers' `Qwen2MoeConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "qwen2_moe") as fields:
             if fields.flag("use_sliding_window", False):
                 text = "use_sliding_window = true is not supported for this family"

@@ -1,4 +1,7 @@
-"""Qwen3, dense (Yang et al., 2025): norms of queries and keys instead of biases, and a head width of its own."""
+"""Qwen3, dense (Yang et al., 2025), has norms of queries and keys in place of biases.
+
+Its head width does not follow from the model width.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,14 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3Config`. An absent `head_dim` is 128, whatever the model width."""
+    """Reads transformers' `Qwen3Config`.
+
+    An absent `head_dim` is 128, whatever the model width.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "qwen3") as fields:
             return cls._from_fields(
                 fields,

@@ -1,6 +1,6 @@
-"""Qwen3.5 and 3.6, dense, text (Qwen Team, 2026): a gated delta rule in three of four layers, attention with gates in the others.
+"""Qwen3.5 and 3.6, dense, text (Qwen Team, 2026), have a gated delta rule in 3 of 4 layers.
 
-Of checkpoints with images the text model is loaded.
+The other layers have attention with gates. The text model of checkpoints with images is loaded.
 """
 
 from __future__ import annotations
@@ -23,16 +23,20 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# What predicts a second token ahead, and drafts; what takes images.
+# The tensors of `mtp` predict a second token, to draft; those of `visual` take images.
 ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3_5TextConfig`, or that of `Qwen3_5Config`."""
+    """Reads transformers' `Qwen3_5TextConfig`.
+
+    The config may also be the text part of `Qwen3_5Config`.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with text_fields(config, "qwen3_5_text") as fields:
             return cls._from_fields(
                 fields, num_kv_heads=key_value_heads(fields, 4), **hybrid_knobs(fields)
@@ -40,12 +44,12 @@ class Spec(RotaryDecoderSpec):
 
 
 def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
-    """Of the text model."""
+    """Returns the fields of the text model."""
     return Fields({**defaults, **without_axes(text_part(config))}, model_type)
 
 
 def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
-    """Arguments of `RotaryDecoderSpec._from_fields`. grouped: see `DeltaWidths`."""
+    """Returns arguments of `RotaryDecoderSpec._from_fields`; for `grouped` see `DeltaWidths`."""
     if (activation := fields.get("hidden_act", "silu")) != "silu":
         text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
         fields.note(RefusedField(text), hidden_act="silu")
@@ -77,7 +81,10 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
 
 
 def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Positions of images have several axes (`mrope_section`); in a text all of them are the same."""
+    """Returns the config without the axes of positions (`mrope_section`).
+
+    Positions of images have several axes, which are all the same in a text.
+    """
     if not isinstance(rope := config.get("rope_parameters"), dict):
         return config
     rope = {

@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6 with experts, text (Qwen Team, 2026), of which one takes all tokens."""
+"""Qwen3.5 and 3.6 with experts, text (Qwen Team, 2026), have one expert for all tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3_5MoeTextConfig`, or that of `Qwen3_5MoeConfig`. All layers have experts, so there is no other inner width."""
+    """Reads transformers' `Qwen3_5MoeTextConfig`.
+
+    The config may also be the text part of `Qwen3_5MoeConfig`. All layers have experts, so there is
+    no other inner width.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with text_fields(config, "qwen3_5_moe_text", intermediate_size=1) as fields:
             width, shared = (
                 ("moe_intermediate_size", 512),

@@ -1,4 +1,4 @@
-"""Qwen3 with experts (Yang et al., 2025)."""
+"""Qwen3 with experts (Yang et al., 2025) has experts in the layers that its config names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3MoeConfig`. A window, where it is used, is that of all layers."""
+    """Reads transformers' `Qwen3MoeConfig`.
+
+    A window, where it is used, is the window of all layers.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "qwen3_moe", {"num_experts": "num_local_experts"}) as fields:
             window = (
                 fields.optional_integer("sliding_window", 4096)

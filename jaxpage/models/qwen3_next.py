@@ -1,4 +1,7 @@
-"""Qwen3-Next (Qwen Team, 2025): Qwen3.5 with experts, whose linear attention has its products by key head."""
+"""Qwen3-Next (Qwen Team, 2025) is Qwen3.5 with experts, in another order of products.
+
+The products of its linear attention go by key heads.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`Qwen3NextConfig`."""
+    """Reads transformers' `Qwen3NextConfig`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "qwen3_next", {"num_experts": "num_local_experts"}) as fields:
             width, shared = (
                 ("moe_intermediate_size", 512),

@@ -1,4 +1,4 @@
-"""From the architecture that config.json names to the module of its family, which is imported only then."""
+"""Finds the module of a family by the architecture in config.json, and imports it only then."""
 
 from __future__ import annotations
 
@@ -44,19 +44,24 @@ FAMILIES = {
     "GPT2LMHeadModel": "gpt2",
 }
 
-ENTRY_POINTS = "jaxpage.models"  # of packages that bring a family: architecture = "module"
+# Packages that bring a family have entries `architecture = "module"` in this group.
+ENTRY_POINTS = "jaxpage.models"
 
 _registered: dict[str, Family] = {}
 
 
 def register_model(architecture: str, module: Any) -> None:
-    """Makes a family of your own known: `architectures` of a config.json may name it from now on.
+    """Makes a family of your own known, so that `architectures` of a config.json may name it.
+
+    A family of jaxpage's own with the same name is replaced.
 
     Args:
-        architecture: as config.json has it.
-        module: a module, or an object, with `Spec`, `Model`, `prefix` and `ignored` (see CONTRIBUTING.md, "A model family").
+        architecture: The name, as config.json has it.
+        module: A module, or an object, with `Spec`, `Model`, `prefix` and `ignored` (see
+            CONTRIBUTING.md, "A model family").
 
-    Raises TypeError for what lacks one of them. A family of jaxpage's own under the same name is replaced.
+    Raises:
+        TypeError: The module lacks one of them.
     """
     if lacking := [
         name for name in ("Spec", "Model", "prefix", "ignored") if not hasattr(module, name)
@@ -66,10 +71,12 @@ def register_model(architecture: str, module: Any) -> None:
 
 
 def load_family(config: Mapping[str, Any]) -> Family:
-    """The family module for `config["architectures"][0]`.
+    """Returns the family module for `config["architectures"][0]`.
 
-    Raises CheckpointError if config.json names no architecture, UnsupportedError if it is not one of `FAMILIES`, was not registered, and
-    no installed package has it.
+    Raises:
+        CheckpointError: config.json names no architecture.
+        UnsupportedError: The architecture is not one of `FAMILIES`, was not registered, and no
+            installed package has it.
     """
     names = config.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
@@ -93,7 +100,11 @@ def _known() -> Iterable[str]:
 
 
 def _register_installed(architecture: str, *, brings_code: bool) -> None:
-    """A family of an installed package. Raises UnsupportedError if none has it, several have, or it cannot be imported."""
+    """Registers a family of an installed package.
+
+    Raises:
+        UnsupportedError: No package has it, several have it, or it cannot be imported.
+    """
     found = entry_points(group=ENTRY_POINTS, name=architecture)
     if not found:
         code = (

@@ -1,4 +1,4 @@
-"""Modules that take the place of others by path: quantised weights. No family knows of them."""
+"""Replaces modules by path, for example by quantised ones. No family knows of the replacements."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from flax import nnx
 from jaxpage.errors import CheckpointError
 
 Path = tuple[str | int, ...]
-# what replaces the module at a path; None: it stays
+# A rule returns the replacement of the module at a path; None if the module stays.
 Rule = Callable[[Path, nnx.Module], nnx.Module | None]
 
 
 def replace_modules(module: nnx.Module, rule: Rule, path: Path = ()) -> None:
-    """Ask the rule for each module inside, from the outside in. What it gives is put in its place, and not looked into.
+    """Asks the rule for each module inside, from the outside in.
 
-    path: of the module itself: keys of the nested dict of `models.base.abstract`.
-    Raises an ExceptionGroup of each CheckpointError that the rule raises.
+    A replacement takes the place of the module, and its own modules are not visited.
+
+    Args:
+        module: The module whose children are visited.
+        rule: Returns the replacement of the module at a path, or None.
+        path: The path of `module`: keys of the nested dict of `models.base.abstract`.
+
+    Raises:
+        ExceptionGroup: The rule raised CheckpointError; it has all these errors.
     """
     errors: list[CheckpointError] = []
     _replace_modules(module, rule, path, errors)

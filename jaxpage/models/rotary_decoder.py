@@ -1,6 +1,7 @@
-"""The decoder that Llama and most families after it share: norms, rotary positions, a gated feed-forward.
+"""Llama and most families after it share this decoder: norms, rotation, gated feed-forward.
 
-The families differ in which biases and norms exist, in a few factors and in what their configs mean; their files say that.
+The families differ in which biases and norms exist, in a few factors, and in the meaning of their
+configs. Their files say so.
 """
 
 from __future__ import annotations
@@ -40,12 +41,15 @@ Norm = RMSNorm | LayerNorm
 
 @dataclass(frozen=True)
 class BlockForm:
-    """Where norms stand in a layer, and which.
+    """Describes the norms of a layer, and the order of its halves.
 
-    norms: their names in the checkpoint: before attention, behind it, before the feed-forward half, behind it; None: there is none.
-    kind: "rms"; "rms+1", whose stored scale is less 1; "layer", a LayerNorm without bias.
-    together: norms of queries and keys are over all heads together (see `norm_heads`).
-    parallel: both halves take the same normed input, that before attention.
+    Attributes:
+        norms: The names of the norms in the checkpoint: before attention, after it, before the
+            feed-forward half, after it; None for a norm that does not exist.
+        kind: "rms" for RMS norms; "rms+1" for those whose stored scale is less 1; "layer" for a
+            LayerNorm without bias.
+        together: True if norms of queries and keys are over all heads together (see `norm_heads`).
+        parallel: True if both halves take the output of the norm before attention.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -61,6 +65,7 @@ class BlockForm:
     def norm(
         self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
     ) -> Norm:
+        """Returns a norm of this kind."""
         if self.kind == "layer":
             return LayerNorm(width, name=name, epsilon=epsilon, bias=False, dtype=dtype)
         offset = 1.0 if self.kind == "rms+1" else 0.0
@@ -69,7 +74,7 @@ class BlockForm:
 
 @dataclass(frozen=True, kw_only=True)
 class RotaryDecoderSpec:
-    """The common part of the families' configs."""
+    """Holds the fields that the families' configs have in common."""
 
     vocab_size: int
     model_width: int
@@ -84,30 +89,31 @@ class RotaryDecoderSpec:
     attention_input_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
-    # RMS norms of queries and keys over the head width, before the rotation
+    # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
     form: BlockForm = BlockForm()
-    rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None: no rotation
-    attention_scale: float | None = None  # None: head_width ** -0.5
+    rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
+    attention_scale: float | None = None  # None for head_width ** -0.5
     attention_softcap: float | None = None
-    sinks: bool = False  # of attention
-    latent: LatentSpec | None = None  # attention is latent
-    delta: DeltaWidths | None = None  # of the layers with linear attention, which `kv.states` tells
+    sinks: bool = False  # True if attention has sinks
+    latent: LatentSpec | None = None  # latent attention, if the model has it
+    delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
     attention_gated: bool = False  # see `Attention`
     query_growth: tuple[float, int] | None = None  # see `Attention`
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what each half of a layer adds
+    residual_scale: float = 1.0  # the factor of each half's output, before it is added
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     experts: ExpertsSpec | None = None
     expert_names: ExpertNames = PLAIN_NAMES
-    sparse_layers: tuple[bool, ...] = ()  # which layers have experts
-    name: str = "model"  # of the decoder in the checkpoint
-    # in the checkpoint after the last layer: they predict further tokens ahead, and draft
+    sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
+    name: str = "model"  # the name of the decoder in the checkpoint
+    # These layers come after the last one in the checkpoint. They predict further tokens, to draft.
     num_draft_layers: int = 0
-    not_loaded: str = ""  # what else the checkpoint is a model of
+    not_loaded: str = ""  # the other models in the checkpoint, for messages
 
     def rope_of(self, layer_index: int) -> Rope | None:
+        """Returns the rotation of a layer; None if it has none."""
         return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
 
     @classmethod
@@ -129,11 +135,24 @@ class RotaryDecoderSpec:
         tied: bool = False,
         **knobs: Any,
     ) -> RotaryDecoderSpec:
-        """head_width: None is `head_width_or_quotient`. value_width, states: see `KVSpec`. sliding_windows: None is none.
+        """Returns a spec from the fields that most configs have, and the family's own.
 
-        attention_bias: on all four products of attention; attention_input_bias: on those of its input alone.
-        rope: with the positions it holds for, where it is not what `Fields.rope` reads.
-        epsilon, activation: the name of the field and its default. tied: the default. knobs: further fields of the spec.
+        Args:
+            fields: The fields of the config.
+            num_kv_heads: The number of key/value heads.
+            max_position_embeddings: The number of positions.
+            head_width: The width of a head; None to call `head_width_or_quotient`.
+            value_width: See `KVSpec`.
+            sliding_windows: The window of each layer; None if no layer has one.
+            states: See `KVSpec`.
+            attention_bias: True if all four products of attention have biases.
+            attention_input_bias: True if the products for queries, keys and values have biases.
+            rope: The rotation and the number of positions for which it holds; None to call
+                `Fields.rope`.
+            epsilon: The field of the norms' epsilon, and its default.
+            activation: The field of the activation, and its default.
+            tied: The default of `tie_word_embeddings`.
+            **knobs: Further fields of the spec.
         """
         num_layers, num_query_heads = (
             fields.integer("num_hidden_layers"),
@@ -170,21 +189,27 @@ class RotaryDecoderSpec:
 
 
 def key_value_heads(fields: Fields, default: int | None) -> int:
-    """`num_key_value_heads`; null means one per query head."""
+    """Returns `num_key_value_heads`; null means one for each query head."""
     return fields.optional_integer("num_key_value_heads", default) or fields.integer(
         "num_attention_heads"
     )
 
 
 def head_width_or_quotient(fields: Fields) -> int:
-    """`head_dim`; absent or null means the model width over the number of query heads."""
+    """Returns `head_dim`.
+
+    If it is absent or null, it is the model width over the number of query heads.
+    """
     return fields.optional_integer("head_dim", None) or fields.divided(
         "hidden_size", "num_attention_heads"
     )
 
 
 def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
-    """Qwen's rule: `layer_types`, else the layers from `max_window_layers` on; nothing unless `use_sliding_window`."""
+    """Returns the window of each layer by Qwen's rule; None for all unless `use_sliding_window`.
+
+    Layers are those of `layer_types`, or by default the ones from `max_window_layers` on.
+    """
     num_layers = fields.integer("num_hidden_layers")
     window = fields.optional_integer("sliding_window", 4096)
     if not fields.flag("use_sliding_window", False):
@@ -198,7 +223,11 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
 
 
 def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
-    """`Fields.layer_types`; by default each layer whose number, from 1, divides by `every` sees everything, and the others a window."""
+    """Returns `Fields.layer_types`, with one full layer in `every` by default.
+
+    By default a layer sees everything if `every` divides its number, from 1; the others have a
+    window.
+    """
     numbers = range(1, fields.integer("num_hidden_layers") + 1)
     return fields.layer_types(
         ["sliding_attention" if number % every else "full_attention" for number in numbers]
@@ -206,7 +235,7 @@ def layer_types(fields: Fields, every: int) -> tuple[str, ...]:
 
 
 def windows_of(fields: Fields, types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
-    """Returns the window of each layer; layers with windows where there is none are an error."""
+    """Returns the window of each layer, and notes an error if a layer with a window finds none."""
     if window is None and "sliding_attention" in types:
         text = "layer_types has sliding_attention, but there is no window in use"
         fields.note(WrongField(text), layer_types=None)
@@ -221,7 +250,17 @@ def make_attention(
     input_width: int | None = None,
     dtype: DTypeLike,
 ) -> Attention | LatentAttention:
-    """name: of the checkpoint's module, as for whatever follows. The names are Llama's, which the others kept."""
+    """Returns the attention of a layer.
+
+    The names are those of Llama, which the other families kept.
+
+    Args:
+        spec: The spec of the model.
+        layer_index: The layer's place in its model.
+        name: The module's name in the checkpoint, as in the functions below.
+        input_width: The width of the input; None for the model's.
+        dtype: The type of the parameters.
+    """
     if spec.latent is not None:
         heads, rope = spec.num_query_heads, spec.rope
         return make_latent_attention(
@@ -278,7 +317,7 @@ def make_attention(
 def make_mixer(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
 ) -> Attention | LatentAttention | GatedDeltaNet:
-    """The half of a layer in which tokens see others. name: of the layer."""
+    """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
     if spec.delta is None or spec.kv.state_of(layer_index) is None:
         return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
     width, epsilon = spec.model_width, spec.norm_epsilon
@@ -304,7 +343,7 @@ def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[ja
 def make_mlp(
     spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike
 ) -> GatedMLP:
-    """inner_width: None is that of the spec."""
+    """Returns a gated feed-forward half; `inner_width` None is that of the spec."""
     width, inner, bias = spec.model_width, inner_width or spec.feed_forward_width, spec.mlp_bias
     gate_up = linear(
         width,
@@ -324,7 +363,7 @@ def make_mlp(
 def make_feed_forward(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
 ) -> GatedMLP | MixtureOfExperts:
-    """name: of the layer."""
+    """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts, module = spec.experts, f"{name}.mlp"
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
@@ -347,10 +386,7 @@ def make_feed_forward(
 
 
 class DecoderLayer(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`, or another `BlockForm`.
-
-    norm_first: without it attention takes x as it is (EAGLE).
-    """
+    """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`, or another `BlockForm`."""
 
     def __init__(
         self,
@@ -361,6 +397,16 @@ class DecoderLayer(nnx.Module):
         norm_first: bool = True,
         dtype: DTypeLike,
     ):
+        """Makes the layer.
+
+        Args:
+            spec: The spec of the model.
+            layer_index: The layer's place in its model.
+            name: The layer's name in the checkpoint.
+            norm_first: False if attention takes the input without a norm (EAGLE).
+            dtype: The type of the parameters.
+        """
+
         def norm(part: str | None) -> Norm | None:
             if part is None:
                 return None
@@ -380,6 +426,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
+        """Returns the output of the layer and its pages."""
         normed_TD = _normed(self.attention_norm, x_TD)
         attended_TD, layer_pages = self.attention(normed_TD, layer_pages, context)
         added_TD = x_TD + self._scaled(_normed(self.behind_attention, attended_TD))
@@ -395,7 +442,7 @@ def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]
 
 
 class RotaryDecoder(nnx.Module):
-    """See `models.base.Model`."""
+    """Computes a model of one of these families; see `models.base.Model`."""
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -422,12 +469,14 @@ class RotaryDecoder(nnx.Module):
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext
     ) -> Hidden:
+        """Returns hidden states, pages and auxiliary hidden states."""
         hidden_TD = self.tokens(token_ids_T)
         if self.embedding_scale != 1.0:
             hidden_TD = hidden_TD * self.embedding_scale
         return run_layers(self.layers, self.norm, hidden_TD, pages, context)
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits in float32."""
         logits_BV = (self.head or self.tokens).logits(hidden_BD)
         if self.logit_scale != 1.0:
             logits_BV = logits_BV * self.logit_scale

@@ -1,4 +1,4 @@
-"""Which layers of a model are divided among devices, and what of each weight a device has: by the axes that the weight declares."""
+"""Divides the layers of a model among devices, and its weights by the axes that they declare."""
 
 from __future__ import annotations
 
@@ -32,12 +32,17 @@ from jaxpage.models.base import Family, KVSpec, ModelSpec, abstract_model
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight
 
-# C where sums do not depend on the number of devices: then 1, 2 and 4 are possible (docs/scale.md).
+# The number of shards (C) where sums do not depend on the number of devices. It allows 1, 2 and 4
+# devices (docs/scale.md).
 LOGICAL_SHARDS = 4
 
 
 def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Sharding:
-    """Raises ConfigError where the devices cannot share the heads."""
+    """Returns the division of a model among devices.
+
+    Raises:
+        ConfigError: The devices cannot share the heads.
+    """
     num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
     if num_query_heads % num_devices:
         raise ConfigError(
@@ -66,7 +71,7 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
 
 
 def kv_of_shard(kv: KVSpec, sharding: Sharding) -> KVSpec:
-    """What a shard keeps: keys and values of its heads, its part of recurrent states."""
+    """Returns what a shard keeps: keys and values of its heads, its part of recurrent states."""
     if not sharding.is_divided:
         return kv
     count = sharding.num_shards
@@ -87,7 +92,12 @@ def _goes_into(num_kv_heads: int, count: int) -> bool:
 
 
 def with_sharding(sharding: Sharding, rule: Rule | None) -> Rule | None:
-    """The rule that puts divided layers in the place of others. rule: the model's own, whose layers are divided in their turn."""
+    """Returns the rule that puts divided layers in the place of others.
+
+    Args:
+        sharding: The division.
+        rule: The model's own rule; its layers are divided too.
+    """
     if not sharding.is_divided:
         return rule
 
@@ -125,7 +135,13 @@ def _divided_by(
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of a divided model. index: which of a device's shards it is of. shape: of one shard."""
+    """Describes a parameter of a divided model.
+
+    Attributes:
+        path: The path of the parameter.
+        index: The place of its shard among the shards of a device.
+        shape: The shape in one shard.
+    """
 
     path: Path
     index: int
@@ -137,7 +153,14 @@ Box = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight of the checkpoint, and the parameters that have parts of it. axis: which is divided; None: they have all of it."""
+    """Holds a weight of the checkpoint, and the parameters that have parts of it.
+
+    Attributes:
+        weight: The weight.
+        places: The parameters that have parts of it.
+        axis: The axis that is divided; None if each parameter has the whole weight.
+        sharding: The division.
+    """
 
     weight: Weight
     places: tuple[Place, ...]
@@ -145,7 +168,10 @@ class ShardedWeight:
     sharding: Sharding
 
     def boxes(self, place: Place, device: int) -> list[Box]:
-        """What this parameter has, on that device, of the weight: parts one behind the other along the axis."""
+        """Returns the parts of the weight that this parameter has on that device.
+
+        The parts come one after the other along the axis.
+        """
         whole = tuple(slice(0, size) for size in self.weight.shape)
         if self.axis is None:
             return [whole]
@@ -160,12 +186,12 @@ class ShardedWeight:
         return boxes
 
     def part(self, whole: np.ndarray, place: Place, device: int) -> np.ndarray:
-        """What this parameter has, on that device, of these numbers of the weight."""
+        """Returns the numbers of the weight that this parameter has on that device."""
         parts = [whole[box] for box in self.boxes(place, device)]
         return parts[0] if self.axis is None else np.concatenate(parts, axis=self.axis)
 
     def fill(self, whole: np.ndarray, place: Place, array: np.ndarray) -> None:
-        """Puts what all devices have of this parameter where it belongs in the whole weight."""
+        """Puts this parameter's numbers, from all devices, in their places in the whole weight."""
         assert self.axis is not None
         for device, of_device in enumerate(np.split(array, self.sharding.num_devices)):
             start = 0
@@ -183,7 +209,19 @@ def check_division(
     weights: Iterable[Weight],
     sharding: Sharding,
 ) -> None:
-    """Raises ConfigError or UnsupportedError for a model that cannot be divided so. rule, weights: its own."""
+    """Refuses a model that cannot be divided in this way.
+
+    Args:
+        family: The model's family.
+        spec: The spec of the model.
+        rule: The model's own rule; see `make_model`.
+        weights: The model's own weights.
+        sharding: The division.
+
+    Raises:
+        ConfigError: An axis cannot be divided evenly.
+        UnsupportedError: A layer has heads, and this version does not divide it.
+    """
     if sharding.is_divided:
         _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
         sharded_weights(weights, shapes, sharding)
@@ -192,9 +230,16 @@ def check_division(
 def sharded_weights(
     weights: Iterable[Weight], shapes: Mapping[Any, Any], sharding: Sharding
 ) -> list[ShardedWeight]:
-    """shapes: of the divided model's parameters on one device: see `models.base.abstract_model`.
+    """Returns the weights, each with the parameters that have parts of it.
 
-    Raises UnsupportedError for a layer that has heads and is none of those that `with_sharding` divides.
+    Args:
+        weights: The weights of the checkpoint.
+        shapes: The shapes of the divided model's parameters on one device; see
+            `models.base.abstract_model`.
+        sharding: The division.
+
+    Raises:
+        UnsupportedError: A layer has heads, and `with_sharding` does not divide it.
     """
     places: dict[Path, list[Place]] = {}
     for keys, struct in jax.tree_util.tree_leaves_with_path(shapes):
@@ -219,12 +264,12 @@ def sharded_weights(
 
 
 def at(tree: Mapping[Any, Any], path: Path) -> Any:
-    """What stands in a tree at that path."""
+    """Returns the entry of a tree at that path."""
     return functools.reduce(lambda branch, key: branch[key], path, tree)
 
 
 def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The whole weights, on the host, of a divided model's parameters."""
+    """Returns the whole weights, on the host, of a divided model's parameters."""
     tree: dict[Any, Any] = {}
     for sharded in weights:
         whole: Any = None
@@ -244,7 +289,7 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
 
 
 def _axis(weight: Weight, place: Place) -> int | None:
-    """The one that is divided."""
+    """Returns the axis that is divided, or None."""
     return next(
         (index for index, size in enumerate(weight.shape) if size != place.shape[index]), None
     )

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama in which every fourth layer has no positions (NoPE)."""
+"""SmolLM3 (Hugging Face, 2025) is Llama in which every fourth layer has no positions (NoPE)."""
 
 from __future__ import annotations
 
@@ -24,10 +24,14 @@ Model = RotaryDecoder
 
 
 class Spec(RotaryDecoderSpec):
-    """`SmolLM3Config`. `no_rope_layers` has a 1 for each layer that rotates."""
+    """Reads transformers' `SmolLM3Config`.
+
+    `no_rope_layers` has a 1 for each layer that rotates.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
+        """Returns the spec of a config.json."""
         with Fields(config, "smollm3") as fields:
             num_layers, head_width = (
                 fields.integer("num_hidden_layers"),

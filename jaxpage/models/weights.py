@@ -1,4 +1,4 @@
-"""The table of a model's weights, as its modules declare them: for counting and for loading."""
+"""Lists a model's weights, as its modules declare them, for counting and loading."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of a model.
+    """Describes one parameter of a model.
 
-    path: keys of the parameter in the nested dict of `models.base.abstract`; list indices are integers.
-    axes, sources: see `layers.parameter.parameter`.
-    dtype: of a parameter that has a type of its own, whatever the model's is; None: the model's.
+    Attributes:
+        path: The keys of the parameter in the nested dict of `models.base.abstract`; list indices
+            are integers.
+        shape: The shape.
+        axes: See `layers.parameter.parameter`.
+        sources: See `layers.parameter.parameter`.
+        dtype: The type, if the parameter has one of its own; None for the model's.
     """
 
     path: tuple[str | int, ...]
@@ -34,13 +38,17 @@ class Weight:
 
     @property
     def size(self) -> int:
+        """Returns how many numbers the parameter has."""
         return math.prod(self.shape)
 
 
 def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
-    """Every parameter of a module that a checkpoint has.
+    """Returns every parameter of a module that a checkpoint has.
 
-    prefix: of names in the checkpoint, each of which is accepted without it too (saved from the headless model).
+    Args:
+        module: The module.
+        prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
+            files that were saved from the headless model lack it.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -65,14 +73,17 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
 
 
 def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
-    """Of all of them, in a model of this type."""
+    """Returns the bytes of all weights, in a model of this type."""
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
 def add_missing(
     parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]
 ) -> None:
-    """Parameters that no checkpoint has: those of another tree that these lack, or what `take` makes of them."""
+    """Adds the parameters of another tree that these lack, each as `take` returns it.
+
+    No checkpoint has these parameters.
+    """
     for key, other in others.items():
         if key not in parameters:
             parameters[key] = take(other)

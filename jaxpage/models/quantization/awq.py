@@ -1,4 +1,7 @@
-"""AWQ (Lin et al., 2023), version "gemm": four bits with zeros, eight outputs in a word in an order of its own."""
+"""AWQ, version "gemm", has weights of four bits with zeros (Lin et al., 2023).
+
+Eight outputs are in a word, in an order of their own.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
-ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # which nibble of a word output i of eight is
+ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Output i of eight is this nibble of its word.
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     config.one_of(config.first_of("w_bit", "bits"), (4,))
     config.one_of("version", ("gemm", "GEMM"), "gemm")
     size = config.group_size("group_size", "q_group_size")
@@ -52,7 +55,7 @@ def read(config: QuantizationFields) -> Scheme:
 
 
 def _outputs(words: np.ndarray) -> np.ndarray:
-    """The codes of the words' outputs [..., out]."""
+    """Returns the codes of the words' outputs [..., out]."""
     codes = unpacked(np.ascontiguousarray(words), 4)
     return codes.reshape(*words.shape, 8)[..., ORDER].reshape(codes.shape)
 

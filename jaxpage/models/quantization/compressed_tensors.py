@@ -1,5 +1,7 @@
-"""The format of the library compressed-tensors (llm-compressor): int8 with inputs in int8 or not, int4 and int8 in groups, fp8, MXFP4 and
-NVFP4."""
+"""Reads the format of the library compressed-tensors (llm-compressor).
+
+It has int8 with inputs in int8 or not, int4 and int8 in groups, fp8, MXFP4 and NVFP4.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,10 @@ _QUANTIZED = (
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     if (
         config.part("sparsity_config").config.get("format") != "dense"
-    ):  # "dense" is stored as it is, whatever is zero in it
+    ):  # "dense" is stored as it is, zeros included
         config.absent("sparsity_config")
     config.absent("transform_config")
     ignore, groups = config.names("ignore"), config.part("config_groups")
@@ -55,7 +57,11 @@ def read(config: QuantizationFields) -> Scheme:
     by_target = {target: form for targets, form in forms for target in targets}
 
     def form_of(name: str) -> WeightFormat | None:
-        """Of the most specific target, as in the library: a name before a regular expression before the class."""
+        """Returns the format of the most specific target that names the module.
+
+        In the library too, a name is more specific than a regular expression, and that more than
+        the class.
+        """
         if matches(name, ignore):
             return None
         found = [target for target in by_target if target == "Linear" or matches(name, (target,))]
@@ -85,7 +91,7 @@ def read(config: QuantizationFields) -> Scheme:
 
 
 def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat:
-    """Of the weights of a group. config: what all groups have."""
+    """Returns the format of a group's weights; `config` has what all groups share."""
     name = (group if group.config.get("format") else config).one_of("format", _QUANTIZED)
     weights = group.part("weights")
     if name == "nvfp4-pack-quantized":
@@ -124,7 +130,12 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
 
 
 def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
-    """Whether inputs are rounded. by_output: weights are symmetric int8 with one scale for each output, or for all."""
+    """Returns whether inputs are rounded.
+
+    Args:
+        group: The group.
+        by_output: True if weights are symmetric int8 with one scale for each output, or for all.
+    """
     inputs = group.part("input_activations").config
     if not inputs:
         return False
@@ -142,7 +153,7 @@ def _int8_inputs(group: QuantizationFields, *, by_output: bool) -> bool:
 
 
 def _packed(bits: int) -> StoredArray:
-    """Little-endian words: their bytes are codes in order, four bits as we pack them too."""
+    """Returns little-endian words, whose bytes are codes in order; four bits are packed as here."""
 
     def decode(words: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         codes = np.ascontiguousarray(words).view(np.uint8)[:, : num_in * bits // 8]
@@ -157,7 +168,7 @@ def _packed(bits: int) -> StoredArray:
 
 
 def _exponents(size: int) -> StoredArray:
-    """Scales that are powers of two, as biased exponents (E8M0)."""
+    """Returns scales that are powers of two, stored as biased exponents (E8M0)."""
 
     def decode(exponents: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
         return np.ldexp(np.float32(1), exponents.astype(np.int32) - 127).astype(np.float32)

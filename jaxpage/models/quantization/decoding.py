@@ -1,4 +1,4 @@
-"""How stored tensors become arrays of codes, scales and zeros."""
+"""Turns stored tensors into arrays of codes, scales and zeros."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ NVFP4_GROUP = 16  # inputs that share a scale
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """The unsigned codes in the words of the last axis, the lowest bits first: [..., n * words of 32 / bits]."""
+    """Returns the unsigned codes in the words of the last axis, the lowest bits first.
+
+    The last axis has 32 / bits codes for each word.
+    """
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     codes = (words.view(np.uint32)[..., None] >> shifts) & np.uint32(2**bits - 1)
     return codes.reshape(*words.shape[:-1], -1).astype(np.uint8)
 
 
 def nibbles(codes: np.ndarray) -> np.ndarray:
-    """Codes of four bits [out, in], two in a byte."""
+    """Returns codes of four bits [out, in] packed two in a byte."""
     return codes[:, 0::2] | (codes[:, 1::2] << 4)
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """Unsigned codes of eight bits, less 128."""
+    """Returns unsigned codes of eight bits, less 128."""
     return (codes ^ np.uint8(128)).view(np.int8)
 
 
 def check_scale(numbers: np.ndarray) -> str | None:
+    """Returns what is wrong with scales: some are zero or not finite. None if nothing is."""
     values = np.asarray(numbers, np.float32)
     counts = {"not finite": int((~np.isfinite(values)).sum()), "zero": int((values == 0).sum())}
     wrong = [f"{count} scales that are {what}" for what, count in counts.items() if count]
@@ -37,7 +41,7 @@ def check_scale(numbers: np.ndarray) -> str | None:
 
 
 def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    """Scales as float32 [out, groups]: one of each output, or of all."""
+    """Returns scales as float32 [out, groups]. A stored scale is for one output, or for all."""
     values = np.asarray(numbers, np.float32)
     return (
         np.broadcast_to(values.reshape(1, 1), (num_out, 1))
@@ -47,26 +51,30 @@ def columns(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
 
 
 def transposed(numbers: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    """Of scales [groups, out]."""
+    """Returns scales that are stored [groups, out] as float32 [out, groups]."""
     return np.asarray(numbers, np.float32).T
 
 
 def num_groups(num_in: int, size: int | None) -> int:
+    """Returns the number of groups of inputs; one if all share a scale."""
     return 1 if size is None else -(-num_in // size)
 
 
 def plain(dtype: str) -> StoredArray:
-    """A `weight` that is stored as its codes are used."""
+    """Describes a `weight` that is stored as its codes are used."""
     return StoredArray("weight", lambda num_out, num_in: (num_out, num_in), (dtype,))
 
 
 def packed_bytes(name: str) -> StoredArray:
-    """fp4, two in a byte, as its codes are used."""
+    """Describes fp4, two in a byte, that is stored as its codes are used."""
     return StoredArray(name, lambda num_out, num_in: (num_out, num_in // 2), ("uint8",))
 
 
 def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool) -> StoredArray:
-    """Of 16 inputs in float8, and of the whole weight. Their product, or their quotient, in float32."""
+    """Describes scales of 16 inputs in float8 that are combined with a scale of the whole weight.
+
+    The result is their product, or with `divides` their quotient, in float32.
+    """
 
     def decode(numbers: np.ndarray, num_out: int, num_in: int, of_all: np.ndarray) -> np.ndarray:
         scale, factor = np.asarray(numbers, np.float32), np.asarray(of_all, np.float32).reshape(())
@@ -91,12 +99,12 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
 
 
 def scale_of_weight(name: str) -> StoredArray:
-    """One scale for all numbers of a weight."""
+    """Describes one scale for all numbers of a weight."""
     return StoredArray(name, lambda *_: (), FLOATS, columns, check_scale)
 
 
 def block_scale(name: str, block: Sequence[int]) -> StoredArray:
-    """One scale for each block of so many outputs and inputs."""
+    """Describes one scale for each block of so many outputs and inputs."""
 
     def shape(num_out: int, num_in: int) -> tuple[int, ...]:
         return num_groups(num_out, block[0]), num_groups(num_in, block[1])

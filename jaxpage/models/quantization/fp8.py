@@ -1,8 +1,8 @@
-"""`quant_method: fp8`, as DeepSeek and Qwen publish it: float8 weights with a scale for each block of 128 x 128, or for each weight.
+"""Reads `quant_method: fp8`, as DeepSeek and Qwen publish it.
 
-AutoFP8, which vLLM's first float8 checkpoints were made with, has another name for the scale.
-
-Inputs are not rounded to float8, which is nearer to the unquantised model than the checkpoint asks for.
+Weights are float8, with a scale for each block of 128 x 128, or for each weight. AutoFP8, which
+made the first float8 checkpoints of vLLM, has another name for the scale. Inputs are not rounded
+to float8, which is nearer to the unquantised model than the checkpoint asks for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OF_AUTO_FP8 = "weight_scale"
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     block = config.sizes("weight_block_size", 2)
     scale = block_scale(NAME_OF_SCALE, block) if block else scale_of_weight(NAME_OF_SCALE)
     scale = replace(scale, aliases=(OF_AUTO_FP8,))

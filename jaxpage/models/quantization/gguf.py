@@ -1,7 +1,8 @@
-"""Types of tensors in GGUF files that are kept as they are stored: `quantization="gguf"`. All others are dequantised when they are loaded.
+"""Keeps matrices of GGUF files in their stored types, for `quantization="gguf"`.
 
-A tensor is bytes [out, ...], of blocks of 32 or 256 inputs. What a weight is made of is exact in the types that hold it here, and so is
-`code * scale`: the weights are those that the package `gguf` makes of the bytes, to the last bit.
+Tensors in other types are dequantised when they are loaded. A tensor is bytes [out, ...], in
+blocks of 32 or 256 inputs. The parts of a weight are exact in the types that hold them here, and
+so is `code * scale`: the weights are those that the package `gguf` computes, to the last bit.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.replacing import Path
 
 NAME = "gguf"
-# from blocks [out, blocks of a row, bytes] to [out, codes or groups, ...]
+# A decoder turns blocks [out, blocks of a row, bytes] into [out, codes or groups, ...].
 Decode = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
 class GGUFScheme(Scheme):
-    """Each tensor has a type of its own, also those that are one product here."""
+    """A scheme in which each tensor has its own type, even among those of one product here."""
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
         if isinstance(module, Embedding):
@@ -53,9 +54,14 @@ class GGUFScheme(Scheme):
 
 
 def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None]) -> Scheme:
-    """Of a file. counts: its matrices, by type. kind_of: the type of the weight of a module of the model.
+    """Returns the scheme of a file.
 
-    Raises CheckpointError if none can be kept.
+    Args:
+        counts: The number of its matrices in each type.
+        kind_of: Gives the type of the weight of a module of the model.
+
+    Raises:
+        CheckpointError: No matrix can be kept.
     """
     kept = [f"{count} in {kind}" for kind, count in counts.items() if kind in FORMATS]
     if not kept:
@@ -72,20 +78,20 @@ def kept_scheme(counts: Mapping[str, int], kind_of: Callable[[str], str | None])
 
 
 def _half(place: int) -> Decode:
-    """The number in half precision at this place of each block."""
+    """Returns a decoder of the number in half precision at this place of each block."""
     return lambda blocks: np.ascontiguousarray(blocks[..., 2 * place : 2 * place + 2]).view(
         np.float16
     )[..., 0]
 
 
 def _split(packed: np.ndarray, run: int) -> np.ndarray:
-    """Of each run of so many bytes the low nibbles, and then the high ones: [..., codes]."""
+    """Returns [..., codes]: of each run of bytes the low nibbles, and then the high ones."""
     runs = packed.reshape(*packed.shape[:-1], -1, run)
     return np.concatenate([runs & 15, runs >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def _q4(first: int, run: int) -> Decode:
-    """Codes behind so many bytes."""
+    """Returns a decoder of the codes that follow the first bytes of a block."""
     return lambda blocks: nibbles(_split(blocks[..., first:], run).reshape(len(blocks), -1))
 
 
@@ -104,12 +110,15 @@ def _q6_k(blocks: np.ndarray) -> np.ndarray:
 
 
 def _q6_k_scale(blocks: np.ndarray) -> np.ndarray:
-    """One for 16 inputs."""
+    """Returns the scales, one for 16 inputs."""
     return _half(104)(blocks)[..., None].astype(np.float32) * blocks[..., 192:208].view(np.int8)
 
 
 def _q4_k(blocks: np.ndarray, place: int) -> np.ndarray:
-    """Scales, or at place 1 what is subtracted: one of six bits for 32 inputs, times the half at that place."""
+    """Returns the scales, or at place 1 the subtracted minima, one for 32 inputs.
+
+    Each has six bits, and is multiplied by the number in half precision at that place.
+    """
     parts = np.split(blocks[..., 4:16], 3, axis=-1)
     own, rest = parts[place], parts[2] >> 4 if place else parts[2] & 15
     return _half(place)(blocks)[..., None].astype(np.float32) * np.concatenate(
@@ -126,7 +135,7 @@ def _format(
     minimum: Decode | None = None,
     scale_dtype: str = "float16",
 ) -> WeightFormat:
-    """block: its inputs and bytes."""
+    """Returns the format; `block` has the numbers of its inputs and bytes."""
     size, num_bytes = block
 
     def stored(decode: Decode) -> StoredArray:
@@ -154,8 +163,8 @@ FORMATS = {
     "Q8_0": _format("int8", (32, 34), 32, lambda blocks: blocks[..., 2:].view(np.int8), _half(0)),
     "Q4_0": _format("int4", (32, 18), 32, _q4(2, 16), _half(0)),
     "Q4_1": _format("int4", (32, 20), 32, _q4(4, 16), _half(0), _half(1)),
-    # In more bits than the file has, but fewer than a float: codes of five and six bits in eight,
-    # and scales of two factors in float32.
+    # These formats use more bits than the file, but fewer than a float: codes of five and six bits
+    # are in eight, and scales of two factors in float32.
     "Q5_0": _format("int8", (32, 22), 32, _q5_0, _half(0)),
     "Q4_K": _format(
         "int4",

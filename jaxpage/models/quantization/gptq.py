@@ -1,4 +1,7 @@
-"""GPTQ (Frantar et al., 2022) with four or eight bits, checkpoints in the forms "gptq" and "gptq_v2". Not in the order of activations."""
+"""GPTQ has weights of four or eight bits (Frantar et al., 2022).
+
+Checkpoints are in the forms "gptq" and "gptq_v2". The order of activations is not supported.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     bits, size = config.one_of("bits", (4, 8)), config.group_size("group_size")
     if config.flag("desc_act", False) and size is not None:
         config.refuse(
@@ -48,7 +51,7 @@ def read(config: QuantizationFields) -> Scheme:
 
     def zero_codes(words: np.ndarray) -> np.ndarray:
         found = np.ascontiguousarray(words).view(np.uint32)
-        # The first form took a one from each code by subtracting whole words, so that a zero of 0
+        # The first form subtracted one from each code by subtracting whole words, so a zero of 0
         # borrowed from its neighbour.
         return unpacked(found + np.uint32(_ONES[bits]) if version == "gptq" else found, bits)
 
@@ -73,8 +76,8 @@ def read(config: QuantizationFields) -> Scheme:
     )
 
     def check_middle(module: str, words: np.ndarray) -> str | None:
-        # In the first form some have the middle itself, which was meant: with sym = true nobody
-        # reads the zeros.
+        # In the first form some checkpoints have the middle itself, which was meant: with sym =
+        # true no reader uses the zeros.
         middle = 2 ** (bits - 1) - (1 if version == "gptq" else 0)
         found = np.unique(unpacked(np.ascontiguousarray(words), bits))
         if found.size == 1 and found[0] in (middle, 2 ** (bits - 1)):
@@ -100,7 +103,10 @@ def read(config: QuantizationFields) -> Scheme:
 
 
 def _left_out(config: QuantizationFields) -> tuple[str, ...]:
-    """Returns patterns of the modules that `dynamic` leaves as they are; what it quantises in another way is refused."""
+    """Returns patterns of the modules that `dynamic` leaves as they are.
+
+    It refuses a `dynamic` that quantises modules in another way.
+    """
     dynamic = config.part("dynamic").config
     others = {
         pattern: change

@@ -1,8 +1,8 @@
-"""FP8 and NVFP4 as NVIDIA's ModelOpt writes them.
+"""Reads FP8 and NVFP4 as NVIDIA's ModelOpt writes them.
 
-FP8 has a scale for each weight; NVFP4 four bits, a float8 scale for 16 inputs, and a float32 scale of the whole weight.
-
-Inputs are not rounded, which is nearer to the unquantised model than the checkpoint asks for.
+FP8 has a scale for each weight. NVFP4 has four bits, a float8 scale for 16 inputs, and a float32
+scale of the whole weight. Inputs are not rounded, which is nearer to the unquantised model than the
+checkpoint asks for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_
 NAME = "modelopt"
 
 
-# By `quant_algo`, with words for readers.
+# The key is `quant_algo`; the text is for readers.
 _FORMS = {
     "FP8": (
         WeightFormat("fp8", plain("float8_e4m3fn"), scale_of_weight("weight_scale")),
@@ -42,7 +42,7 @@ _FORMS = {
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     form, described = _FORMS[config.one_of("quant_algo", tuple(_FORMS))]
     kept = config.names("ignore", "exclude_modules")
 

@@ -1,4 +1,7 @@
-"""`quant_method: mxfp4`, as GPT-OSS is published: the weights of experts in four bits; all else is not quantised."""
+"""Reads `quant_method: mxfp4`, as GPT-OSS is published.
+
+The weights of experts have four bits; all others are not quantised.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ NAME = "mxfp4"
 
 @dataclass(frozen=True)
 class ExpertScheme(Scheme):
-    """kept: names of modules that are not quantised (see `matches`)."""
+    """A scheme that quantises only experts.
+
+    Attributes:
+        kept: The names of modules that are not quantised (see `matches`).
+    """
 
     kept: tuple[str, ...] = ()
 
@@ -32,6 +39,6 @@ class ExpertScheme(Scheme):
 
 
 def read(config: QuantizationFields) -> Scheme:
-    """Of `quantization_config`."""
+    """Reads `quantization_config`."""
     kept = config.names("modules_to_not_convert")
     return ExpertScheme(NAME, "experts in MXFP4", lambda name: None, kept=kept)

@@ -1,7 +1,8 @@
-"""Weights that are quantised while they are loaded, by rounding to the nearest: `quantization="int8"` and `"int4"`.
+"""Quantises weights at load, by rounding to nearest: `quantization="int8"` and `"int4"`.
 
-int8: each output has a scale, and inputs are rounded to eight bits as well (W8A8), each token with a scale of its own.
-int4: each group of 32 inputs has a scale, as in GGUF's Q4_0; inputs stay as they are.
+With int8 each output has a scale, and inputs are rounded to eight bits too (W8A8), each token with
+its own scale. With int4 each group of 32 inputs has a scale, as in GGUF's Q4_0, and inputs are not
+rounded.
 """
 
 from __future__ import annotations
@@ -18,24 +19,30 @@ GROUP_SIZE = 32
 
 
 def int8_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    """Returns the scale of each output."""
     most = np.abs(np.asarray(weight, np.float32)).max(axis=1, keepdims=True)
     return np.where(most > 0, most / np.float32(127), np.float32(1))
 
 
 def int8_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    """Returns the codes of eight bits."""
     return np.rint(np.asarray(weight, np.float32) / int8_scale(weight, num_out, num_in)).astype(
         np.int8
     )
 
 
 def int4_scale(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
-    """What takes the number of the greatest magnitude to the code 0, which is -8."""
+    """Returns the scale of each group.
+
+    It gives the group's number of greatest magnitude the code 0, which is -8.
+    """
     groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
     most = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[..., None], axis=2)[..., 0]
     return np.where(most != 0, most / np.float32(-8), np.float32(1))
 
 
 def int4_codes(weight: np.ndarray, num_out: int, num_in: int) -> np.ndarray:
+    """Returns the codes of four bits, two in a byte."""
     groups = np.asarray(weight, np.float32).reshape(num_out, -1, GROUP_SIZE)
     scaled = groups / int4_scale(weight, num_out, num_in)[..., None]
     return nibbles(np.clip(np.rint(scaled) + 8, 0, 15).astype(np.uint8).reshape(num_out, num_in))

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class QuantizationFields(ConfigFields):
-    """An object of config.json, in which null is as if absent.
+    """Holds the fields of an object of config.json in which null is the same as absent.
 
     Attributes:
-        place: where the object is.
+        place: The place of the object in config.json.
     """
 
     def __init__(
@@ -28,17 +28,20 @@ class QuantizationFields(ConfigFields):
         self.place = place
 
     def refuse(self, name: str, says: str, error: type[FieldError] = RefusedField) -> None:
-        """Notes what is wrong with the value of a field.
+        """Notes an error of a field's value.
 
         Args:
-            name: the field.
-            says: what follows the value in the error.
-            error: the kind of error.
+            name: The field.
+            says: The text that follows the value in the error.
+            error: The kind of error.
         """
         self.note(error(f"{self.place}.{name} = {self.config.get(name)!r} {says}"))
 
     def first_of(self, *names: str) -> str:
-        """The first of several names of one field that has a value. Another value under another name is refused."""
+        """Returns the first of several names of one field that has a value.
+
+        It refuses another value under another name.
+        """
         given = [name for name in names if self.config.get(name) is not None] or [names[0]]
         first = given[0]
         for name in given[1:]:
@@ -47,6 +50,7 @@ class QuantizationFields(ConfigFields):
         return first
 
     def one_of(self, name: str, choices: Sequence[T], default: Any = None) -> T:
+        """Returns the value of a field, which must be one of the choices."""
         value = default if self.config.get(name) is None else self.config[name]
         for choice in choices:
             if value == choice and isinstance(value, type(choice)):
@@ -59,6 +63,7 @@ class QuantizationFields(ConfigFields):
         return choices[0]
 
     def flag(self, name: str, default: bool) -> bool:
+        """Returns the value of a field, which must be true or false."""
         value = default if self.config.get(name) is None else self.config[name]
         if not isinstance(value, bool):
             self.refuse(name, "must be true or false", WrongField)
@@ -66,13 +71,13 @@ class QuantizationFields(ConfigFields):
         return value
 
     def absent(self, *names: str) -> None:
-        """What is refused wherever it is not null, false or empty."""
+        """Refuses these fields, unless they are null, false or empty."""
         for name in names:
             if self.config.get(name):
                 self.refuse(name, "is not supported")
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """A list of names, under the first of these that has one; see `matches`."""
+        """Returns a list of names, from the first of these fields that has one; see `matches`."""
         name = next((name for name in fields if self.config.get(name)), fields[0])
         found = self.config.get(name) or []
         if not isinstance(found, list) or not all(
@@ -85,7 +90,7 @@ class QuantizationFields(ConfigFields):
         return tuple(found)
 
     def sizes(self, name: str, count: int) -> list[int] | None:
-        """So many; None where there is no such field."""
+        """Returns a list of so many sizes; None where there is no such field."""
         found = self.config.get(name)
         if found is None:
             return None
@@ -99,7 +104,10 @@ class QuantizationFields(ConfigFields):
         return found
 
     def group_size(self, *fields: str, all_inputs: bool = True) -> int | None:
-        """The inputs that share a scale, under the first of these names; None: all, which is -1 in a config that may say so."""
+        """Returns the number of inputs that share a scale, from the first of these fields.
+
+        It is None if all inputs share one. A config that may say so writes -1.
+        """
         name = self.first_of(*fields)
         size = self.config.get(name)
         if all_inputs and size == -1:
@@ -110,7 +118,7 @@ class QuantizationFields(ConfigFields):
         return size
 
     def part(self, name: str) -> QuantizationFields:
-        """The object in a field; an empty one where there is none."""
+        """Returns the object in a field; an empty one where there is none."""
         found = self.config.get(name) or {}
         if not isinstance(found, dict):
             self.refuse(name, "must be an object", WrongField)
@@ -119,7 +127,7 @@ class QuantizationFields(ConfigFields):
 
 
 def is_pattern(text: str) -> bool:
-    """Returns whether it is a name, or a regular expression behind "re:" that compiles."""
+    """Returns whether it is a name, or a regular expression after "re:" that compiles."""
     try:
         re.compile(text.removeprefix("re:"))
     except re.error:

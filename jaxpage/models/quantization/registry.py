@@ -1,4 +1,4 @@
-"""From `quantization_config` of config.json, or from the setting `quantization`, to the scheme."""
+"""Finds the scheme from `quantization_config` of config.json, or from a setting."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
-# By `quant_method`; each reads `quantization_config`.
+# The key is `quant_method`. Each function reads `quantization_config`.
 METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
     module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
 }
-# By `quant_method`, the fields that the shapes of its tensors depend on.
+# The key is `quant_method`. The shapes of its tensors depend on these fields.
 SIZES = {
     compressed_tensors.NAME: "num_bits, strategy, group_size or block_structure",
     fp8.NAME: "weight_block_size",
@@ -23,20 +23,27 @@ SIZES = {
     gptq.NAME: "bits or group_size",
 }
 
-# of config.json; the second is an older name
+# The second is an older name of the field in config.json.
 FIELDS = ("quantization_config", "compression_config")
 
 
 def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What is left for the family, which knows nothing of it."""
+    """Returns the fields for the family, which knows nothing of quantisation."""
     return {name: value for name, value in config.items() if name not in FIELDS}
 
 
 def quantization_of(config: Mapping[str, Any], asked: str | None) -> Scheme | None:
-    """The scheme of a model. asked: the setting.
+    """Returns the scheme of a model, or None.
 
-    Raises CheckpointError where config.json contradicts itself or the setting, UnsupportedError for a method that is not supported, and
-    an ExceptionGroup of them where more than one field of a method is wrong.
+    Args:
+        config: The config of the model.
+        asked: The setting `quantization`.
+
+    Raises:
+        CheckpointError: config.json contradicts itself or the setting.
+        UnsupportedError: The method is not supported.
+        ExceptionGroup: Several fields of a method are wrong; it has an error of these kinds for
+            each.
     """
     given = [name for name in FIELDS if config.get(name)]
     found = config[given[0]] if given else None

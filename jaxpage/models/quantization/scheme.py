@@ -1,4 +1,4 @@
-"""What a quantised checkpoint is to the models: which modules are quantised, and how."""
+"""Defines which modules of a quantised checkpoint are quantised, and in which format."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ from jaxpage.layers.quantized_experts import QuantizedExpertLinear
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.replacing import Path, Rule
 
-# what can be used in place of any other
+# This can be used in place of any other checkpoint.
 UNQUANTISED = "the unquantised checkpoint with quantization='int8' or 'int4'"
 KV_SCALES = ("*.k_scale", "*.v_scale")
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is looked at in tensors of a scheme that no parameter is filled with.
+    """Checks tensors of a scheme that fill no parameter.
 
-    end: of their names. says: what is wrong with the tensor of that module and with those numbers; None: nothing.
-    codes: the types that they can have.
+    Attributes:
+        end: The end of the tensors' names.
+        says: Returns what is wrong with the tensor of a module, from its name and its numbers, or
+            None.
+        codes: The types that the tensors can have.
     """
 
     end: str
@@ -39,12 +42,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Scheme:
-    """name: as the setting `quantization` has it. described: for people.
+    """Describes the quantisation of a checkpoint.
 
-    form_of: the format of the linear module of that name in the checkpoint; None: it is not quantised.
-    ignored: globs over names of tensors that say nothing that is not known already.
-    checks: of those tensors.
-    kv_cache_dtype: what the setting "auto" means for this checkpoint.
+    Attributes:
+        name: The name in the setting `quantization`.
+        described: The text for people.
+        form_of: Gives the format of the linear module with this name in the checkpoint; None if it
+            is not quantised.
+        ignored: Globs over names of tensors that say nothing that is not known already.
+        kv_cache_dtype: The meaning of the setting "auto" for this checkpoint.
+        checks: The checks of ignored tensors.
     """
 
     name: str
@@ -56,6 +63,7 @@ class Scheme:
 
     @property
     def rule(self) -> Rule:
+        """Returns the rule that replaces modules by quantised ones."""
         return self._replacement
 
     def _replacement(self, path: Path, module: nnx.Module) -> nnx.Module | None:
@@ -65,7 +73,7 @@ class Scheme:
             ]
             forms = [self.form_of(name) for name in names]
             if forms != forms[:1] * len(forms) and module.spec.multiplied:
-                # such as q and k in four bits, and v as it was
+                # For example q and k have four bits, and v is not quantised.
                 return LinearOfParts(module.spec, forms)
             form = self._form(names, module.spec.num_in)
             if form is None or (form.is_rounded and not module.spec.multiplied):
@@ -80,7 +88,7 @@ class Scheme:
         return None
 
     def _form(self, names: Sequence[str], num_in: int) -> WeightFormat | None:
-        """Of modules that are one product."""
+        """Returns the format of modules that are one product."""
         forms = {name: self.form_of(name) for name in names}
         form = forms[names[0]]
         if differing := [name for name in names if forms[name] != form]:
@@ -97,14 +105,17 @@ class Scheme:
 
 
 def everywhere_but(kept: Sequence[str], form: WeightFormat) -> Callable[[str], WeightFormat | None]:
-    """`Scheme.form_of` for one format of all modules but the head and those that a config's list names."""
+    """Returns `Scheme.form_of` for one format of all modules but the head and the kept ones."""
     return functools.cache(lambda name: None if matches(name, ("lm_head", *kept)) else form)
 
 
 def check_zeros(
     form_of: Callable[[str], WeightFormat | None],
 ) -> Callable[[str, np.ndarray], str | None]:
-    """Returns what a `Check` says of a bias that the layer does not have: old AutoGPTQ wrote zeros for each quantised one."""
+    """Returns the check of a bias that the layer does not have.
+
+    Old AutoGPTQ wrote zeros for each quantised layer.
+    """
 
     def check(module: str, numbers: np.ndarray) -> str | None:
         if form_of(module) is not None and not np.any(numbers):
@@ -117,7 +128,10 @@ def check_zeros(
 def check_order(
     form_of: Callable[[str], WeightFormat | None],
 ) -> Callable[[str, np.ndarray], str | None]:
-    """Returns what a `Check` says of the group that each input belongs to: groups must be of inputs that follow each other."""
+    """Returns the check of the group that each input belongs to.
+
+    The inputs of a group must follow each other.
+    """
 
     def check(module: str, groups: np.ndarray) -> str | None:
         form = form_of(module)
@@ -134,9 +148,11 @@ def check_order(
 
 
 def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
-    """What `quantization_config` says of the KV cache: ModelOpt's `kv_cache_quant_algo`, or `kv_cache_scheme`.
+    """Returns what `quantization_config` says of the KV cache.
 
-    Scales of the checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and head.
+    The field is ModelOpt's `kv_cache_quant_algo`, or `kv_cache_scheme`. The scales of the
+    checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and
+    head.
     """
     algorithm, scheme = (
         config.config.get("kv_cache_quant_algo"),
@@ -157,7 +173,10 @@ def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a list of a config names the module: in full, as one of the modules that it is in, or by a pattern `re:...`."""
+    """Returns whether a list of a config names the module.
+
+    An entry may be its full name, the name of a module that it is in, or a pattern `re:...`.
+    """
     return any(
         re.match(pattern[3:], name) is not None
         if pattern.startswith("re:")

@@ -1,4 +1,7 @@
-"""Experts of a quantised checkpoint that are one tensor of a layer, which only MXFP4 and the formats of rounding are read from."""
+"""Refuses quantised experts that are one tensor of a layer, in formats that cannot be read so.
+
+Only MXFP4 and the formats that round at load can.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ _APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-
 def refused_experts(
     scheme: Scheme, weights: Sequence[Weight], unexpected: Sequence[str]
 ) -> str | None:
-    """One sentence in place of a list of all experts' tensors; None: there is nothing to say about them.
+    """Returns one sentence in place of a list of all experts' tensors, or None.
 
-    unexpected: names of the checkpoint's tensors that are no parameter's.
+    Args:
+        scheme: The scheme of the checkpoint.
+        weights: The weights of the model.
+        unexpected: The names of the checkpoint's tensors that fill no parameter.
     """
     if scheme.name not in METHODS or scheme.name == mxfp4.NAME:
         return None
