@@ -112,7 +112,7 @@ class TimeAverage:
         return begin < self.stop and end > self.start
 
     def add(self, state: State, begin: float, end: float) -> None:
-        """Adds a state that lasted from `begin` to `end`; only the part within the window counts."""
+        """Adds a state that lasted from `begin` to `end`; only its part in the window counts."""
         weight = min(end, self.stop) - max(begin, self.start)
         self.seconds += weight
         self._sums = [

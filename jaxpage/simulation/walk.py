@@ -81,7 +81,7 @@ class Walk:
         return list(self.manager.block_tables(self._ids[name])[0])
 
     def show(self, title: str = "") -> None:
-        """Prints the block tables with filled slots, and the blocks with words and reference counts."""
+        """Prints block tables with filled slots, and blocks with words and reference counts."""
         print(f"-- {title}" if title else "--")
         size = self.manager.block_size
         for name, length in self.lengths.items():
