@@ -58,7 +58,7 @@ class Work:
     num_operations: float
 
     def seconds(self, bytes_per_second: float, operations_per_second: float) -> float:
-        """Returns the roofline in seconds: the time of reading or of arithmetic, if that is longer."""
+        """Returns the roofline in seconds: the time of reading or of arithmetic, the longer one."""
         return max(self.num_bytes / bytes_per_second, self.num_operations / operations_per_second)
 
 
