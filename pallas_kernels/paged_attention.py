@@ -46,11 +46,11 @@ def paged_attention(
     `context_len_B[b] - (query_start[b + 1] - t)` and sees the positions up to its own. Position c
     is in block `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty. Tokens from
     `query_start[B]` on are padding and give zeros. An example with blocks of S = 4 slots:
-    
+
         query_start     0    1           4
-        q_TNH         [ a0 | b0  b1  b2 | . ]      the last token is padding
-        row a         context 6, blocks [7 2]      a0 at position 5: block 2, slot 1
-        row b         context 3, blocks [9 0]      b0 to b2 at positions 0 to 2: block 9, slots 0 to 2
+        q_TNH         [ a0 | b0  b1  b2 | . ]     the last token is padding
+        row a         context 6, blocks [7 2]     a0 at position 5: block 2, slot 1
+        row b         context 3, blocks [9 0]     b0 to b2 at positions 0 to 2: block 9, slots 0..2
 
     Args:
         q_TNH: The queries.

@@ -75,6 +75,7 @@ class InvalidSettings(ConfigError):
     """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
+        """Keeps the problems, and joins them into the message."""
         self.problems = tuple(problems)
         super().__init__(
             "\n".join(f"{name}: {text}" if name else text for name, text in self.problems)

@@ -205,11 +205,12 @@ class BeamSearchParams:
     """Holds the parameters of a beam search as Hugging Face's `generate(num_beams=...)` has it.
 
     When `beam_width` hypotheses have ended, `early_stopping` decides whether the search goes on:
-      * True ends the search.
-      * False ends it if the best running beam, at its current length, scores no better than the
-        worst of the hypotheses.
-      * "never" ends it only if that beam could not score better at its longest length either. This
-        is the same as False if `length_penalty` is not above 0.
+
+    * True ends the search.
+    * False ends it if the best running beam, at its current length, scores no better than the
+      worst of the hypotheses.
+    * "never" ends it only if that beam could not score better at its longest length either. This
+      is the same as False if `length_penalty` is not above 0.
 
     Raises:
         ValueError: A parameter has the wrong type or is out of bounds; the message names the

@@ -28,7 +28,7 @@ class ScriptedBeams:
                 many ids as beams.
             ancestry: The beams that go on in each step.
         """
-        self._beams = [sequence_ids[0]]  # by place
+        self._beams = [sequence_ids[0]]  # the sequence id at each place
         self._free = list(reversed(sequence_ids[1:]))
         self._width = len(sequence_ids) // 2
         self._ancestry = ancestry

@@ -37,7 +37,7 @@ class ScriptedRequests:
         self._num_requests = 0
         # The key is a sequence id; the value has the ordinal of its request.
         self._script_of: dict[int, tuple[int, Arrival]] = {}
-        self._beams: dict[int, ScriptedBeams] = {}  # by ordinal
+        self._beams: dict[int, ScriptedBeams] = {}  # the key is the ordinal of a request
 
     def new_group(self, arrival: Arrival) -> SequenceGroup:
         """Returns the group of a request; the request's id is its ordinal.

@@ -260,7 +260,7 @@ def _consume(
     if plan.consumers == 2:
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
     if plan.splits == 1:
-        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)  # rows that see nothing give zeros
+        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
         q[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(plan.dtype)
         mg.commit_smem()
         mg.copy_smem_to_gmem(q.at[pl.ds(0, plan.rows_each)], operands.out.at[tile, head, used])

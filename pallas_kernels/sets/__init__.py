@@ -33,8 +33,8 @@ XLA_ADVICE = (
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
 GPU_BACKENDS = tuple(
     name for name, each in SETS.items() if each.runs_on("gpu")
-)  # checks and benchmarks of GPUs run these
-# These run on CPU with interpret=True.
+)  # the sets that checks and benchmarks of GPUs run
+# The sets whose kernels also run on CPU, with interpret=True.
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)
 
 
