@@ -1,8 +1,11 @@
-"""Paged attention for JAX: the operations that read and write KV blocks through block tables. Stands alone; knows no engine.
+"""Implements paged attention for JAX: operations that read and write KV blocks.
 
-Letters of shapes: B rows (sequences of a step), T query tokens of the stream (Q: of one row), N query heads, K key/value heads
-(G = N / K query heads share one), H head width, P physical blocks, S slots per block, M blocks per block-table row, C context
-positions. A *block* is a KV block; what a kernel works on at a time is a *tile*.
+A row finds its blocks through a block table. The package knows no engine and can be used alone.
+The letters of shapes are: B rows (sequences of a
+step), T query tokens of the stream (Q: of one row), N query heads, K key/value heads (G = N / K
+query heads share one), H head width, P physical blocks, S slots per block, M blocks per block-table
+row, C context positions. A *block* is a KV block; the part that a kernel works on at a time is a
+*tile*.
 """
 
 from pallas_kernels.arguments import Arguments

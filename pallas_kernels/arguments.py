@@ -1,4 +1,4 @@
-"""The arguments of one call of paged attention, checked once for every backend."""
+"""Checks the arguments of one call of paged attention, once for every backend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ _ARRAYS = ("q_TNH", "k_pages", "v_pages", *_TABLES, "k_scale", "v_scale")
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """One call. Arrays as `paged_attention` documents them. Tables and lengths become int32."""
+    """Holds the arguments of one call, as `paged_attention` documents them.
+
+    Block tables and lengths become int32.
+
+    Raises:
+        ValueError: A shape or a number does not fit.
+        TypeError: A type does not fit.
+    """
 
     q_TNH: jax.Array
     k_pages: jax.Array  # [P, S, K, H]
@@ -26,9 +33,9 @@ class Arguments:
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
     options: AttentionOptions
-    k_scale: jax.Array | None = None  # [P, S, K], of quantised pages
+    k_scale: jax.Array | None = None  # [P, S, K], for quantised pages
     v_scale: jax.Array | None = None
-    max_query_len: int = sys.maxsize  # static; becomes T where it is more
+    max_query_len: int = sys.maxsize  # static; becomes T if it is more
 
     def __post_init__(self) -> None:
         for name in _ARRAYS:

@@ -1,4 +1,4 @@
-"""The options of attention: one record, which goes whole from a model's layer to the kernel."""
+"""Defines the options of attention: one record, passed whole from a model's layer to the kernel."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ _ARRAYS = ("sinks", "tree_mask_TQ")
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """How a call of attention scores its positions, which of them a token sees, and what it reads.
+    """Says how a call of attention scores positions, which of them a token sees, and what it reads.
 
     A new option is a field of this record, a part of the definition (`sets/reference.py`), and its
     name in `honours` of every kernel set that computes it. All other sets refuse it by that name.
 
-    scale: factor of the scores, usually H ** -0.5.
-    sliding_window: number of positions a token sees, its own included; None for all.
-    logit_softcap: scores become softcap * tanh(scores / softcap).
-    value_width: values are the first so many numbers of the keys, and there are no pages of values:
-        latents, of which an absorbed product makes values afterwards (DeepSeek's MLA).
-    sinks: one more logit of each query head's softmax, which has no value: what goes there is lost
-        (GPT-OSS). Calls take it in float32.
-    tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row, in
-        place of the causal order.
+    Attributes:
+        scale: The factor of the scores, usually H ** -0.5.
+        sliding_window: The number of positions that a token sees, its own included; None for all.
+        logit_softcap: Scores become softcap * tanh(scores / softcap).
+        value_width: The width of the values, which are the first numbers of the keys; there are no
+            pages of values then. Such keys are latents, of which an absorbed product makes values
+            afterwards (DeepSeek's MLA).
+        sinks: One more logit for the softmax of each query head, which has no value: its weight is
+            lost (GPT-OSS). Calls take it in float32.
+        tree_mask_TQ: `tree_mask_TQ[t, j]` says whether query token t sees query token j of its row.
+            It replaces the causal order.
     """
 
     scale: float
@@ -41,7 +43,7 @@ class AttentionOptions:
     tree_mask_TQ: Bool[Array, "T Q"] | None = None
 
     def __post_init__(self) -> None:
-        # Numbers become Python's own, which have no type in JAX that results could take on.
+        # A number becomes Python's own: NumPy's has a type, which results in JAX could take on.
         object.__setattr__(self, "scale", _number("scale", self.scale))
         if self.logit_softcap is not None:
             object.__setattr__(self, "logit_softcap", _number("logit_softcap", self.logit_softcap))
@@ -59,13 +61,17 @@ class AttentionOptions:
 
     @property
     def static(self) -> AttentionOptions:
-        """Returns the options without their arrays, which can be hashed."""
+        """Returns the options without their arrays; they can be hashed."""
         return dataclasses.replace(self, sinks=None, tree_mask_TQ=None)
 
     def checked(
         self, q_TNH: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None
     ) -> AttentionOptions:
-        """Returns the options as a call with these arrays takes them; raises ValueError for what does not fit."""
+        """Returns the options as a call with these arrays takes them.
+
+        Raises:
+            ValueError: An option does not fit the arrays.
+        """
         arrays = {name: getattr(self, name) for name in _ARRAYS}
         arrays = {
             name: None if array is None else jnp.asarray(array) for name, array in arrays.items()
@@ -98,8 +104,8 @@ class AttentionOptions:
 def register_record(kind: type, arrays: tuple[str, ...]) -> None:
     """Makes a frozen dataclass a pytree of these fields; the others are static.
 
-    JAX makes such a record anew without its checks, because what it puts into the fields then is
-    not always an array.
+    JAX makes such a record again without its checks, because JAX does not always put arrays into
+    the fields.
     """
     static = tuple(field.name for field in dataclasses.fields(kind) if field.name not in arrays)
 
@@ -131,7 +137,12 @@ def _number(name: str, value: object) -> float:
 
 
 def at_least_one(name: str, value: object) -> int:
-    """Returns an argument that counts something; raises TypeError or ValueError, naming it, for what cannot."""
+    """Returns an argument that counts something.
+
+    Raises:
+        TypeError: It is no integer; the message names the argument.
+        ValueError: It is below 1.
+    """
     if not isinstance(value, Integral):
         raise TypeError(
             f"{name} must be an integer that is known when the call is traced, not {value!r}"

@@ -1,6 +1,7 @@
-"""Moves whole blocks or slots, in all layers at once. Donate the pages and they are changed in place.
+"""Moves whole blocks or slots, in all layers at once; donated pages are changed in place.
 
-Ids are not checked on the device, where a source beyond the pages is clamped and a destination beyond them left out: the host must.
+The device does not check ids: it clamps a source that is outside the pages, and leaves out such a
+destination. The host must check them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jaxtyping import Array, Int, UInt8
 from pallas_kernels.kernel_set import Call
 from pallas_kernels.sets import first_that_takes
 
-Pages = TypeVar("Pages")  # any pytree of arrays [P, S, ...]
+Pages = TypeVar("Pages")  # a pytree of arrays [P, S, ...]
 
 
 def copy_blocks(
@@ -26,18 +27,23 @@ def copy_blocks(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Pages:
-    """Returns a pytree of pages [P, S, ...] in which each block `destination[i]` holds what `source[i]` held before the call.
+    """Returns pages in which block `destination[i]` holds what `source[i]` held before the call.
 
-    All sources are read before anything is written, so that a block may be source and destination of the same call. No block may be
-    named as destination twice, but for the null block: pad the two with (0, 0).
+    All sources are read before anything is written, so that a block may be a source and a
+    destination of the same call. No block may be a destination twice, except for the null block:
+    pad with (0, 0).
 
     Args:
-        backend: one of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
-        interpret: run the kernels on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
+        pages: A pytree of arrays [P, S, ...].
+        source: The ids of the blocks to read.
+        destination: The ids of the blocks to write.
+        backend: One of `BACKENDS`, or "auto": kernels first where JAX's default backend is a GPU.
+        interpret: Runs the kernels on CPU, operation by operation; for `INTERPRETABLE_BACKENDS`.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the text names it and its value.
-        NotImplementedError: no backend takes the call; the text has every backend's reason.
+        ValueError: An argument does not fit; the message names it and its value.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     leaves, tree = _flattened(pages, axes=1)
     source, destination = _pairs(source, destination)
@@ -53,8 +59,11 @@ def copy_slots(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Pages:
-    """`copy_blocks` of single slots, each named by block * S + offset: closes the gaps that refused drafts leave. All leaves have the
-    same P and S."""
+    """Copies single slots as `copy_blocks` copies blocks.
+
+    This closes the gaps that refused drafts leave. A slot is named by block * S + offset. All
+    leaves have the same P and S.
+    """
     leaves, tree = _flattened(pages, axes=2)
     source, destination = _pairs(source, destination)
     copied = _chosen("copy_slots", backend, interpret, leaves, source, destination)
@@ -64,9 +73,10 @@ def copy_slots(
 def gather_blocks(
     pages: Pages, blocks: Int[Array, "n"], *, backend: str = "auto", interpret: bool = False
 ) -> UInt8[Array, "n block_bytes"]:
-    """Returns what the blocks hold in every layer, as bytes in the order of the leaves: one array, so one transfer to the host.
+    """Returns the contents of blocks in every layer, as bytes in the order of the leaves.
 
-    Backend, interpretation and errors are those of `copy_blocks`.
+    The result is one array, so one transfer brings it to the host. Backend, interpretation and
+    errors are those of `copy_blocks`.
     """
     leaves, _ = _flattened(pages, axes=1)
     blocks = _ids("blocks", blocks)
@@ -81,7 +91,7 @@ def scatter_blocks(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Pages:
-    """Gives block `blocks[i]` what `gather_blocks` made of some block, and returns the pages.
+    """Writes what `gather_blocks` returned into the given blocks, and returns the pages.
 
     Padding names the null block. Backend, interpretation and errors are those of `copy_blocks`.
     """
@@ -104,7 +114,7 @@ def _chosen(operation: str, backend: str, interpret: bool, *arguments: Any) -> A
 
 
 def _flattened(pages: Pages, *, axes: int) -> tuple[list[jax.Array], jax.tree_util.PyTreeDef]:
-    """The leaves, which must agree in so many of their first axes, and how they hang together."""
+    """Returns the leaves, which must have the same first axes, and the tree that they make."""
     leaves, tree = jax.tree.flatten(pages)
     leaves = [jnp.asarray(leaf) for leaf in leaves]
     if not leaves:

@@ -1,4 +1,4 @@
-"""The differences among the versions of JAX that are supported, in one place."""
+"""Keeps the differences between the supported versions of JAX in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from jax import sharding
 from jax.experimental.compilation_cache import compilation_cache
 
-config: Any = jax.config  # whose values have no types
+config: Any = jax.config  # its values have no types
 MOSAIC_INTERPRETABLE = jax.__version_info__ >= (0, 11, 0)
 # Part of the key of JAX's trace cache: a function that was traced for one GPU is traced anew for
 # another.
@@ -20,7 +20,7 @@ _described: Any = jax.make_user_context(None)
 
 @dataclass(frozen=True)
 class DescribedGPU:
-    """A GPU that is not there, as far as kernels ask a `jax.Device` about itself."""
+    """Describes a GPU that is not there, with what kernels ask a `jax.Device` about itself."""
 
     device_kind: str
     compute_capability: str
@@ -28,16 +28,19 @@ class DescribedGPU:
 
 
 def target_device() -> Any:
-    """Returns what kernels are compiled for: the GPU of `described_gpu`, else JAX's first device."""
+    """Returns the device for which kernels are compiled.
+
+    This is the GPU of `described_gpu`, or JAX's first device outside of it.
+    """
     return _described.value or jax.devices()[0]
 
 
 @contextlib.contextmanager
 def without_compile_cache() -> Iterator[None]:
-    """JAX's persistent compile cache is neither read nor written."""
+    """Runs a block in which JAX's persistent compile cache is neither read nor written."""
     enabled = config.values["jax_enable_compilation_cache"]
     config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it asks the setting once
+    compilation_cache.reset_cache()  # because it reads the setting only once
     try:
         yield
     finally:
@@ -49,7 +52,10 @@ def without_compile_cache() -> Iterator[None]:
 def described_gpu(
     kind: str = "NVIDIA H200", num_cores: int = 132, capability: str = "9.0"
 ) -> Iterator[None]:
-    """Makes kernels lower for a GPU that is not there. JAX itself takes a Hopper for granted before 0.11."""
+    """Runs a block in which kernels are lowered for a GPU that is not there.
+
+    Before 0.11 JAX itself always assumes a Hopper.
+    """
     device = sharding.AbstractDevice(kind, num_cores, "gpu")
     mesh = sharding.AbstractMesh((1,), ("x",), (sharding.AxisType.Auto,), abstract_device=device)
     seen = (
@@ -62,7 +68,10 @@ def described_gpu(
 
 
 def x64_reason() -> str | None:
-    """Why no kernel is called where JAX makes integers of 64 bits unless told otherwise: in a kernel they meet indices of 32."""
+    """Returns why no kernel is called under jax_enable_x64, or None if it is off.
+
+    JAX then makes integers of 64 bits, which cannot be combined with a kernel's indices of 32 bits.
+    """
     return (
         "jax_enable_x64, under which a kernel's integers have 64 bits"
         if config.jax_enable_x64

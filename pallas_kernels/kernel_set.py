@@ -1,4 +1,7 @@
-"""The kernel set: one implementation of every operation on pages and quantised weights, and what it says of itself."""
+"""Defines a kernel set: one implementation of every operation on pages and quantised weights.
+
+A set also says which calls it takes.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,21 @@ from pallas_kernels.arguments import Arguments
 from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.tiles import Shape, Tiles
 
-Leaves = list[jax.Array]  # of the pages, each [P, S, ...]
+Leaves = list[jax.Array]  # the arrays of the pages, each [P, S, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call that a set is asked to take.
+    """A call that a set is asked to take.
 
-    interpret: run kernels on CPU, operation by operation.
-    page_dtype: the type of pages that are read or written as numbers; None where blocks are moved as they are.
-    attention, tiles: the arguments of attention; None in other operations, and where they are not known yet.
-    weight: the weight of a product.
+    Attributes:
+        interpret: Says that kernels run on CPU, operation by operation.
+        page_dtype: The type of pages that are read or written as numbers; None if blocks are moved
+            as they are.
+        attention: The arguments of attention; None in other operations, and if they are not known
+            yet.
+        tiles: The tiles of attention; None like `attention`, or for the set's own choice.
+        weight: The weight of a product.
     """
 
     interpret: bool = False
@@ -36,30 +43,43 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSet:
-    """The operations of one set, and what it says of itself.
+    """Holds the operations of one set, and what the set says of itself.
 
-    Operations get arguments that were checked (`paged_attention`, `kv_write` and `block_copy` say what they mean), and only calls
-    that the set does not refuse (`refusal`); `interpret=True` and `tiles` are passed where a call has them. They may still raise
-    `NotImplementedError` with a reason.
+    Operations get arguments that were checked (`paged_attention`, `kv_write` and `block_copy` say
+    what they mean), and only calls that the set does not refuse (`refusal`). `interpret=True` and
+    `tiles` are passed if a call has them. An operation may still raise `NotImplementedError` with a
+    reason.
 
-    attend: (Arguments) -> out_TNH.
-    write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the scales where there are any.
-    copy_blocks, copy_slots: (leaves, source, destination) -> leaves.
-    gather_blocks: (leaves, blocks) -> bytes. scatter_blocks: (leaves, blocks, bytes) -> leaves.
-    multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO, see `quantized_product`.
-    multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO, see `grouped_product`;
-    None: the set has no such kernel.
-    write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns, where one kernel does both.
-    cutoffs, likeliest: select in rows of logits (see `selection`), where a set has kernels for both.
-    honours: names of the fields of `AttentionOptions` that its attention computes; it refuses calls with others.
-    supports: (jax.Device, Call) -> why else it refuses a call, or None. Kernels are also lowered for GPUs that are not there: then the
-        device is a CPU.
-    tiles: how a call of this shape is cut where nothing was measured; None for a set that takes no tiles.
-    platforms: JAX's platforms on which it runs natively; empty for plain XLA, which runs everywhere.
-    interpretable: whether its kernels run on CPU with interpret=True.
-    unaddressable: (type of pages) -> numbers of elements that one array of pages must not have.
-    prefers_mixed_steps: whether rows that decode and prompt chunks are best computed in one step.
-    comes_first: kinds of step (`Shape.kind`) whose attention "auto" gives to this set before the others, where nothing was measured.
+    Attributes:
+        name: The name of the set and of its file.
+        attend: (Arguments) -> out_TNH.
+        write: (k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale) -> the pages, and the
+            scales if there are any.
+        copy_blocks: (leaves, source, destination) -> leaves.
+        copy_slots: (leaves, source, destination) -> leaves.
+        gather_blocks: (leaves, blocks) -> bytes.
+        scatter_blocks: (leaves, blocks, bytes) -> leaves.
+        multiply: (x_TI, QuantizedWeight, type of the result) -> y_TO; see `quantized_product`.
+        multiply_grouped: (x_PI, weight, count_E, type of the result) -> y_PO; see
+            `grouped_product`. None if the set has no such kernel.
+        write_and_attend: (k_TKH, v_TKH, slots_T, Arguments) -> out_TNH and what `write` returns.
+            None unless one kernel does both.
+        cutoffs: Selects in rows of logits (see `selection`); None if the set has no kernel.
+        likeliest: Selects the largest logits of rows; None if `cutoffs` is None.
+        honours: The fields of `AttentionOptions` that its attention computes; calls with others are
+            refused.
+        supports: (jax.Device, Call) -> the reason why it refuses a call for anything else, or None.
+            Kernels are also lowered for GPUs that are not there; the device is a CPU then.
+        tiles: Returns the tiles for a shape that was not measured; None for a set that takes no
+            tiles.
+        unaddressable: (type of pages) -> the numbers of elements that an array of pages must not
+            have.
+        platforms: The JAX platforms on which it runs natively; empty for plain XLA, which runs
+            everywhere.
+        interpretable: Says whether its kernels run on CPU with interpret=True.
+        prefers_mixed_steps: Says whether decodes and prompt chunks are best computed in one step.
+        comes_first: The kinds of step (`Shape.kind`) whose attention "auto" gives to this set
+            before the others, if nothing was measured.
     """
 
     name: str
@@ -84,6 +104,7 @@ class KernelSet:
     comes_first: tuple[str, ...] = ()
 
     def runs_on(self, platform: str) -> bool:
+        """Returns whether the set runs natively on a platform of JAX."""
         return not self.platforms or platform in self.platforms
 
     def refusal(self, device: Any, call: Call) -> str | None:
@@ -94,18 +115,21 @@ class KernelSet:
             if missing := given - self.honours:
                 return f"{', '.join(sorted(missing))}: its attention has no such option"
             if {"tree_mask_TQ", "sliding_window"} <= given:
-                # which no set computes, nor the definition
+                # No set computes both together, and the definition does not either.
                 return "a tree mask with a sliding window"
         return reason
 
 
 def first_reason(*reasons: tuple[Any, str]) -> str | None:
-    """Returns the text of the first pair that begins with something true."""
+    """Returns the text of the first pair whose first item is true."""
     return next((text for refused, text in reasons if refused), None)
 
 
 def capability(device: Any) -> tuple[int, int] | None:
-    """Returns the compute capability of an NVIDIA GPU, (0, 0) for a GPU of another maker, None for what is no GPU."""
+    """Returns the compute capability of an NVIDIA GPU.
+
+    It is (0, 0) for a GPU of another maker, and None for a device that is no GPU.
+    """
     if device.platform != "gpu":
         return None
     found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
@@ -113,5 +137,5 @@ def capability(device: Any) -> tuple[int, int] | None:
 
 
 def described(device: Any) -> str:
-    """Returns a GPU as a refusal names it."""
+    """Returns the words for a GPU in a refusal."""
     return f"{device.device_kind} has {getattr(device, 'compute_capability', 'none')}"

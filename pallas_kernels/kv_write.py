@@ -1,4 +1,4 @@
-"""The one signature of writing a step's new keys and values into their slots. Donate the pages and the write happens in place."""
+"""Writes a step's new keys and values into their slots; donated pages are written in place."""
 
 from __future__ import annotations
 
@@ -25,20 +25,31 @@ def write_kv(
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array | None, ...]:
-    """Returns the pages with token t's key and value at slot `slots_T[t]` (block * S + offset): k_pages and v_pages, then, where
-    they were given, k_scale and v_scale. Values may be None, new ones and pages: then `paged_attention` finds them in the keys.
+    """Returns the pages with token t's key and value in slot `slots_T[t]` (block * S + offset).
 
-    Float pages take what is written cast to their type; pages of int8 or float8 come with scales and take it quantised, as
-    `quantized_pages` says. Padding tokens name a slot of the null block, several of them the same; what it holds then is one of
-    theirs. No other slot may be named twice. A slot outside the pages is not written: the host must see to it that there is none.
+    Float pages take the numbers cast to their type. Pages of int8 or float8 have scales and take
+    the numbers quantised, as `quantized_pages` says. Padding tokens name a slot of the null block,
+    several of them the same; it then holds the numbers of one of them. No other slot may be named
+    twice. A slot outside the pages is not written: the host must see to it that there is none.
 
     Args:
-        backend: one of `BACKENDS`, or "auto": a kernel where JAX's default backend is a GPU.
-        interpret: run the kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
+        k_TKH: The new keys.
+        v_TKH: The new values, or None if `paged_attention` finds the values in the keys.
+        k_pages: The pages of keys.
+        v_pages: The pages of values, or None as above.
+        slots_T: The slot of each token.
+        k_scale: The scales of quantised pages of keys.
+        v_scale: The scales of quantised pages of values.
+        backend: One of `BACKENDS`, or "auto": a kernel where JAX's default backend is a GPU.
+        interpret: Runs the kernel on CPU, operation by operation; for `INTERPRETABLE_BACKENDS`.
+
+    Returns:
+        The k_pages and v_pages, then k_scale and v_scale if they were given.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the text names it and its value.
-        NotImplementedError: no backend takes the call; the text has every backend's reason.
+        ValueError: An argument does not fit; the message names it and its value.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     written = checked(k_TKH, v_TKH, k_pages, v_pages, slots_T, k_scale, v_scale)
     call = Call(interpret=interpret, page_dtype=written[2].dtype.name)
@@ -56,7 +67,12 @@ def checked(
     k_scale: Any | None,
     v_scale: Any | None,
 ) -> tuple[Any, ...]:
-    """The arguments as `KernelSet.write` gets them. Raises ValueError or TypeError, naming the one that does not fit."""
+    """Returns the arguments as `KernelSet.write` gets them.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it.
+        TypeError: An argument has the wrong type.
+    """
     k_TKH, k_pages, slots_T = map(jnp.asarray, (k_TKH, k_pages, slots_T))
     v_TKH, v_pages, k_scale, v_scale = (
         None if array is None else jnp.asarray(array)

@@ -1,4 +1,7 @@
-"""The one signature of paged attention. Backends are tried in order; when none takes the call, every refusal is reported."""
+"""Defines paged attention: one signature for all kernel sets.
+
+The sets are tried in order; if none takes the call, the error has the reason of each.
+"""
 
 from __future__ import annotations
 
@@ -36,26 +39,43 @@ def paged_attention(
     tiles: Tiles | None = None,
     **options: Any,
 ) -> Float[Array, "T N _"]:
-    """Returns the attention of a ragged stream of query tokens over keys and values in blocks (PagedAttention, SOSP 2023).
+    """Returns the attention of a ragged stream of query tokens over keys and values in blocks.
 
-    Row b owns the query tokens `query_start[b] <= t < query_start[b + 1]`. They are the last tokens of its context, so token t stands at
-    position `context_len_B[b] - (query_start[b + 1] - t)` and sees the positions up to its own. Position c lies in block
-    `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty; tokens after `query_start[B]` are padding and give zeros.
+    Row b owns the query tokens `query_start[b] <= t < query_start[b + 1]` (PagedAttention, SOSP
+    2023). They are the last tokens of its context: token t has the position
+    `context_len_B[b] - (query_start[b + 1] - t)` and sees the positions up to its own. Position c
+    is in block `block_table_BM[b, c // S]`, slot `c % S`. Rows may be empty. Tokens from
+    `query_start[B]` on are padding and give zeros. An example with blocks of S = 4 slots:
+
+        query_start     0    1           4
+        q_TNH         [ a0 | b0  b1  b2 | . ]     the last token is padding
+        row a         context 6, blocks [7 2]     a0 at position 5: block 2, slot 1
+        row b         context 3, blocks [9 0]     b0 to b2 at positions 0 to 2: block 9, slots 0..2
 
     Args:
-        k_scale, v_scale: of pages of int8 or float8, as `write_kv` makes them; None for float pages.
-        backend: one of `BACKENDS`, or "auto": kernels alone where JAX's default backend is a GPU.
-        interpret: run a kernel on CPU, operation by operation; one of `INTERPRETABLE_BACKENDS`.
-        max_query_len: a promise that no row has more query tokens, which lets a backend choose its tiles; the default is T.
-        tiles: how a kernel cuts its work; the default is what was measured on this kind of GPU, else a rule.
-        **options: the fields of `AttentionOptions`, which describes them: `scale`, and what else the call asks for.
+        q_TNH: The queries.
+        k_pages: The pages of keys.
+        v_pages: The pages of values; None if the option `value_width` finds values in the keys.
+        block_table_BM: The block table of each row.
+        context_len_B: The tokens in the context of each row, its query tokens included.
+        query_start: The first query token of each row, and the end of the last row.
+        k_scale: The scales of int8 or float8 pages, as `write_kv` makes them; None for float pages.
+        v_scale: The scales of the pages of values.
+        backend: One of `BACKENDS`, or "auto": only kernels where JAX's default backend is a GPU.
+        interpret: Runs a kernel on CPU, operation by operation; for `INTERPRETABLE_BACKENDS`.
+        max_query_len: A promise that no row has more query tokens, with which a backend chooses its
+            tiles; T by default.
+        tiles: The way a kernel cuts its work; by default the tiles that were measured on this kind
+            of GPU, or else a rule.
+        **options: The fields of `AttentionOptions`, which describes them: `scale`, and any others.
 
     Returns:
         out_TNH in the queries' type, as wide as the values.
 
     Raises:
-        ValueError, TypeError: an argument does not fit; the text names it and its value.
-        NotImplementedError: no backend takes the call; the text has every backend's reason.
+        ValueError: An argument does not fit; the message names it and its value.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     arguments = Arguments(
         q_TNH=q_TNH,
@@ -108,17 +128,25 @@ def write_and_attend(
     backend: str = "auto",
     interpret: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """Does `write_kv` and then `paged_attention` over its pages, by one kernel set, which may have one kernel for both.
+    """Does `write_kv` and then `paged_attention` over its pages, with one kernel set.
+
+    The set may have one kernel for both.
 
     Args:
-        k_TKH, v_TKH, slots_T: what `write_kv` takes.
-        arguments: the call of attention, with the pages as they are before the write.
+        k_TKH: The new keys.
+        v_TKH: The new values, or None as for `write_kv`.
+        slots_T: The slot of each token.
+        arguments: The call of attention, with the pages as they are before the write.
+        backend: One of `BACKENDS`, or "auto".
+        interpret: Runs kernels on CPU, operation by operation.
 
     Returns:
         The output of `paged_attention` and what `write_kv` returns.
 
     Raises:
-        As `paged_attention` and `write_kv` do.
+        ValueError: An argument does not fit.
+        TypeError: An argument has the wrong type.
+        NotImplementedError: No backend takes the call.
     """
     pages = arguments.k_pages, arguments.v_pages, slots_T, arguments.k_scale, arguments.v_scale
     k_TKH, v_TKH, *_, slots_T, _, _ = checked(k_TKH, v_TKH, *pages)
@@ -135,7 +163,7 @@ def write_and_attend(
 def _attend(each: KernelSet, arguments: Arguments, **options: Any) -> jax.Array:
     if not arguments.q_TNH.shape[0] or not arguments.context_len_B.shape[0]:
         shape = *arguments.q_TNH.shape[:2], arguments.out_width
-        return jnp.zeros(shape, arguments.q_TNH.dtype)  # no tokens, or nothing but padding
+        return jnp.zeros(shape, arguments.q_TNH.dtype)  # there are no tokens, or only padding
     return each.attend(arguments, **options)
 
 
@@ -158,5 +186,8 @@ def _write_and_attend(
 
 
 def pages_from_PSKH(pages_PSKH: Num[Array, "P S K H"]) -> Num[Array, "P S K H"]:
-    """Turns pages in the order [block, slot, key/value head, head width] into the layout that the kernels use: today the same."""
+    """Turns pages [block, slot, key/value head, head width] into the layout of the kernels.
+
+    Today this is the same layout.
+    """
     return pages_PSKH

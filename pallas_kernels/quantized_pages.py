@@ -1,12 +1,16 @@
-"""Keys and values in eight bits. One float32 scale per slot and key/value head, so that what a slot holds depends on its own vector alone.
+"""Keeps keys and values in eight bits.
 
-The pages' type says how a vector x is kept, its scale being max |x| / largest:
+Each slot and key/value head has one float32 scale, so that a slot's content depends only on its own
+vector. The pages' type says how a vector x is kept; its scale is max |x| / largest:
 
-    int8: round(x / scale), ties to even; largest 127. |x - read| <= scale / 2.
-    float8_e4m3fn: x / scale in that type; largest 448. |x - read| <= max(|x| / 16, scale / 1024).
-    uint8: the same as its bits. Pools are kept so: to move a part of a float8 array, XLA on CPU turns all of it into float16.
+    int8:          round(x / scale), ties to even; largest is 127.
+                   |x - read| <= scale / 2.
+    float8_e4m3fn: x / scale in that type; largest is 448.
+                   |x - read| <= max(|x| / 16, scale / 1024).
+    uint8:         the same as its bits. Pools are kept like this, because XLA on CPU turns a whole
+                   float8 array into float16 to move a part of it.
 
-A vector with NaN or infinity in it has a scale that is no finite number, and is read as NaN from end to end.
+A vector that contains NaN or infinity has a scale that is not finite. All of it is read as NaN.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
 _LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0, jnp.dtype("uint8"): 448.0}
-# far from the subnormal numbers, which XLA flushes to zero; a vector of zeros has it
+# The scale of a vector of zeros. It is far from the subnormal numbers, which XLA flushes to zero.
 SMALLEST_SCALE = 2.0**-100
 
 
@@ -28,17 +32,17 @@ def is_quantized(dtype: DTypeLike) -> bool:
 
 
 def largest(dtype: DTypeLike) -> float:
-    """Returns the greatest magnitude that quantised pages of this type keep, in units of the scale."""
+    """Returns the greatest magnitude that pages of this type keep, in units of the scale."""
     return _LARGEST[jnp.dtype(dtype)]
 
 
 def quantize(
     x: Float[Array, "*vectors H"], dtype: DTypeLike
 ) -> tuple[Num[Array, "*vectors H"], Float[Array, "*vectors"]]:
-    """Vectors as pages of `dtype` keep them, and their scales."""
+    """Returns vectors as pages of `dtype` keep them, and their scales."""
     x = x.astype(jnp.float32)
-    # A product and no quotient, since XLA may make a product of a division by a constant, and the
-    # bits should not depend on it.
+    # Use a product and not a quotient: XLA may turn a division by a constant into a product, and
+    # the bits should not depend on that.
     scale = jnp.maximum(
         jnp.max(jnp.abs(x), axis=-1) * np.float32(1.0 / largest(dtype)), SMALLEST_SCALE
     )
@@ -52,7 +56,7 @@ def quantize(
 def dequantize(
     kept: Num[Array, "*vectors H"], scale: Float[Array, "*vectors"] | None
 ) -> Float[Array, "*vectors H"]:
-    """The vectors in float32. Pages without scales hold them as they are."""
+    """Returns the vectors in float32; pages without scales hold them as they are."""
     if scale is None:
         return kept.astype(jnp.float32)
     if kept.dtype == jnp.uint8:
@@ -66,7 +70,12 @@ def check_scales(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
 ) -> None:
-    """Raises TypeError or ValueError, naming the argument, where scales and pages do not fit together."""
+    """Checks that scales and pages fit together.
+
+    Raises:
+        TypeError: A type does not fit; the message names the argument.
+        ValueError: A scale is missing, is too many, or has a wrong shape.
+    """
     if v_pages is not None and k_pages.dtype != v_pages.dtype:
         raise TypeError(
             f"k_pages and v_pages must have one type, but hold {k_pages.dtype} and {v_pages.dtype}"

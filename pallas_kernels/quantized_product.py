@@ -1,4 +1,4 @@
-"""The product with a quantised weight, and that of rows by the weights of their groups."""
+"""Multiplies by a quantised weight, and multiplies rows by the weights of their groups."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ def quantized_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Float[Array, "T O"]:
-    """Returns `x @ w.T`. Kernels make the weights as they multiply; plain XLA makes a temporary
-    array of them.
+    """Returns `x @ w.T`.
 
-    result: its type; None: that of x. backend, interpret: as in `paged_attention`.
+    Kernels decode the weight while they multiply; plain XLA makes a temporary array of it.
 
-    Raises NotImplementedError if no backend takes the call; the text has every backend's reason.
+    Args:
+        x_TI: The rows.
+        weight: The weight.
+        result: The type of the product; that of x by default.
+        backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
+        interpret: Runs a kernel on CPU, operation by operation.
+
+    Raises:
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     y_TO: jax.Array = first_that_takes(
         "quantized_product",
@@ -50,15 +57,23 @@ def grouped_product(
     backend: str = "auto",
     interpret: bool = False,
 ) -> Shaped[Array, "P O"]:
-    """Multiplies the first count_E[0] rows of x by the weight of group 0, the next count_E[1] rows
-    by that of group 1, and so on, in one launch.
+    """Multiplies the rows of each group by the weight of that group, in one launch.
 
-    Rows after those of the last group are undefined. The order in which a row is summed depends on
-    shapes alone: neither on other rows nor on the counts.
+    The first count_E[0] rows of x belong to group 0, the next count_E[1] rows to group 1, and so
+    on. Rows after the last group are undefined. The order in which a row is summed depends only on
+    shapes, and neither on other rows nor on the counts.
 
-    weight: numbers of x's type (8-bit integers for an x of 8-bit integers, with result int32), or
-    codes, whose arrays all have one more axis in front. The other arguments, and what is raised:
-    as in `quantized_product`.
+    Args:
+        x_PI: The rows, sorted by group.
+        weight: Numbers of x's type (8-bit integers for an x of 8-bit integers, with result int32),
+            or codes, whose arrays all have one more axis in front.
+        count_E: The number of rows of each group.
+        result: The type of the product; that of x by default.
+        backend: One of `BACKENDS`, or "auto", as in `paged_attention`.
+        interpret: Runs a kernel on CPU, operation by operation.
+
+    Raises:
+        NotImplementedError: No backend takes the call; the message has every backend's reason.
     """
     y_PO: jax.Array = first_that_takes(
         "grouped_product",

@@ -1,11 +1,12 @@
-"""Weights that are stored in few bits, with a scale for each group of inputs.
+"""Keeps weights in few bits, with a scale for each group of inputs.
 
 A weight is `(code - zero) * scale`, or `code * scale + minimum`, in float32. Its codes are
 
     int8: integers. Without zeros nothing is subtracted.
     int4: two of 0 to 15 in a byte, the low nibble first. Without zeros or minima 8 is subtracted.
-    fp8: float8_e4m3fn, or its bits as uint8: to take a part of a float8 array, XLA on CPU turns all of it into float16.
-    fp4: two of float4_e2m1fn in a byte, the low nibble first.
+    fp8:  float8_e4m3fn, or its bits as uint8, because XLA on CPU turns a whole float8 array into
+          float16 to take a part of it.
+    fp4:  two of float4_e2m1fn in a byte, the low nibble first.
 """
 
 from __future__ import annotations
@@ -21,11 +22,17 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.
 
 
 class QuantizedWeight(NamedTuple):
-    """A weight of O outputs and I inputs; J = ceil(I / group_size) groups.
+    """Holds a weight of O outputs and I inputs; J = ceil(I / group_size) groups.
 
-    values: the codes [O, I], or [O, I / 2] bytes. zero_OJ, minimum_OJ: at most one of them is there.
-    scale_row_O: the row of scales, zeros and minima that an output has, where outputs share rows;
-    None: each has its own.
+    Attributes:
+        values: The codes [O, I], or [O, I / 2] bytes.
+        scale_OJ: The scale of each group.
+        zero_OJ: The zero of each group; at most one of zeros and minima is there.
+        code: The kind of codes, one of `CODES`.
+        group_size: The inputs of a group.
+        minimum_OJ: The minimum of each group.
+        scale_row_O: The row of scales, zeros and minima of each output, if outputs share rows; None
+            if each output has its own.
     """
 
     values: Shaped[Array, "O _"]
@@ -38,11 +45,12 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def num_in(self) -> int:
+        """Returns the number of inputs (I)."""
         return self.values.shape[-1] * (2 if self.code in ("int4", "fp4") else 1)
 
 
 def numbers(weight: QuantizedWeight) -> Float[Array, "O I"]:
-    """The whole weight in float32."""
+    """Returns the whole weight in float32."""
     if weight.code in ("int4", "fp4"):
         nibbles = jnp.stack([weight.values & 15, weight.values >> 4], axis=-1).reshape(
             weight.values.shape[0], -1

@@ -12,7 +12,7 @@ from pallas_kernels.arguments import Arguments
 
 @dataclass(frozen=True)
 class TokenRows:
-    """The row of each query token, its place in that row, and its position in the context."""
+    """Holds the row of each query token, its place in that row, and its position in the context."""
 
     row_T: jax.Array
     offset_T: jax.Array
@@ -22,31 +22,52 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class QueryCut:
-    """The stream cut into R tiles of at most Q tokens, of one row each: where each tile begins, and where each token went."""
+    """Holds the cut of a stream into R tiles of at most Q tokens of one row each.
+
+    Attributes:
+        row_R: The row of each tile.
+        token_R: The first token of each tile in the stream.
+        count_R: The tokens of each tile; 0 for a tile that no row needs.
+        position_R: The position of its first token.
+        origin_R: The position of the first query token of its row.
+        tile_T: The tile of each token.
+        offset_T: The place of each token in its tile.
+        valid_T: False for padding after the last row.
+    """
 
     row_R: jax.Array
-    token_R: jax.Array  # its first token in the stream
-    count_R: jax.Array  # its tokens; 0 for a tile that no row needs
-    position_R: jax.Array  # of its first token
-    origin_R: jax.Array  # of the first query token of its row
-    tile_T: jax.Array  # where to find each token again
+    token_R: jax.Array
+    count_R: jax.Array
+    position_R: jax.Array
+    origin_R: jax.Array
+    tile_T: jax.Array
     offset_T: jax.Array
     valid_T: jax.Array
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """The query tokens cut into tiles of one row each. R tiles of Q tokens."""
+    """Holds the query tokens in R tiles of Q tokens of one row each.
+
+    Attributes:
+        row_R: The row of each tile.
+        token_RQ: The index of each token in the stream, clipped to the stream.
+        position_RQ: The position of each token; -1 where the tile has no token.
+        tile_T: The tile of each token.
+        offset_T: The place of each token in its tile.
+        valid_T: False for padding after the last row.
+    """
 
     row_R: jax.Array
-    token_RQ: jax.Array  # index into the stream, clipped to it
-    position_RQ: jax.Array  # -1 where the tile has no token
-    tile_T: jax.Array  # where to find each token again
+    token_RQ: jax.Array
+    position_RQ: jax.Array
+    tile_T: jax.Array
     offset_T: jax.Array
     valid_T: jax.Array
 
 
 def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int) -> TokenRows:
+    """Returns the row and the position of each query token of a stream."""
     token_T = jnp.arange(num_tokens, dtype=query_start.dtype)
     row_T = jnp.searchsorted(query_start[1:], token_T, side="right", method="compare_all")
     valid_T = token_T < query_start[-1]
@@ -65,7 +86,7 @@ def num_query_tiles(arguments: Arguments, tile: int) -> int:
 def query_cut(arguments: Arguments, tile: int) -> QueryCut:
     """Cuts the stream into tiles of Q = `tile` tokens.
 
-    The tiles of a row follow each other. Where a tile holds any row whole, tile b is row b's.
+    The tiles of a row follow each other. If a tile can hold any row whole, tile b is that of row b.
     """
     num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
     num_tiles = num_query_tiles(arguments, tile)
@@ -95,7 +116,7 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
 
 
 def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
-    """Makes the same cut, written out with one entry for each token of a tile. tile: Q."""
+    """Makes the same cut as `query_cut`, with an entry for each of the Q = `tile` tokens."""
     cut = query_cut(arguments, tile)
     offset_Q = jnp.arange(tile)
     has_token_RQ = offset_Q < cut.count_R[:, None]
@@ -105,7 +126,10 @@ def query_tiles(arguments: Arguments, tile: int) -> QueryTiles:
 
 
 def mask_words(mask_TQ: jax.Array) -> jax.Array:
-    """Returns a mask over the query tokens of a row as int32 [T, ceil(Q / 32)]: bit j % 32 of word j // 32 is token j's."""
+    """Returns a mask over the query tokens of a row as int32 [T, ceil(Q / 32)].
+
+    Bit j % 32 of word j // 32 is that of token j.
+    """
     padded = jnp.pad(mask_TQ, ((0, 0), (0, -mask_TQ.shape[1] % 32)))
     bits = padded.reshape(len(padded), -1, 32).astype(jnp.uint32) << jnp.arange(
         32, dtype=jnp.uint32

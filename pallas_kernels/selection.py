@@ -1,7 +1,9 @@
-"""Selection in rows of logits: the logit at which top-k, top-p and min-p cut a row off, and the largest numbers of a row.
+"""Defines selection in rows of logits.
 
-Top-p compares sums of likelihoods, and the order of a sum of floats differs from compiler to compiler. Here a likelihood is an integer
-of 44 bits, so its sums are exact in any order, and a kernel and plain XLA agree about every token.
+Top-k, top-p and min-p cut a row off at a logit; another selection finds the largest numbers of a
+row. Top-p compares sums of likelihoods, and the order of a sum of floats differs from compiler to
+compiler. Here a likelihood is an integer of 44 bits, so its sums are exact in any order, and a
+kernel and plain XLA agree about every token.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 HALF = 22  # bits of each half of a weight: in units of 2^-22, and of 2^-44
-DIGIT = 11  # bits of what is summed in 32 bits
-MAX_VOCABULARY = 2**20 - 1  # of which the sums of digits fit in 32 bits
+DIGIT = 11  # bits of a digit, which is summed in 32 bits
+MAX_VOCABULARY = 2**20 - 1  # the sums of so many digits fit in 32 bits
 
 
 def weights(likelihood: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
@@ -30,13 +32,16 @@ def weights(likelihood: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Arr
 
 
 def digits(high: Int[Array, "..."], low: Int[Array, "..."]) -> tuple[Int[Array, "..."], ...]:
-    """Returns what is to be summed of weights, or of sums of them, for `mass`: the lowest first."""
+    """Returns the digits of weights, or of their sums, which `mass` takes; the lowest first."""
     mask = (1 << DIGIT) - 1
     return low & mask, low >> DIGIT, high & mask, high >> DIGIT
 
 
 def mass(sums: tuple[Int[Array, ""], ...]) -> Float[Array, ""]:
-    """Returns the sum of weights, in units of 2^-44, from the sums of their digits. Equal sums give equal floats."""
+    """Returns the sum of weights, in units of 2^-44, from the sums of their digits.
+
+    Equal sums give equal floats.
+    """
     mask = (1 << DIGIT) - 1
     ones, second, third, fourth = sums
     second += ones >> DIGIT
@@ -53,13 +58,15 @@ def mass(sums: tuple[Int[Array, ""], ...]) -> Float[Array, ""]:
 def mass_of(likelihood_V: Float[Array, "V"]) -> Float[Array, ""]:
     """Returns the sum of likelihoods from 0 to 1, in units of 2^-44, by plain XLA.
 
-    Raises ValueError for more than `MAX_VOCABULARY` of them.
+    Raises:
+        ValueError: There are more than `MAX_VOCABULARY` of them.
     """
     check_vocabulary(likelihood_V.shape[0])
     return mass(tuple(jnp.sum(digit_V) for digit_V in digits(*weights(likelihood_V))))
 
 
 def check_vocabulary(size: int) -> None:
+    """Raises ValueError for a vocabulary whose likelihoods cannot be added exactly."""
     if size > MAX_VOCABULARY:
         raise ValueError(
             f"a vocabulary of {size} tokens: top-p adds up at most {MAX_VOCABULARY} likelihoods exactly"
@@ -67,7 +74,7 @@ def check_vocabulary(size: int) -> None:
 
 
 def value_of(key: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the float32 with this place in the order of all float32, 0 for zero."""
+    """Returns the float32 with this place in the order of all float32; zero has place 0."""
     return jax.lax.bitcast_convert_type(key ^ ((key >> 31) & 0x7FFFFFFF), jnp.float32)
 
 

@@ -1,10 +1,11 @@
-"""Chooses how a kernel cuts its work: a checked config, the choice for a shape, and the measurements on a kind of GPU.
+"""Chooses how a kernel cuts its work: a checked config, a choice for each shape, and measurements.
 
-What is measured are tiles of each kernel set, and which set is fastest.
+The measurements on a kind of GPU are the tiles of each kernel set, and the fastest set.
 
-A choice never depends on how many rows or blocks a call has, only on what `Shape` names. So a token meets the same sums in the same order
-in every bucket of one kind of step, whoever its neighbours are. The exception: where a row of several query tokens has more context than
-`max_splits` splits of `split_context` positions, or a window, splits end where its tiles say.
+A choice depends only on the fields of `Shape`, and never on how many rows or blocks a call has. So
+a token's sums have the same order in every bucket of one kind of step, whoever its neighbours are.
+There is one exception: if a row of several query tokens has more context than `max_splits` splits
+of `split_context` positions, or a window, its tiles say where splits end.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ import jax
 
 from pallas_kernels.arguments import Arguments
 
-# a file per kind of GPU, written by tools/bench_kernels.py --tune
+# There is a file for each kind of GPU, which tools/bench_kernels.py --tune writes.
 TUNED = Path(__file__).parent / "tuned"
-_FASTEST = "fastest set"  # its entry in such a file, next to those of the sets' tiles
+_FASTEST = "fastest set"  # the key of the fastest sets in a file, next to those of the sets' tiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """One way to cut the work. Raises ValueError, naming the field, for one that no kernel could take.
+    """Says how a kernel cuts its work.
 
-    query_rows: rows of a tile's matrix products, query tokens times the query heads of one key/value head.
-    context: positions of a turn of the loop over the context.
-    max_splits: programs that may share the context of one tile; their results are reduced in float32. 1 needs no reduction.
-    split_context: positions of a split, at least: a shorter context is cut into fewer splits.
-    num_warps, num_stages: warps of a program, and turns of the loop whose loads are in flight.
+    Attributes:
+        query_rows: The rows of a tile's matrix products: query tokens times the query heads of one
+            key/value head.
+        context: The positions of a turn of the loop over the context.
+        max_splits: The most programs that share the context of one tile. Their results are reduced
+            in float32; 1 needs no reduction.
+        split_context: The positions of a split at least: a shorter context has fewer splits.
+        num_warps: The warps of a program.
+        num_stages: The turns of the loop whose loads are in flight.
+
+    Raises:
+        ValueError: No kernel could take these tiles; the message names the field.
+        TypeError: A field is no int.
     """
 
     query_rows: int
@@ -63,15 +72,15 @@ class Tiles:
             )
 
     def query_tokens(self, group: int) -> int:
-        """Returns Q: query tokens of a tile, where `group` query heads share a key/value head."""
+        """Returns Q, the query tokens of a tile if `group` query heads share a key/value head."""
         return max(1, self.query_rows // group)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The properties of a call that a choice of tiles depends on."""
+    """Holds the properties of a call that a choice of tiles depends on."""
 
-    kind: str  # "decode": rows of one token; "verify": of a few; "chunk": of any number, mixed
+    kind: str  # "decode": rows of one token; "verify": of a few; "chunk": of any number
     group: int  # G
     head_width: int  # H
     block_size: int  # S
@@ -82,14 +91,16 @@ class Shape:
         return f"{self.kind} g{self.group} h{self.head_width} s{self.block_size} {self.dtype} {self.page_dtype}"
 
 
-VERIFY_LEN = 64  # query tokens of a row, up to which a call verifies
+VERIFY_LEN = 64  # with more query tokens in a row, a call is a chunk
 
 
 def kind_of(max_query_len: int) -> str:
+    """Returns the kind of a call by its longest row."""
     return "decode" if max_query_len == 1 else "verify" if max_query_len <= VERIFY_LEN else "chunk"
 
 
 def shape_of(arguments: Arguments) -> Shape:
+    """Returns the shape of a call."""
     return Shape(
         kind=kind_of(arguments.max_query_len),
         group=arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
@@ -101,7 +112,7 @@ def shape_of(arguments: Arguments) -> Shape:
 
 
 def tuned(backend: str, shape: Shape) -> Tiles | None:
-    """Returns the tiles that were measured to be best on this process's kind of GPU, if anybody measured."""
+    """Returns the tiles that were measured to be best on this kind of GPU, if any were."""
     device = jax.devices()[0]
     found = (
         _table(device.device_kind).get(backend, {}).get(str(shape))
@@ -112,7 +123,7 @@ def tuned(backend: str, shape: Shape) -> Tiles | None:
 
 
 def measured_set(shape: Shape) -> str | None:
-    """Returns the name of the kernel set that was measured to be fastest on this process's kind of GPU, if anybody measured."""
+    """Returns the kernel set that was measured to be fastest on this kind of GPU, if any."""
     device = jax.devices()[0]
     return (
         _table(device.device_kind).get(_FASTEST, {}).get(str(shape))
@@ -128,7 +139,14 @@ def write_tuned(
     *,
     fastest: dict[str, str] | None = None,
 ) -> Path:
-    """Writes `table[backend][str(shape)]` to the file of a kind of GPU, and adds `fastest[str(shape)]`, the name of a kernel set."""
+    """Writes measurements to the file of a kind of GPU.
+
+    Args:
+        device_kind: The kind of GPU.
+        table: The tiles by kernel set and `str(shape)`.
+        directory: The directory of the files.
+        fastest: The fastest kernel set by `str(shape)`; these are added to those in the file.
+    """
     directory.mkdir(exist_ok=True)
     path = _path(device_kind, directory)
     plain: dict[str, dict[str, Any]] = {
@@ -143,7 +161,7 @@ def write_tuned(
 
 
 def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str, Tiles]]:
-    """Returns what `write_tuned` wrote; an empty dict where nothing was written."""
+    """Returns the tiles that `write_tuned` wrote; an empty dict if nothing was written."""
     table = _table(device_kind, directory)
     sets = {backend: each for backend, each in table.items() if backend != _FASTEST}
     return {
@@ -153,7 +171,7 @@ def read_tuned(device_kind: str, directory: Path = TUNED) -> dict[str, dict[str,
 
 
 def read_fastest(device_kind: str, directory: Path = TUNED) -> dict[str, str]:
-    """Returns the kernel set that was fastest for each `str(shape)`, empty where nothing was compared."""
+    """Returns the fastest kernel set for each `str(shape)`, or nothing if none were compared."""
     return dict(_table(device_kind, directory).get(_FASTEST, {}))
 
 

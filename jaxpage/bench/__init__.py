@@ -1,1 +1,1 @@
-"""Workloads, measurement and reports: what `jaxpage bench` runs."""
+"""Makes workloads, measures them and reports the results; `jaxpage bench` runs this package."""

@@ -1,4 +1,4 @@
-"""What the answers to many requests come to, under the names of vLLM's benchmark results."""
+"""Summarises the answers to many requests, under the names of vLLM's benchmark results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jaxpage.bench.http_client import Answer
 from jaxpage.errors import UsageError
 
-HELD = 0.95  # of the rate that was to be: below it the report says that the rate was not held
+HELD = 0.95  # if a smaller share of the drawn rate was sent, the report says so
 JITTER = 0.01  # seconds that any client may be late
 GOALS = ("ttft", "tpot", "e2el")  # what an SLO can bound
 _PERCENTILES = (50, 90, 99)
@@ -20,11 +20,17 @@ _PERCENTILES = (50, 90, 99)
 def summary(
     answers: Sequence[Answer], duration: float, goals: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """TTFT, TPOT and ITL as in vLLM: to the first output; the rest by the other tokens; between outputs. Normalised latency as in the
-    PagedAttention paper: from end to end, by the output tokens.
+    """Returns counts, throughput and latencies of the answers.
+
+    TTFT, TPOT and ITL are vLLM's: the time to the first output, the rest divided by the other
+    tokens, and the time between outputs. The normalised latency is that of the PagedAttention
+    paper: the whole time divided by the output tokens.
 
     Args:
-        goals: milliseconds by `GOALS`: the goodput counts the requests that keep all of them.
+        answers: The answers, with errors among them.
+        duration: The seconds of the whole run.
+        goals: The most milliseconds by name (`GOALS`). The goodput counts the requests that keep
+            all.
     """
     done = [answer for answer in answers if answer.error is None]
     num_input = sum(answer.num_prompt_tokens for answer in done)
@@ -73,8 +79,10 @@ def _spread(name: str, seconds: Sequence[float]) -> list[tuple[str, float]]:
 
 
 def rate_held(answers: Sequence[Answer], start: float) -> dict[str, Any]:
-    """The rate of the arrivals that were drawn, the one at which requests were sent, and whether that is as much. Nothing where all were
-    due at once."""
+    """Returns the rate that was drawn, the rate at which requests were sent, and a verdict.
+
+    The mapping is empty if all requests were due at once.
+    """
     due, sent = (
         max(times) - start
         for times in zip(*((answer.due, answer.sent) for answer in answers), strict=True)
@@ -90,7 +98,11 @@ def rate_held(answers: Sequence[Answer], start: float) -> dict[str, Any]:
 
 
 def goals_of(words: Sequence[str]) -> dict[str, float]:
-    """Of `--goodput ttft:200 tpot:50`. Raises UsageError."""
+    """Returns the goals in words such as `ttft:200 tpot:50`, which `--goodput` takes.
+
+    Raises:
+        UsageError: A word is no goal.
+    """
     goals: dict[str, float] = {}
     for word in words:
         name, _, value = word.partition(":")

@@ -1,4 +1,7 @@
-"""The baseline: the same requests through static batches of transformers' `generate`, on torch. Needs torch; nothing else here does."""
+"""Runs the same requests through static batches of transformers' `generate`, as a baseline.
+
+It needs torch; no other module here does.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,14 @@ DTYPES = {
 def run_baseline(
     directory: Path, workload: Sequence[WorkItem], *, batch_size: int, dtype: str
 ) -> Measurement:
-    """Batches in the order of the requests; each ends with its longest output. `dtype` "auto" is float32."""
+    """Runs batches in the order of the requests; each ends with its longest output.
+
+    Args:
+        directory: The directory of the checkpoint, or a GGUF file.
+        workload: The requests.
+        batch_size: The requests of a batch.
+        dtype: The type of the weights; "auto" is float32.
+    """
     start = time.perf_counter()
     place = {"gguf_file": directory.name} if is_gguf(directory) else {}
     model = AutoModelForCausalLM.from_pretrained(
@@ -38,7 +48,7 @@ def run_baseline(
     ).eval()
     model.generation_config = GenerationConfig(
         do_sample=False, pad_token_id=0
-    )  # no end of sequence: lengths alone stop
+    )  # without an end-of-sequence id, only the lengths end a sequence
     loaded = time.perf_counter()
     _generate(model, [WorkItem(item.prompt_token_ids, 2) for item in workload[:2]])
     warmed = time.perf_counter()
@@ -63,7 +73,10 @@ def run_baseline(
 
 @torch.inference_mode()  # type: ignore[untyped-decorator]
 def _generate(model: Any, batch: Sequence[WorkItem]) -> list[list[int]]:
-    """One static batch, padded on the left; every request gets the tokens it asked for, cut from the longest."""
+    """Runs one static batch, padded on the left.
+
+    Every request gets the tokens it asked for, cut from the longest output.
+    """
     width = max(len(item.prompt_token_ids) for item in batch)
     token_ids = torch.zeros((len(batch), width), dtype=torch.long)
     mask = torch.zeros_like(token_ids)

@@ -1,4 +1,4 @@
-"""What the machine can do: bytes read from memory and operations of products per second, measured when they are needed."""
+"""Measures what the machine can do: bytes read from memory and arithmetic per second."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import numpy as np
 from jaxpage.device.cpu_products import fastest
 from jaxpage.layers.product import product
 
-WIDTH = 4096  # of the arrays
+WIDTH = 4096  # the width of the arrays that are read
 REPEATS = 7
 PRODUCT_ROWS = 512  # enough that a product is not limited by reading the weights
 
 
 def bandwidth(num_bytes: int) -> float:
-    """Bytes per second of reading `num_bytes` again and again: an array that fits into a cache is read faster.
+    """Returns the bytes per second of reading `num_bytes` again and again.
 
-    The best of what XLA does (a product of one or two rows, a sum) and, on a CPU, of NumPy in one thread per core.
+    An array that fits into a cache is read faster. The result is the best of what XLA does (a
+    product of one or two rows, a sum) and, on a CPU, of NumPy with one thread for each core.
     """
     rows = max(1, num_bytes // (4 * WIDTH))
     array = jnp.ones((rows, WIDTH), jnp.float32)
@@ -39,7 +40,10 @@ def bandwidth(num_bytes: int) -> float:
 
 
 def product_rate(dtype: str) -> float:
-    """Operations per second of a large product in this type: two for each multiplication with its addition."""
+    """Returns the operations per second of a large product in this type.
+
+    A multiplication with its addition counts as two operations.
+    """
     weight = jnp.ones((WIDTH, WIDTH), dtype)
     run = _compiled(product, jnp.ones((PRODUCT_ROWS, WIDTH), dtype), weight)
     return 2.0 * PRODUCT_ROWS * WIDTH * WIDTH / fastest(run, REPEATS)

@@ -1,4 +1,7 @@
-"""`bench throughput | latency --compare BASELINE.json`: output tokens per second as a ratio to an earlier run, with the spread of both."""
+"""Compares a result with an earlier one, for `bench throughput` and `bench latency`.
+
+`--compare BASELINE.json` shows the ratio of output tokens per second, with the spread of both runs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _Seconds = Annotated[float, Field(gt=0, lt=10**9)]
 
 
 class Fields(BaseModel):
-    """What a comparison reads of a result. Others may stand beside."""
+    """Holds the fields of a result that a comparison reads; a result may have others."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -61,22 +64,31 @@ _RESULTS: dict[str, type[Fields]] = {"throughput": _Throughput, "latency": _Late
 
 @dataclass(frozen=True)
 class Comparison:
-    """Output tokens per second of this run over those of the baseline: of the medians, and the lowest and highest that the runs allow.
+    """Holds the output tokens per second of this run over those of the baseline.
 
-    Runs are noisy: a ratio means something where its whole range is on one side of 1.
+    Runs are noisy: a ratio means something if its whole range is on one side of 1.
+
+    Attributes:
+        baseline: The file of the baseline, with its commit.
+        ratio: The ratio of the medians.
+        lowest: The lowest ratio that the single runs allow.
+        highest: The highest ratio that the single runs allow.
+        notes: The differences between the runs besides jaxpage itself.
     """
 
     baseline: str
     ratio: float
     lowest: float
     highest: float
-    notes: tuple[str, ...]  # what differs besides jaxpage
+    notes: tuple[str, ...]
 
     def described(self) -> str:
+        """Returns the comparison as text."""
         shown = f"{self.ratio:.3f} times the output tokens/s of {self.baseline} ({self.lowest:.3f} to {self.highest:.3f})"
         return "\n".join([shown, *self.notes])
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns the comparison as the fields of a result."""
         return {
             "baseline": self.baseline,
             "ratio": self.ratio,
@@ -86,12 +98,20 @@ class Comparison:
 
 
 def read_baseline(path: str, kind: str = "throughput") -> dict[str, Any]:
-    """What `--output-json` wrote. Raises UsageError if it is something else: with the fields, what they are and what they must be."""
+    """Returns a result that `--output-json` wrote.
+
+    Raises:
+        UsageError: The file is something else; the message has the wrong field and what it must be.
+    """
     return read_result(path, kind, _RESULTS[kind])
 
 
 def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
-    """The JSON object in a file. Raises UsageError if there is no such file, or it lacks one of the fields, or one has a wrong value."""
+    """Returns the JSON object in a file.
+
+    Raises:
+        UsageError: There is no such file, or one of the fields is missing or has a wrong value.
+    """
     no_result = f"so it is no result of `jaxpage bench {kind} --output-json`"
     try:
         result = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -112,7 +132,13 @@ def read_result(path: str, kind: str, fields: type[Fields]) -> dict[str, Any]:
 
 
 def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, Any]) -> None:
-    """Raises UsageError if the baseline did other work. `work`: as far as it is known, under the names of the result, and `model`."""
+    """Raises UsageError if the baseline did other work.
+
+    Args:
+        path: The file of the baseline.
+        baseline: The result in it.
+        work: The known properties of the work, under the names of the result, and `model`.
+    """
     before = {**baseline, "model": Path(baseline["config"]["model"]).name}
     other = [
         f"{name} {before[name]!r}, now {value!r}"
@@ -126,7 +152,7 @@ def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, A
 
 
 def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -> Comparison:
-    """Both as `--output-json` writes them."""
+    """Returns the comparison of two results as `--output-json` writes them."""
     theirs, ours = _speeds(baseline), _speeds(result)
     before, now = baseline["environment"], result["environment"]
     commit = f" (commit {before['commit'][:7]})" if before.get("commit") else ""
@@ -137,7 +163,7 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
     ]
     notes += [
         f"other {name}: {baseline[name]}, now {result[name]}"
-        for name in ("effective_dtype", "effective_kv_cache_dtype")  # results of before have none
+        for name in ("effective_dtype", "effective_kv_cache_dtype")  # older results have none
         if name in baseline and name in result and baseline[name] != result[name]
     ]
     settings = {*baseline["config"], *result["config"]} - {"model", "event_log"}
@@ -150,7 +176,8 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
         notes.insert(
             0, "one run has no spread: use --repeats for both, and work that takes some seconds"
         )
-    # Of an even number of runs the slower one is shown; of latencies the median.
+    # For an even number of runs, the slower of the two in the middle is shown, as `bench
+    # throughput` shows it; for latencies the median.
     middle = statistics.median if "latencies" in result else statistics.median_low
     return Comparison(
         f"{path}{commit}",
@@ -162,7 +189,7 @@ def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -
 
 
 def _speeds(result: Mapping[str, Any]) -> Sequence[float]:
-    """Output tokens per second of each run, or of each batch whose latency was measured."""
+    """Returns the output tokens per second of each run, or of each batch of a latency result."""
     if "latencies" in result:
         return [
             result["batch_size"] * result["output_len"] / seconds for seconds in result["latencies"]

@@ -1,4 +1,7 @@
-"""The workload that the flags of `bench throughput` and `bench serve` ask for, and the checks of these flags."""
+"""Makes the workload that the flags of `bench throughput` and `bench serve` ask for.
+
+It also checks these flags.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from jaxpage.bench.workloads import DATASETS, WorkItem, chat, make_workload, pre
 from jaxpage.errors import UsageError
 
 KINDS = (*DATASETS, "prefix_repetition", "chat", "trace", "custom")
-_FILES = ("sharegpt", "alpaca", "trace", "custom")  # may or must be read from a file
+_FILES = ("sharegpt", "alpaca", "trace", "custom")  # those that can be read from a file
 _OF_KIND = {
     "num_prefixes": ("prefix_repetition", 4),
     "prefix_len": ("prefix_repetition", 64),
@@ -20,7 +23,7 @@ _OF_KIND = {
 
 
 def check_workload(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for a workload that cannot be, or for a flag that would be ignored."""
+    """Raises UsageError for a workload that is impossible, or for a flag that would be ignored."""
     kind, path = arguments.dataset, arguments.dataset_path
     for name in ("num_prompts", "max_input", "max_output", *_OF_KIND):
         value = getattr(arguments, name)
@@ -49,7 +52,12 @@ def workload_of(
     max_output: int,
     tokenizer: Any | None,
 ) -> list[WorkItem]:
-    """Raises UsageError if the file is none, or needs a tokenizer and there is none, or the prompts leave no room."""
+    """Returns the requests that the flags ask for.
+
+    Raises:
+        UsageError: The file cannot be read, it needs a tokenizer and there is none, or the prompts
+            leave no room.
+    """
     kind, count = arguments.dataset, arguments.num_prompts
     sizes = {
         "seed": arguments.seed,
@@ -86,7 +94,7 @@ def workload_of(
 
 
 def asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What a result says of its workload, but for the caps."""
+    """Returns the fields of a result that describe its workload, without the caps."""
     of_kind = {
         name: getattr(arguments, name)
         for name, (of, _) in _OF_KIND.items()
@@ -97,7 +105,10 @@ def asked_for(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def capped(arguments: argparse.Namespace, max_model_len: int) -> tuple[int, int]:
-    """The longest prompt and output, such that both together fit the model; says so where they are less than asked for."""
+    """Returns the longest prompt and output that fit the model together.
+
+    A line on stderr says so if they are less than asked for.
+    """
     max_input = min(arguments.max_input, max_model_len // 2)
     max_output = min(arguments.max_output, max_model_len - max_input)
     if (max_input, max_output) != (arguments.max_input, arguments.max_output):

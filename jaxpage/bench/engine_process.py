@@ -1,6 +1,7 @@
-"""An engine in a process of its own, driven step by step from here: several take turns, and each is as its users have it.
+"""Runs an engine in a process of its own, which is driven step by step from here.
 
-Of many engines in one process all but the first lose up to 4 % (docs/lab-log.md).
+Several engines take turns, and each has a process as its users would have. If one process has
+several engines, all but the first lose up to 4 % (docs/lab-log.md).
 """
 
 from __future__ import annotations
@@ -24,22 +25,30 @@ Prompts = list[list[int]]
 
 
 class Run(NamedTuple):
-    """All prompts once."""
+    """Holds the result of computing all prompts once.
+
+    Attributes:
+        seconds: The time that the engine took in its turns.
+        tokens_per_step: The tokens of a sequence per step, after its first token.
+        outputs: The token ids of each output.
+    """
 
     seconds: float
-    tokens_per_step: float  # of a sequence, behind its first token
+    tokens_per_step: float
     outputs: list[list[int]]
 
 
 class EngineInTurns:
-    """Computes all prompts at once, a few tokens whenever it is asked to go on."""
+    """Computes all prompts together, a few tokens each time that it is asked to go on."""
 
     def start(self, config: EngineConfig) -> None:
+        """Starts the engine."""
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        # which stands still unless it is asked to go on
+        # With start=False the engine steps only when a stream is read.
         self._llm = LLM(**config.given(), use_tqdm=False, start=False)
 
     def begin(self, prompts: Prompts, params: Sequence[SamplingParams]) -> None:
+        """Adds the prompts; nothing is computed before `go_on`."""
         self._before = self._llm.stats()
         self._streams = [
             self._llm.stream(prompt, param) for prompt, param in zip(prompts, params, strict=True)
@@ -48,7 +57,11 @@ class EngineInTurns:
         self._seconds = 0.0
 
     def go_on(self) -> tuple[float, bool]:
-        """The next tokens of each sequence: how long all took so far, in seconds, and whether more may come."""
+        """Computes the next tokens of each sequence.
+
+        Returns:
+            The seconds that all calls took so far, and whether more tokens may come.
+        """
         start = time.perf_counter()
         chunks = [next(stream, None) for stream in self._streams]
         self._seconds += time.perf_counter() - start
@@ -57,6 +70,7 @@ class EngineInTurns:
         return self._seconds, any(chunk is not None for chunk in chunks)
 
     def end(self) -> Run:
+        """Returns the result after the last token."""
         now = self._llm.stats()
         num_tokens, num_rows = (
             now[name] - self._before[name] for name in ("decode_tokens_total", "decode_rows_total")
@@ -64,11 +78,12 @@ class EngineInTurns:
         return Run(self._seconds, num_tokens / num_rows if num_rows else 1.0, self._outputs)
 
     def shutdown(self) -> None:
+        """Shuts the engine down."""
         self._llm.shutdown()
 
 
 class _Process(BaseManager):
-    engine: Callable[[], EngineInTurns]  # a proxy of it
+    engine: Callable[[], EngineInTurns]  # returns a proxy
 
 
 _Process.register("engine", EngineInTurns)
@@ -76,17 +91,21 @@ _Process.register("engine", EngineInTurns)
 
 @contextmanager
 def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
-    """What goes wrong there is raised here. Raises JaxpageError if the process ends of itself."""
-    # on a GPU the first would take what others need
+    """Yields an engine in a process of its own; its errors are raised here.
+
+    Raises:
+        JaxpageError: The process ended by itself.
+    """
+    # On a GPU the first engine would take the memory that the others need.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    # a fork would inherit jax's threads, of which it has none
+    # A forked process would have the state of jax's threads, but not the threads.
     with _Process(ctx=get_context("spawn")) as process:
         try:
             engine = process.engine()
             engine.start(config)
             yield engine
-            # after an error the reply to another call may be under way: leaving ends the process in
-            # any case
+            # After an error there is no such call, because the reply to another call may still
+            # come. Leaving the block ends the process in any case.
             engine.shutdown()
         except (EOFError, ConnectionError) as error:
             raise JaxpageError(
@@ -95,7 +114,7 @@ def engine_process(config: EngineConfig) -> Iterator[EngineInTurns]:
 
 
 def _end_with_parent() -> None:
-    """The parent may be killed, and this process would then go on for ever."""
+    """Ends this process when its parent ends, even if the parent is killed."""
     if parent := parent_process():
         wait([parent.sentinel])
         os._exit(1)

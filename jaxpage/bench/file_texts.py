@@ -1,4 +1,4 @@
-"""Texts from files, as tokens of a model: what a measurement looks at where random tokens will not do."""
+"""Reads texts from files as tokens of a model, where random tokens would distort a measurement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from jaxpage.settings.engine_config import EngineConfig
 
 
 def read_token_ids(path: str, config: EngineConfig) -> list[int]:
-    """Raises UsageError if the model has no tokenizer, or there is no such text."""
+    """Returns the token ids of a text.
+
+    Raises:
+        UsageError: The model has no tokenizer, or the file cannot be read.
+    """
     tokenizer = tokenizer_of(config)
     if tokenizer is None:
         raise UsageError(f"--text {path}: the model {config.model!r} has no tokenizer")

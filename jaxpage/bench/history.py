@@ -1,4 +1,4 @@
-"""`bench throughput --record FILE`: one row for each run, with its commit, in a table of a document."""
+"""Adds a row for each run to a table in a document, for `bench throughput --record FILE`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_record(path: str) -> None:
 
 
 def record(path: str, result: Mapping[str, Any], *, day: datetime.date | None = None) -> None:
-    """Adds a row below the others."""
+    """Adds a row with the commit and the results of a run below the others."""
     text = Path(path).read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     rows, _, after = rest.partition(END)

@@ -1,4 +1,4 @@
-"""A client that times what a server streams: OpenAI's completions over HTTP/1.1, one connection per request."""
+"""Times what a server streams: OpenAI's completions over HTTP/1.1, one connection per request."""
 
 from __future__ import annotations
 
@@ -22,23 +22,43 @@ CONNECT_SECONDS = 10.0
 
 @dataclass
 class Answer:
-    """What came of a request. Seconds of `time.perf_counter`."""
+    """Holds the answer to a request, with the times of its parts.
 
-    due: float  # when it was to be sent: what the client is late counts
+    All times are seconds of `time.perf_counter`.
+
+    Attributes:
+        due: The time at which the request was to be sent; a client's delay counts as latency.
+        sent: The time at which it was sent.
+        outputs: The times at which the streamed outputs came.
+        ended: The time at which the stream ended.
+        num_prompt_tokens: The prompt tokens by the server's count.
+        num_output_tokens: The output tokens by the server's count.
+        token_ids: The ids of the output, if the server gives them.
+        error: The text of an error, or None.
+    """
+
+    due: float
     sent: float = 0.0
-    outputs: list[float] = field(default_factory=list)  # when each streamed output came
+    outputs: list[float] = field(default_factory=list)
     ended: float = 0.0
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)  # of the output, where the server gives them
+    token_ids: list[int] = field(default_factory=list)
     error: str | None = None
 
 
 class Client:
-    """Asks one server; the key is $JAXPAGE_API_KEY or $OPENAI_API_KEY, if there is one."""
+    """Sends requests to one server.
+
+    The key is $JAXPAGE_API_KEY or $OPENAI_API_KEY, if there is one.
+    """
 
     def __init__(self, base_url: str) -> None:
-        """Raises UsageError if it is no URL."""
+        """Begins without a connection.
+
+        Raises:
+            UsageError: The text is no URL.
+        """
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise UsageError(
@@ -58,7 +78,11 @@ class Client:
         self._headers += [("authorization", f"Bearer {key}")] if key else []
 
     async def get(self, path: str) -> dict[str, Any]:
-        """A JSON answer. Raises UsageError if the server cannot be reached or has no such path."""
+        """Returns a JSON answer.
+
+        Raises:
+            UsageError: The server cannot be reached or has no such path.
+        """
         try:
             answer: dict[str, Any] = json.loads(await self._read(path))
         except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
@@ -68,7 +92,7 @@ class Client:
         return answer
 
     async def text(self, path: str) -> str | None:
-        """None where the server has no such path."""
+        """Returns the text at a path, or None if it cannot be had."""
         try:
             return (await self._read(path)).decode()
         except (OSError, TimeoutError, ValueError, h11.ProtocolError):
@@ -78,7 +102,7 @@ class Client:
         return b"".join([part async for part in self._exchange("GET", path, b"")])
 
     async def complete(self, body: dict[str, Any], due: float) -> Answer:
-        """One streamed completion. What goes wrong is in the answer."""
+        """Streams one completion; an error is a field of the answer."""
         answer = Answer(due, time.perf_counter())
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
@@ -91,7 +115,7 @@ class Client:
                         raise ValueError(error.get("message"))
                     for choice in event.get("choices") or ():
                         token_ids = choice.get("token_ids") or []
-                        # the last event of some servers says only why it ended
+                        # Some servers end with an event that has only the reason of the end.
                         if token_ids or choice.get("text"):
                             answer.outputs.append(now)
                             answer.token_ids += token_ids
@@ -106,7 +130,11 @@ class Client:
         return answer
 
     async def _exchange(self, method: str, path: str, body: bytes) -> AsyncIterator[bytes]:
-        """The parts of the answer's body as they come. Raises ValueError for a status that is not 200."""
+        """Yields the parts of the answer's body as they come.
+
+        Raises:
+            ValueError: The status is not 200.
+        """
         connecting = asyncio.open_connection(self._host, self._port, ssl=self._is_secure or None)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         try:
@@ -133,7 +161,7 @@ class Client:
 
 
 async def _events(parts: AsyncIterator[bytes]) -> AsyncGenerator[dict[str, Any], None]:
-    """The JSON objects of server-sent events, up to [DONE]."""
+    """Yields the JSON objects of server-sent events, up to [DONE]."""
     buffer = b""
     async for part in parts:
         *lines, buffer = (buffer + part).split(b"\n")

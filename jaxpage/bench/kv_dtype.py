@@ -1,4 +1,7 @@
-"""`jaxpage bench kv-dtype`: what keys and values of eight bits change in a model's logits, and how many sequences fit for it."""
+"""Measures what keys and values of eight bits do to a model, for `jaxpage bench kv-dtype`.
+
+It shows the change of the logits, and how many more sequences fit into memory.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from jaxpage.tables import aligned
 
 KV_CACHE_DTYPES = ("auto", "int8", "fp8")
 STEP_TOKENS = 128
-# as many rows as tokens, so that every token's logits come out
+# There are as many rows as tokens, so that the step returns every token's logits.
 _BUCKET = Bucket(STEP_TOKENS, STEP_TOKENS, STEP_TOKENS)
 Logits = npt.NDArray[np.float32]  # [T, V]
 
@@ -50,7 +53,11 @@ _ROWS = (
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints a table and, as the last line, one JSON object. Raises UsageError for a text that is too short."""
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: The text is too short.
+    """
     files = open_model(resolve_model(config.model, config.revision), config.quantization)
     refuse_recurrent("bench kv-dtype", files.spec.kv)
     place = device_spec_of(jax.devices()[0], config.gpu_memory_utilization)
@@ -93,7 +100,13 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -> dict[str, float]:
-    """How far logits are from the exact ones, and the loss of the tokens of the text that follow them."""
+    """Returns measures of the distance between logits and the exact ones, and the loss of the text.
+
+    Args:
+        exact_TV: The exact logits [T, V].
+        logits_TV: The logits [T, V] that are measured.
+        token_ids: The tokens of the text.
+    """
     exact_logprobs_TV, logprobs_TV = _log_softmax(exact_TV), _log_softmax(logits_TV)
     divergence_T = (np.exp(exact_logprobs_TV) * (exact_logprobs_TV - logprobs_TV)).sum(-1)
     return {
@@ -116,7 +129,11 @@ def _log_softmax(logits_TV: Logits) -> npt.NDArray[np.float64]:
 def text_tokens(
     arguments: argparse.Namespace, config: EngineConfig, files: ModelFiles
 ) -> list[int]:
-    """Of the text that is asked for, or random ones. Raises UsageError for less than two."""
+    """Returns the tokens of the text that is asked for, or random ones.
+
+    Raises:
+        UsageError: There are fewer than two.
+    """
     token_ids = _token_ids(arguments, config, files)[
         : min(arguments.num_tokens, _longest(config, files))
     ]
@@ -156,7 +173,10 @@ def position_logits(
     dtype: DTypeLike,
     page_dtype: DTypeLike,
 ) -> Logits:
-    """The logits after each token of one sequence, by the engine's own step, over pages of `page_dtype`."""
+    """Returns the logits [T, V] after each token of one sequence, over pages of `page_dtype`.
+
+    The engine's own step computes them.
+    """
     width = -(-len(token_ids) // config.block_size)
     graph, _ = abstract_model(files.family, files.spec, jnp.dtype(dtype), files.rule)
     context = len(token_ids)
@@ -197,7 +217,12 @@ def position_logits(
 
 
 def table(measures: Sequence[tuple[str, str, str]], columns: dict[str, dict[str, float]]) -> str:
-    """measures: heading, key in the columns and format of each row."""
+    """Returns a table as text.
+
+    Args:
+        measures: The heading, the key and the format of each row.
+        columns: The values by key, for each heading of a column.
+    """
     rows = [["", *columns]]
     for label, key, form in measures:
         rows.append([label, *(format(column[key], form) for column in columns.values())])

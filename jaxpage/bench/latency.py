@@ -1,4 +1,7 @@
-"""`jaxpage bench latency`: how long one batch takes from its prompts to its last token, again and again, beside a baseline."""
+"""Measures how long a batch takes from its prompts to its last token, for `jaxpage bench latency`.
+
+A baseline can run next to it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(frozen=True)
 class Latencies:
-    """Seconds of every iteration of one engine; of a baseline that tells only their sum, the mean."""
+    """Holds the seconds of every iteration of one engine.
+
+    A baseline knows only the sum of its iterations; it has one entry, their mean.
+    """
 
     engine: str
     seconds: tuple[float, ...]
@@ -36,10 +42,11 @@ class Latencies:
 
     @property
     def mean(self) -> float:
+        """Returns the mean latency in seconds."""
         return sum(self.seconds) / len(self.seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Under the names of vLLM's benchmark results."""
+        """Returns the latencies under the names of vLLM's benchmark results."""
         percentiles = (
             np.percentile(self.seconds, PERCENTILES).tolist() if len(self.seconds) > 1 else []
         )
@@ -56,7 +63,11 @@ class Latencies:
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: The flags do not fit together.
+    """
     _check(arguments)
     earlier = read_baseline(arguments.compare, "latency") if arguments.compare else None
     if earlier is not None:
@@ -136,7 +147,10 @@ def _check_length(arguments: argparse.Namespace, llm: LLM) -> None:
 def _measured(
     llm: LLM, name: str, arguments: argparse.Namespace, prompts: Sequence[list[list[int]]]
 ) -> Latencies:
-    """The first iterations warm up. No iteration finds what another computed: every prompt is new, and so is the prefix cache."""
+    """Returns the latencies of one engine; the first iterations warm up.
+
+    No iteration finds what another computed: every prompt is new, and the prefix cache is reset.
+    """
     seconds = []
     for batch in tqdm(prompts, desc=name, unit="batch", disable=None):
         llm.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""Sends requests to a server at their times, as many at once as there are places."""
+"""Sends requests to a server at their times, with a limit on how many run at once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from jaxpage.bench.workloads import WorkItem
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A model of a server, with the fields of the body that only some servers know."""
+    """Holds a model of a server, with the fields of the body that only some servers know."""
 
     client: Client
     model: str
     extensions: dict[str, Any] = field(default_factory=dict)
 
     def body(self, item: WorkItem, prompt: Sequence[int]) -> dict[str, Any]:
-        """Greedy, and always as many tokens, where the server has a field for it."""
+        """Returns the body of a request for greedy decoding.
+
+        The output has a fixed length if the server has a field for that.
+        """
         asked = {
             "model": self.model,
             "prompt": list(prompt),
@@ -35,13 +38,17 @@ class Endpoint:
 
 
 class Load:
-    """One run of a workload.
+    """Runs a workload once.
 
     Args:
-        arrivals: seconds from the beginning; of the rounds of a chat, those of the first count, the others follow the answers.
-        most: requests at a time.
-        whole: a free place is used again only when all are free: the batches of an engine that cannot change them.
-        is_closed: a request is due when there is a place for it, not when it arrives.
+        endpoint: The model that gets the requests.
+        work: The requests.
+        arrivals: The seconds from the beginning to each arrival. A later round of a chat ignores it
+            and follows the answer before it.
+        most: The most requests at a time.
+        whole: A place is used again only when all places are free, as in an engine with static
+            batches.
+        is_closed: A request is due when it gets a place, not when it arrives.
     """
 
     def __init__(
@@ -59,12 +66,12 @@ class Load:
         self.is_closed = is_closed
         self._salt = (
             uuid.uuid4().hex if endpoint.extensions else None
-        )  # no run finds another's prefixes in the server's cache
+        )  # with its own salt, no run finds another's prefixes in the server's cache
         self._title = "Static batches" if whole else "Requests"
-        self._sent: list[tuple[int, ...]] = [()] * len(work)  # prompts
+        self._sent: list[tuple[int, ...]] = [()] * len(work)  # the prompts as they were sent
 
     async def run(self) -> tuple[list[Answer], float]:
-        """The answers, and when it began."""
+        """Sends all requests; returns the answers and the time of the beginning."""
         start = perf_counter()
         tasks: list[asyncio.Task[Answer]] = []
         with tqdm(total=len(self._work), desc=self._title, unit="request", disable=None) as bar:
@@ -95,7 +102,10 @@ class Load:
             self._places.give_back()
 
     def _next_prompt(self, item: WorkItem, before: Answer) -> tuple[int, ...]:
-        """What was sent and what was answered, where the server says which tokens that was, and the new message."""
+        """Returns the prompt of a chat's next round: the last prompt, its answer and a new message.
+
+        The prompt of the workload is returned if the server does not say which tokens it answered.
+        """
         assert item.after is not None
         last = self._work[item.after]
         if len(before.token_ids) != last.num_output_tokens:
@@ -105,7 +115,7 @@ class Load:
 
 
 class Places:
-    """Places for requests at a time, first come, first served."""
+    """Gives a limited number of places to requests, first come, first served."""
 
     def __init__(self, number: int, *, whole: bool) -> None:
         self._number, self._whole = number, whole
@@ -113,14 +123,16 @@ class Places:
         self._waiting: list[asyncio.Future[None]] = []
 
     async def take(self) -> None:
+        """Waits for a place."""
         place = asyncio.get_running_loop().create_future()
         self._waiting.append(place)
         if not self._whole or not self._taken:
-            # with those that come at the same time
+            # Requests that come at the same time are admitted together.
             asyncio.get_running_loop().call_soon(self._admit)
         await place
 
     def give_back(self) -> None:
+        """Frees a place, and gives it to the next request."""
         self._taken -= 1
         self._admit()
 

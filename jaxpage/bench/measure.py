@@ -1,4 +1,4 @@
-"""Runs a workload through jaxpage and times it, with start-up, compilation and warm-up apart."""
+"""Runs a workload through jaxpage and times it, apart from start-up, compilation and warm-up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,19 @@ from jaxpage.settings.sampling_params import SamplingParams
 
 
 def parameters(num_output_tokens: int) -> SamplingParams:
-    """Greedy, and exactly that many tokens: the same work for every engine."""
+    """Returns parameters for greedy decoding of exactly that many tokens.
+
+    So every engine does the same work.
+    """
     return SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=num_output_tokens)
 
 
 def warm_up(llm: LLM, workload: Sequence[WorkItem]) -> float:
-    """Seconds of short generations, of which half end at the next step each time: a step of each shape is taken, since the first of a
-    shape is slower."""
+    """Returns the seconds of a few short generations, which take a step of each shape.
+
+    The first step of a shape is slower. About half of the sequences end in each step, so that steps
+    of many rows and of few rows occur.
+    """
     start = time.perf_counter()
     items = workload[: llm.config.max_num_seqs]
     prompts = [list(item.prompt_token_ids) for item in items]
@@ -40,9 +46,14 @@ def run_workload(
     name: str = "jaxpage",
     repeats: int = 1,
 ) -> Measurement:
-    """All requests at once, until the last has finished: the run whose time is the median of `repeats` (of an even number, the slower one).
+    """Runs all requests at once until the last has finished; returns the median of the repeats.
 
-    load_seconds: how long making `llm` took, compilation included.
+    Args:
+        llm: The engine.
+        workload: The requests.
+        load_seconds: The time that making `llm` took, compilation included.
+        name: The name of the engine in the table.
+        repeats: The number of runs; of an even number, the slower of the middle ones is the median.
     """
     warmup_seconds = warm_up(llm, workload)
     runs = [_run(llm, workload, load_seconds, warmup_seconds, name) for _ in range(repeats)]
@@ -53,7 +64,7 @@ def run_workload(
 def _run(
     llm: LLM, workload: Sequence[WorkItem], load_seconds: float, warmup_seconds: float, name: str
 ) -> Measurement:
-    llm.reset_prefix_cache()  # the run before computed these prompts
+    llm.reset_prefix_cache()  # an earlier run has computed these prompts
     llm.memory_report(reset=True)
     before = llm.stats()
     start = time.perf_counter()
@@ -90,14 +101,14 @@ def _run(
 
 
 def dtypes(llm: LLM) -> dict[str, str]:
-    """What "auto" came to: the type that the model computes in, and that of its KV cache."""
+    """Returns the types that "auto" became: that of the computation and that of the KV cache."""
     layout = llm.spec.layout
     cache = layout.dtype if layout.kv_cache_dtype == "auto" else layout.kv_cache_dtype
     return {"effective_dtype": layout.dtype, "effective_kv_cache_dtype": cache}
 
 
 def _of_decoding(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Tokens for each sequence of each step that decodes, and what came of drafts."""
+    """Returns the tokens for each sequence of each decode step, and the numbers of drafts."""
     names = ("decode_tokens_total", "decode_rows_total")
     num_tokens, num_rows = (after[name] - before[name] for name in names)
     drafted, accepted = (

@@ -1,4 +1,7 @@
-"""Draws a memory report: what the KV pool held over time, an area for each kind. Needs matplotlib; nothing else here does."""
+"""Draws a memory report: what the KV pool held over time, with an area for each kind of slots.
+
+It needs matplotlib; of the other modules only `serve_plot` does.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from matplotlib.ticker import PercentFormatter
 
 from jaxpage.memory import MemoryReport
 
-# Of the palette of Okabe and Ito, whose colours differ for every eye; free memory is nothing, and
-# looks like it.
+# The colours are those of Okabe and Ito, which colour-blind readers can tell apart. Free memory is
+# nearly white.
 COLOURS = {
     "token states": "#0072B2",
     "reserved": "#E69F00",
@@ -19,7 +22,10 @@ COLOURS = {
 
 
 def draw(report: MemoryReport, *, title: str) -> Figure:
-    """A picture of a report that has a sample at least. `savefig` writes it, in the format of the file's suffix."""
+    """Returns the picture of a report that has at least one sample.
+
+    `savefig` writes it in the format of the file's suffix.
+    """
     figure = Figure(figsize=(9.6, 5.0), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title, loc="left", fontsize=13, pad=28)
@@ -38,7 +44,7 @@ def draw(report: MemoryReport, *, title: str) -> Figure:
 
 
 def _draw_areas(axes: Axes, report: MemoryReport) -> None:
-    """Each sample holds until the next, so that the areas are those of the means, which the legend names."""
+    """Draws the areas. Each sample holds until the next, so that areas match the legend's means."""
     splits = [sample.split for sample in (*report.samples, report.samples[-1])]
     seconds = [*(sample.seconds for sample in report.samples), report.seconds]
     means = report.mean_shares

@@ -1,4 +1,7 @@
-"""`jaxpage bench quantization`: what weights of few bits change in a model's logits, how large they are and how fast they decode."""
+"""Measures weights of few bits, for `jaxpage bench quantization`.
+
+It shows the change of the logits, the size of the weights, and how fast they decode.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +35,16 @@ from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 
 QUANTIZATIONS = (None, "int8", "int4")
-OF_GGUF = "gguf"  # beside them, for a GGUF file of which something can be kept
-CONTEXT = 64  # tokens before those that are decoded
+OF_GGUF = "gguf"  # is added for a GGUF file with weights that can be kept as they are
+CONTEXT = 64  # tokens of the prompt of a decoding row
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
-    Raises UsageError for a text that is too short and for a model that is quantised already, CapacityError where a batch does not fit.
+    Raises:
+        UsageError: The text is too short, or the model is quantised already.
+        CapacityError: A batch does not fit.
     """
     if min(arguments.batches) < 1:
         raise UsageError("--batches must be at least 1")
@@ -112,7 +117,7 @@ def _quantizations(directory: Path) -> list[str | None]:
 
 
 def _decoding_rates(config: EngineConfig, batches: list[int]) -> dict[str, float]:
-    """Tokens per second of a whole step, by the median of some."""
+    """Returns the tokens per second of a whole step for each batch, by the median of some steps."""
     engine = open_engine(config).engine
     rates = {}
     for num_rows in batches:

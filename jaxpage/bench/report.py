@@ -1,4 +1,7 @@
-"""What was measured, where, and how it is shown: a table for people and one JSON line with vLLM's key names for programs."""
+"""Shows measurements: a table for people, and one JSON line with vLLM's key names for programs.
+
+It also describes where something was measured.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,37 @@ from jaxpage.device.cpu_products import processor
 from jaxpage.memory import MemoryReport
 from jaxpage.tables import aligned
 
-COMPARABLE_SECONDS = 2.0  # from which on the spread of equal runs is mostly below a tenth
+COMPARABLE_SECONDS = 2.0  # equal runs of this length mostly differ by less than a tenth
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One engine on one workload. `duration` is the run alone; loading, compilation and warm-up stand beside it. Seconds."""
+    """Holds the measurement of one engine on one workload. All times are seconds.
+
+    Attributes:
+        engine: The name of the engine.
+        completed: The number of requests.
+        total_input_tokens: The tokens of all prompts.
+        total_output_tokens: The tokens of all outputs.
+        duration: The time of the run alone, without loading, compilation and warm-up.
+        load_seconds: The time of the start-up without compilation.
+        compile_seconds: The time of compilation.
+        warmup_seconds: The time of the warm-up.
+        durations: The durations of every run; `duration` is their median.
+        outputs: The token ids of each output.
+        details: Other fields of the result.
+        memory: The use of the KV pool.
+    """
 
     engine: str
     completed: int
     total_input_tokens: int
     total_output_tokens: int
     duration: float
-    load_seconds: float  # start-up without compilation
+    load_seconds: float
     compile_seconds: float
     warmup_seconds: float
-    durations: Sequence[float] = ()  # of every run; `duration` is their median
+    durations: Sequence[float] = ()
     outputs: Sequence[Sequence[int]] = ()
     details: dict[str, Any] | None = None
     memory: MemoryReport | None = None
@@ -51,7 +69,11 @@ class Measurement:
         outputs: Sequence[Sequence[int]],
         **rest: Any,
     ) -> Measurement:
-        """Checks that the work was done as asked: a shorter output would make a faster engine."""
+        """Returns a measurement, if the work was done as asked: a shorter output would look faster.
+
+        Raises:
+            RuntimeError: An output has another length than its request asked for.
+        """
         for index, (item, output) in enumerate(zip(workload, outputs, strict=True)):
             if len(output) != item.num_output_tokens:
                 raise RuntimeError(
@@ -67,7 +89,7 @@ class Measurement:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The measurement under the names of vLLM's benchmark results."""
+        """Returns the measurement under the names of vLLM's benchmark results."""
         return {
             "engine": self.engine,
             "completed": self.completed,
@@ -107,7 +129,7 @@ _ROWS = (
 
 
 def too_short(measurements: Sequence[Measurement]) -> str:
-    """Returns a line that warns of runs too short to be compared; "" where all are long enough."""
+    """Returns a line that warns of runs too short for a comparison, or "" if all are long."""
     shortest = min(measurement.duration for measurement in measurements)
     if len(measurements) < 2 or shortest >= COMPARABLE_SECONDS:
         return ""
@@ -118,7 +140,7 @@ def too_short(measurements: Sequence[Measurement]) -> str:
 
 
 def table(measurements: Sequence[Measurement]) -> str:
-    """One column per engine."""
+    """Returns a table with a column for each engine."""
     columns = [measurement.as_dict() for measurement in measurements]
     rows = [["", *(column["engine"] for column in columns)]]
     for label, key, form in _ROWS:
@@ -129,7 +151,11 @@ def table(measurements: Sequence[Measurement]) -> str:
 
 
 def as_result(measurements: Sequence[Measurement], **context: Any) -> dict[str, Any]:
-    """The first measurement's numbers at the top level, the others under `baselines`, and where and how it was run."""
+    """Returns the result of a benchmark.
+
+    The first measurement's numbers are at the top level, the others under `baselines`. Where and
+    how it was run is added.
+    """
     first, *others = measurements
     result = {**first.as_dict(), **context, "environment": environment()}
     if others:
@@ -144,7 +170,8 @@ def print_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> No
     On a terminal, whose reader has the tables, it is printed only with `--json`.
 
     Args:
-        arguments: `json` and `output_json`, the name of the file or None.
+        result: The fields of the object.
+        arguments: The flags `json` and `output_json`; the latter is the name of the file or None.
     """
     hashes = {
         f"{name}_hash": fingerprint(result[name])
@@ -159,13 +186,17 @@ def print_result(result: Mapping[str, Any], arguments: argparse.Namespace) -> No
 
 
 def fingerprint(values: Mapping[str, Any]) -> str:
-    """Equal for equal settings, or for equal environments but for the commit: what may be compared at a glance."""
+    """Returns a short hash that is equal for equal settings, or for equal environments.
+
+    The commit and the event log do not count, so that a reader sees at a glance what can be
+    compared.
+    """
     kept = {name: value for name, value in values.items() if name not in ("commit", "event_log")}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def num_identical(measurements: Sequence[Measurement]) -> list[int]:
-    """How many outputs of the first measurement each of the others has too."""
+    """Returns how many outputs of the first measurement each of the other measurements has too."""
     first, *others = measurements
     return [
         sum(list(a) == list(b) for a, b in zip(first.outputs, other.outputs, strict=True))
@@ -174,7 +205,10 @@ def num_identical(measurements: Sequence[Measurement]) -> list[int]:
 
 
 def environment(*, with_device: bool = True) -> dict[str, Any]:
-    """What a reader needs to know to repeat or to compare. A client has no device: asking for one would take memory of a server's."""
+    """Returns what a reader needs to know to repeat a measurement or to compare with it.
+
+    A client has no device: asking for one would take memory of a server on the same machine.
+    """
     device = jax.devices()[0] if with_device else None
     return {
         "jaxpage": __version__,
@@ -196,7 +230,10 @@ def environment(*, with_device: bool = True) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is in, with `+` if tracked files differ; None outside of one."""
+    """Returns the commit of the checkout that has this file, or None if there is none.
+
+    A `+` at the end says that tracked files differ from it.
+    """
     directory = Path(__file__).parent
     try:
         commit, changes = (

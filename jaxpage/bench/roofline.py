@@ -1,4 +1,7 @@
-"""`jaxpage bench roofline`: how near steps come to what the machine can do, and where their time goes."""
+"""Measures how near steps come to what the machine can do, for `jaxpage bench roofline`.
+
+It also shows where their time goes.
+"""
 
 from __future__ import annotations
 
@@ -38,19 +41,24 @@ from jaxpage.replay.opening import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
-STEPS = 24  # measured, and as many profiled
+STEPS = 24  # measured steps; as many are profiled
 PARTS = ("planning", "batch", "commit", *SCOPES, OTHER, "dispatch and transfer")
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of one step: bytes that must be read and operations of products and attention that must be done, at least once each."""
+    """Holds the work that a step cannot avoid.
+
+    Attributes:
+        num_bytes: The bytes that must be read at least once.
+        num_operations: The operations of products and attention.
+    """
 
     num_bytes: float
     num_operations: float
 
     def seconds(self, bytes_per_second: float, operations_per_second: float) -> float:
-        """The roofline: what takes longer limits."""
+        """Returns the roofline in seconds: the time of reading or of arithmetic, the longer one."""
         return max(self.num_bytes / bytes_per_second, self.num_operations / operations_per_second)
 
 
@@ -63,15 +71,24 @@ def work_of(
     num_tokens: int,
     context: int,
 ) -> Work:
-    """num_tokens: of each row, behind `context` others."""
+    """Returns the work of a step in which all rows have the same size.
+
+    Args:
+        spec: The model.
+        weights: The weights that every token is multiplied by.
+        page_dtype: The type of the KV pages.
+        num_rows: The rows.
+        num_tokens: The query tokens of each row.
+        context: The tokens of each row before these.
+    """
     positions = sum(
         min(context + num_tokens, window or context + num_tokens)
         for window in spec.kv.sliding_windows
     )
     pages_bytes = num_rows * positions * bytes_per_layer(spec.kv, 1, page_dtype)
-    # of a token, in the mean; windows see less
+    # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.
     seen = (context + (num_tokens + 1) / 2) * spec.kv.num_layers
-    widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # of keys and values
+    widths = spec.kv.head_width + (spec.kv.value_width or spec.kv.head_width)  # keys, then values
     attention = 2 * spec.num_query_heads * widths * seen
     return Work(
         weights.num_bytes + pages_bytes, num_rows * num_tokens * (2 * weights.number + attention)
@@ -79,7 +96,12 @@ def work_of(
 
 
 class ProductWeights(NamedTuple):
-    """What every token is multiplied by: how many numbers, and the bytes that they take."""
+    """Holds the size of the weights that every token is multiplied by.
+
+    Attributes:
+        number: The number of weights.
+        num_bytes: The bytes that they take.
+    """
 
     number: int
     num_bytes: int
@@ -88,7 +110,14 @@ class ProductWeights(NamedTuple):
 def product_weights(
     family: Family, spec: ModelSpec, dtype: str, rule: Rule | None = None
 ) -> ProductWeights:
-    """rule: of modules with quantised weights."""
+    """Returns the size of the weights that every token is multiplied by.
+
+    Args:
+        family: The family of the model.
+        spec: The model.
+        dtype: The type of weights that are not quantised.
+        rule: The rule that says which modules have quantised weights.
+    """
     looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.model_width
     number = sum(weight.size for weight in _tables(family, spec, None)) - looked_up
     return ProductWeights(
@@ -104,16 +133,21 @@ def _tables(family: Family, spec: ModelSpec, rule: Rule | None) -> list[Weight]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of the step that is the median of all, and of its parts."""
+    """Holds the seconds of the median step, and of its parts."""
 
     name: str
     work: Work
     seconds: float
-    parts: dict[str, float]  # PARTS
+    parts: dict[str, float]  # seconds by the names in PARTS
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints tables and, as the last line, one JSON object. Raises UsageError or CapacityError for sizes that cannot be."""
+    """Prints tables and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: The flags ask for impossible sizes.
+        CapacityError: A batch does not fit.
+    """
     _check(arguments, config)
     model = describe_model(resolve_model(config.model, config.revision), config.quantization)
     spec = model.spec
@@ -135,7 +169,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
     work = functools.partial(work_of, spec, weights, built.spec.page_dtype)
     measured = []
     for num_rows in tqdm(arguments.batches, desc="Measuring", unit="batch"):
-        seen = arguments.context + 3 * STEPS // 2  # in the mean of the steps that are measured
+        seen = arguments.context + 3 * STEPS // 2  # the mean context of the measured steps
         start_decoding(engine, num_rows, arguments.context)
         one = work(num_rows=num_rows, num_tokens=1, context=seen)
         measured.append(_measured(engine, f"{num_rows} rows", one, lambda: None))
@@ -176,14 +210,14 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 def start_decoding(engine: Engine, num_rows: int, context: int) -> None:
     """Computes prompts of `context` tokens, so that the next steps compute a token of each."""
-    # they run until they are aborted
+    # The requests are long enough that the caller aborts them before they end.
     reporters = [start_request(engine, context, 4 * STEPS) for _ in range(num_rows)]
     while not all(reporter.num_output_tokens for reporter in reporters):
         engine.step()
 
 
 def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int) -> Reporter:
-    """Of random tokens."""
+    """Adds a request with a prompt of random tokens."""
     request_id = str(uuid.uuid4())
     prompt = (
         np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_prompt_tokens).tolist()
@@ -192,7 +226,14 @@ def start_request(engine: Engine, num_prompt_tokens: int, num_output_tokens: int
 
 
 def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object]) -> Measured:
-    """before: what each step needs to have something to do."""
+    """Measures STEPS steps, and then profiles as many.
+
+    Args:
+        engine: The engine.
+        name: The name of the column.
+        work: The work of a step.
+        before: Called before each step, to give it something to do.
+    """
     with _timed_parts(engine) as (seconds, batches):
 
         def steps() -> None:
@@ -202,7 +243,7 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
                 engine.step()
                 seconds["step"].append(time.perf_counter() - started)
 
-        steps()  # what happens only once happens here
+        steps()  # the first round has all that happens only once
         seconds.clear()
         steps()
         middle = int(np.argsort(seconds["step"])[STEPS // 2])
@@ -213,7 +254,7 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
         ).executable
         scopes = profiled(steps, executable.as_text())
     engine.abort_all()
-    scale = plain["run"] / sum(seconds["run"])  # a profiler takes time too
+    scale = plain["run"] / sum(seconds["run"])  # because the profiler slows a run down
     device = {scope: spent * scale for scope, spent in scopes.items()}
     parts = {part: plain[part] for part in ("planning", "batch")}
     parts["commit"] = plain["step"] - plain["planning"] - plain["batch"] - plain["run"]
@@ -223,7 +264,7 @@ def _measured(engine: Engine, name: str, work: Work, before: Callable[[], object
 
 @contextlib.contextmanager
 def _timed_parts(engine: Engine) -> Iterator[tuple[dict[str, list[float]], list[Batch]]]:
-    """Seconds of each call of the parts of `Engine.step`, and the batches."""
+    """Yields the seconds of each call of the parts of `Engine.step`, and the batches."""
     seconds: dict[str, list[float]] = defaultdict(list)
     batches: list[Batch] = []
 
@@ -267,7 +308,7 @@ def _as_dict(
 
 
 def _table(steps: Sequence[Mapping[str, Any]]) -> str:
-    """A column per kind of step."""
+    """Returns a table with a column for each kind of step."""
     shown: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("must read (MB)", lambda step: f"{step['bytes'] * 1e-6:.1f}"),
         ("must compute (GFLOP)", lambda step: f"{step['operations'] * 1e-9:.2f}"),

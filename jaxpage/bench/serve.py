@@ -1,4 +1,7 @@
-"""`jaxpage bench serve`: latencies and throughput of a server as its clients see them, and of static batching beside it."""
+"""Measures latencies and throughput of a server as its clients see them, for `jaxpage bench serve`.
+
+Static batching can be measured on the same server.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,16 @@ from jaxpage.errors import UsageError
 _EXTENSIONS = {
     "ignore_eos": True,
     "return_token_ids": True,
-}  # of jaxpage and vLLM: every token is an output of the stream
-_UNKNOWN_LENGTH = 1 << 20  # of a model whose server does not tell
+}  # fields of jaxpage and vLLM, with which every token is an output of the stream
+_UNKNOWN_LENGTH = 1 << 20  # the longest sequence, if a server does not tell it
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints a table and, as the last line, one JSON object. Status 1 if a request failed. Raises UsageError."""
+    """Prints a table and, as the last line, one JSON object; returns 1 if a request failed.
+
+    Raises:
+        UsageError: The flags do not fit together or do not fit the server.
+    """
     goals = _check(arguments)
     draw = _plotter(arguments.plot) if arguments.plot else None
     path = arguments.compare
@@ -70,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> dict[str, float]:
-    """Returns the goals of the goodput."""
+    """Checks the flags, and returns the goals of the goodput."""
     check_workload(arguments)
     if arguments.dataset == "trace" and arguments.request_rate:
         raise UsageError(
@@ -101,7 +108,10 @@ def _check(arguments: argparse.Namespace) -> dict[str, float]:
 async def _measured(
     arguments: argparse.Namespace, goals: dict[str, float], earlier: dict[str, Any] | None
 ) -> tuple[list[tuple[str, dict[str, Any]]], dict[str, Any]]:
-    """Results by name, those of the baseline without a rate, and what they have in common."""
+    """Returns the results by name, and the fields that they have in common.
+
+    The results of a baseline have no rate.
+    """
     client = Client(arguments.base_url)
     card = await _card(client, arguments.model)
     capabilities = await _capabilities(client)
@@ -153,7 +163,10 @@ async def _run(
 
 
 def _median(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose time is the median (of an even number, the slower one), with the numbers of all that are compared."""
+    """Returns the run with the median time, with the compared numbers of all runs.
+
+    For an even number of runs it is the slower of the middle ones.
+    """
     median = sorted(results, key=lambda result: result["duration"])[len(results) // 2]
     return {**median, "runs": [{name: result[name] for name in COMPARED} for result in results]}
 
@@ -167,7 +180,10 @@ async def _card(client: Client, model: str | None) -> dict[str, Any]:
 
 
 async def _capabilities(client: Client) -> dict[str, Any]:
-    """What a jaxpage server says of itself, without the table of parameters; of others nothing."""
+    """Returns what a jaxpage server says of itself, without the table of parameters.
+
+    Other servers say nothing.
+    """
     try:
         found = await client.get("/v1/capabilities")
     except UsageError:
@@ -182,7 +198,7 @@ def _workload(
         load_tokenizer(resolve_tokenizer(arguments.tokenizer)) if arguments.tokenizer else None
     )
     size = arguments.vocab_size or capabilities.get("model", {}).get("vocab_size")
-    # llama.cpp's
+    # llama.cpp's server has the size in `meta`.
     size = (
         size or (card.get("meta") or {}).get("n_vocab") or (len(tokenizer) if tokenizer else None)
     )
@@ -198,7 +214,7 @@ def _workload(
 
 
 async def _warmed_up(client: Client, model: str, item: WorkItem) -> Endpoint:
-    """One request, which also shows whether the server takes what OpenAI does not have."""
+    """Sends one request, and returns the endpoint with the fields that the server takes."""
     for endpoint in (Endpoint(client, model, _EXTENSIONS), Endpoint(client, model)):
         warm_up = await client.complete(endpoint.body(item, item.prompt_token_ids), perf_counter())
         if warm_up.error is None:
@@ -207,7 +223,7 @@ async def _warmed_up(client: Client, model: str, item: WorkItem) -> Endpoint:
 
 
 def _arrivals(arguments: argparse.Namespace) -> str:
-    """What the process of the arrivals is called."""
+    """Returns the name of the process that makes the arrivals."""
     if arguments.dataset == "trace":
         return "trace"
     if math.isinf(arguments.request_rate[0]):
@@ -216,7 +232,10 @@ def _arrivals(arguments: argparse.Namespace) -> str:
 
 
 def _times(arguments: argparse.Namespace, work: Sequence[WorkItem], rate: float) -> list[float]:
-    """Seconds from the beginning. Gaps have a Gamma distribution whose shape is the burstiness, as in vLLM."""
+    """Returns the seconds from the beginning to each arrival.
+
+    The gaps have a Gamma distribution whose shape is the burstiness, as in vLLM.
+    """
     if arguments.dataset == "trace":
         return [item.seconds or 0.0 for item in work]
     shape = arguments.burstiness

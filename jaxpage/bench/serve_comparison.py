@@ -1,4 +1,7 @@
-"""`bench serve --compare BASELINE.json`: ratios to an earlier result, with the spread of the runs of both."""
+"""Compares a result with an earlier one, for `bench serve --compare BASELINE.json`.
+
+It shows ratios, with the spread of the runs of both.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +50,16 @@ _WORK = (
 
 
 def read_baseline(path: str) -> dict[str, Any]:
-    """What `--output-json` wrote. Raises UsageError if it is something else."""
+    """Returns a result that `--output-json` wrote.
+
+    Raises:
+        UsageError: The file is something else.
+    """
     return read_result(path, "serve", _Result)
 
 
 def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises UsageError if the baseline had other requests at other times."""
+    """Raises UsageError if the baseline had other requests, or had them at other times."""
     other = [
         f"{name} {baseline.get(name)!r}, now {now.get(name)!r}"
         for name in _WORK
@@ -65,7 +72,11 @@ def check_same_work(path: str, baseline: Mapping[str, Any], now: Mapping[str, An
 
 
 def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """This result by the baseline: of the numbers shown, and the lowest and highest that the runs allow. A number that is 0 is left out."""
+    """Returns the ratios of this result to the baseline.
+
+    Each has the ratio of the shown numbers, and the lowest and highest ratio that the single runs
+    allow. A number that is 0 in the baseline is left out.
+    """
     ratios = {}
     for name in COMPARED:
         theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
@@ -80,6 +91,7 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
 
 
 def described(path: str, ratios: Mapping[str, Mapping[str, float]]) -> str:
+    """Returns the ratios as a table."""
     rows = [[f"compared with {path}", "ratio", "lowest", "highest"]]
     rows += [
         [name, *(f"{value:.3f}" for value in ratio.values())] for name, ratio in ratios.items()

@@ -1,4 +1,7 @@
-"""Draws a result of `bench serve`: latency against the request rate, or batch and KV pool over time. Needs matplotlib."""
+"""Draws a result of `bench serve`: latency over the request rate, or batch and KV pool over time.
+
+It needs matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,11 @@ from matplotlib.figure import Figure
 
 
 def draw(results: Sequence[Mapping[str, Any]], *, title: str) -> Figure:
-    """Of several rates, latencies against them; below, what the server said while the last was measured, if it did."""
+    """Returns a picture with one or two panels.
+
+    The first shows latencies over the rates, if there are several. The second shows what the server
+    reported during the last rate, if it reported anything.
+    """
     series = results[-1].get("server_series", ())
     panels = [_latencies] * (len(results) > 1) + [_batch] * ("num_requests_running" in series)
     figure = Figure(figsize=(9.6, 4.2 * max(1, len(panels))), dpi=150, layout="constrained")

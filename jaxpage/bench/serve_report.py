@@ -1,4 +1,4 @@
-"""The table of `bench serve`, with vLLM's rows and more."""
+"""Makes the table of `bench serve`, which has vLLM's rows and more."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ _ROWS = (
 
 
 def table(measured: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
-    """A column per run; without the rows that none has, such as those of a server without metrics."""
+    """Returns a table with a column for each run.
+
+    A row that no run has is left out, such as those of a server without metrics.
+    """
     rows = [["", *(name for name, _ in measured)]]
     for label, key, form in _ROWS:
         values = [result.get(key) for _, result in measured]
@@ -54,7 +57,7 @@ def table(measured: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
 
 
 def rate_notes(result: Mapping[str, Any]) -> list[str]:
-    """Says so if requests were sent more slowly than they arrived."""
+    """Returns a note if requests were sent more slowly than they arrived."""
     if result.get("request_rate_held", True):
         return []
     drawn, sent = result["drawn_request_rate"], result["sent_request_rate"]

@@ -1,6 +1,7 @@
-"""What a server's /metrics said while it was measured: use of the KV pool, batch, preemptions, sharing and acceptance.
+"""Reads a server's /metrics during a measurement: KV pool, batch, preemptions, sharing, acceptance.
 
-jaxpage and vLLM name them alike but for the prefix. Of a server that has none, or others, nothing is said.
+jaxpage and vLLM name them alike except for the prefix. A server without these metrics adds nothing
+to a result.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _RATIOS = {
 
 
 class MetricsPoller:
-    """Asks a server for its metrics four times a second, from the start of a `with` block to its end."""
+    """Asks a server for its metrics four times a second, while a `with` block runs."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -52,11 +53,11 @@ class MetricsPoller:
         await self._look()
 
     def as_dict(self) -> dict[str, Any]:
-        """Means and maxima over the samples of the run, what was counted in it, and the samples themselves."""
+        """Returns means, maxima and counts over the run, and the samples themselves."""
         if not self._samples:
             return {}
         (_, first), (_, last) = self._samples[0], self._samples[-1]
-        # before the first request and after the last nothing runs
+        # Nothing runs before the first request and after the last.
         during = self._samples[1:-1] or self._samples
         found: dict[str, Any] = {}
         series: dict[str, list[float]] = {"seconds": [seconds for seconds, _ in during]}
@@ -77,7 +78,7 @@ class MetricsPoller:
         return {**found, "server_series": series} if found else {}
 
     async def _poll(self) -> None:
-        while self._samples:  # the first look found some
+        while self._samples:  # empty if the first look found no metrics
             await asyncio.sleep(POLL_SECONDS)
             await self._look()
 
@@ -92,9 +93,10 @@ class MetricsPoller:
 
 
 def parsed(text: str) -> dict[str, float]:
-    """Values of Prometheus' text format by name without prefix, summed over labels.
+    """Returns the values in Prometheus' text format by name without prefix, summed over labels.
 
-    A name with several prefixes has the value of one: jaxpage's server gives some of its values under vLLM's names too.
+    A name with several prefixes has the value of one of them: jaxpage's server also gives some of
+    its values under vLLM's names.
     """
     values: dict[str, dict[str, float]] = {prefix: defaultdict(float) for prefix in _PREFIXES}
     for family in text_string_to_metric_families(text):

@@ -1,4 +1,7 @@
-"""`jaxpage bench speculation`: tokens per step and per second with drafts, by batch and by how drafts are made, beside none."""
+"""Measures speculative decoding against none, for `jaxpage bench speculation`.
+
+It shows tokens per step and per second, for each batch and each way to draft.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,47 @@ from jaxpage.tables import aligned
 
 NONE = "none"
 ALONE = NONE, ""
-# another engine without drafts: what the two differ by is not the doing of drafts
+# Another engine without drafts. The difference of the two is noise and not an effect of drafts.
 CONTROL = NONE, "again"
-NUM_INPUT_TOKENS = 64  # of a prompt
-# Of each engine, at least: one sequence runs several times, or `auto` would be measured while it
-# still finds out what pays.
+NUM_INPUT_TOKENS = 64  # the length of a prompt
+# Each engine draws at least so many tokens in a turn. So one sequence alone runs several times, and
+# `auto` has found out which number of drafts pays before it is measured.
 TOKENS_OF_A_TURN = 512
 Way = tuple[str, str]  # a method, and a number of drafts or "auto"
-# one that took as long as the mean of the two without drafts, and the one beside them
+# Pairs (a run without drafts that has the mean time of both such engines, a run at the same time).
 Pairs = list[tuple[Run, Run]]
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to draft at one batch: medians over the repeats of all starts."""
+    """Holds the result of one way to draft at one batch: medians over the repeats of all starts.
+
+    Attributes:
+        batch: The number of sequences.
+        method: The method that drafts.
+        num_speculative_tokens: A number or "auto". Without drafts it is empty, and "again" for the
+            second engine without drafts.
+        tokens_per_step: The tokens of a sequence per step, after its first token.
+        tokens_per_second: The tokens of all sequences per second.
+        ratio: The tokens per second over those of the two engines without drafts next to it.
+        identical: Says whether the tokens are those without drafts, in every repeat.
+    """
 
     batch: int
     method: str
-    # a number or "auto"; without drafts nothing, and "again" of the second engine
     num_speculative_tokens: str
-    tokens_per_step: float  # of a sequence, behind its first token
+    tokens_per_step: float
     tokens_per_second: float
-    ratio: float  # tokens per second to those of the two engines without drafts beside it
-    identical: bool  # whether the tokens are those without drafts, in every repeat
+    ratio: float
+    identical: bool
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together."""
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: The flags do not fit together.
+    """
     _check(arguments, config)
     ways = _ways(arguments)
     config = _sized(config, max(arguments.batches), NUM_INPUT_TOKENS + arguments.max_output)
@@ -117,12 +134,15 @@ def measure(
     params: Sequence[SamplingParams],
     repeats: int,
 ) -> dict[Way, Pairs]:
-    """One batch: drafts beside the two engines without. The first of the turns is not counted."""
+    """Measures one batch: an engine with drafts next to two engines without.
+
+    The first turn is not counted.
+    """
     pairs: dict[Way, Pairs] = {way: [] for way in engines}
     ways = list(engines)
     runs_of_a_turn = -(-TOKENS_OF_A_TURN // sum(param.max_tokens or 0 for param in params))
     for index in range((1 + repeats) * runs_of_a_turn):
-        ways.append(ways.pop(0))  # another one begins
+        ways.append(ways.pop(0))  # so that each engine is first in its turn
         runs = dict(
             zip(ways, _run_together([engines[each] for each in ways], prompts, params), strict=True)
         )
@@ -136,13 +156,15 @@ def measure(
 def _run_together(
     engines: Sequence[EngineInTurns], prompts: Prompts, params: Sequence[SamplingParams]
 ) -> list[Run]:
-    """In turns of a few milliseconds: a token of each sequence of the engine that has had the least time so far.
+    """Runs engines in turns of a few milliseconds.
 
-    So whatever else the machine does slows all alike. One whole run behind the other may differ by a tenth for that alone.
+    A turn is a token of each sequence of the engine that has had the least time so far. So anything
+    else that runs on the machine slows all engines alike. If one whole run followed the other, they
+    could differ by a tenth for that reason alone.
     """
     for engine in engines:
         engine.begin(prompts, params)
-    seconds = dict.fromkeys(engines, 0.0)  # of those that are not through
+    seconds = dict.fromkeys(engines, 0.0)  # engines that are done are removed
     while seconds:
         engine = min(seconds, key=seconds.__getitem__)
         seconds[engine], goes_on = engine.go_on()
@@ -152,7 +174,14 @@ def _run_together(
 
 
 def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
-    """wanted: tokens of all sequences."""
+    """Returns the medians of some pairs.
+
+    Args:
+        batch: The number of sequences.
+        way: The way to draft.
+        wanted: The tokens of all sequences in a run.
+        pairs: The runs.
+    """
     method, number = way
     return Cell(
         batch,
@@ -166,7 +195,7 @@ def _cell(batch: int, way: Way, wanted: int, pairs: Pairs) -> Cell:
 
 
 def table(cells: Sequence[Cell]) -> str:
-    """A row for each way at each batch; the best of a batch in seconds is marked."""
+    """Returns a row for each way at each batch; a star marks the fastest of a batch."""
     rows = [["drafts", "batch", "tokens/step", "tokens/s", "ratio", "same text"]]
     for cell in cells:
         best = max(other.ratio for other in cells if other.batch == cell.batch)
@@ -217,13 +246,13 @@ def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def _method_and_model(asked: str) -> tuple[str, str]:
-    """Of NAME[=MODEL][+tree]."""
+    """Returns the parts of NAME[=MODEL][+tree]."""
     method, _, model = asked.removesuffix("+tree").partition("=")
     return method, model
 
 
 def _ways(arguments: argparse.Namespace) -> list[Way]:
-    """Pairs of a method and a number of drafts."""
+    """Returns pairs of a method and a number of drafts."""
     numbers = [*map(str, arguments.num_speculative_tokens), "auto"]
     ways = [(asked, number) for asked in arguments.methods for number in numbers]
     ways = [
@@ -235,7 +264,7 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
 
 
 def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
-    """Just large enough, since three engines lie side by side in memory."""
+    """Returns a configuration that is just large enough: three engines are in memory at once."""
     length = config.max_model_len or num_tokens
     num_blocks = config.num_blocks or 1 + batch * (1 + -(-length // config.block_size))
     return config.replace(
@@ -244,7 +273,11 @@ def _sized(config: EngineConfig, batch: int, num_tokens: int) -> EngineConfig:
 
 
 def _config(config: EngineConfig, way: Way) -> EngineConfig:
-    """Raises UsageError for a method that there is not, or that needs what was not given."""
+    """Returns the configuration of one way to draft.
+
+    Raises:
+        UsageError: There is no such method, or it needs a setting that was not given.
+    """
     asked, number = way
     method, model = _method_and_model(asked)
     drafts: Any = None
@@ -257,7 +290,7 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
         drafts |= {"model": model} if model else {}
         if config.speculative_config is not None:
             given = config.speculative_config.model_dump(exclude_unset=True)
-            # how drafts are accepted holds for all methods, all else for its own
+            # The settings of acceptance hold for all methods, all others for their own method.
             if given["method"] != method:
                 given = {name: value for name, value in given.items() if "acceptance" in name}
             drafts = {**given, **drafts}
@@ -268,7 +301,7 @@ def _config(config: EngineConfig, way: Way) -> EngineConfig:
 
 
 def _prompts(arguments: argparse.Namespace, config: EngineConfig) -> Prompts:
-    """Of 64 tokens each: parts of the text, or random ids."""
+    """Returns prompts of 64 tokens each: parts of the text, or random ids."""
     count = max(arguments.batches)
     if arguments.text is None:
         vocab_size = read_config(resolve_model(config.model, config.revision))["vocab_size"]

@@ -1,4 +1,7 @@
-"""`jaxpage bench startup`: seconds from the start of a process to its first token, by phase, with and without compiled executables."""
+"""Measures the seconds from the start of a process to its first token, for `jaxpage bench startup`.
+
+It shows the phases of a start with compiled executables in the cache, and of one without.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,16 @@ from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
-Phases = dict[str, float]  # seconds, in the order of a start
+Phases = dict[str, float]  # seconds by phase, in the order of a start
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
-    """Prints a table and, as the last line, one JSON object. Raises JaxpageError if a start fails."""
+    """Prints a table and, as the last line, one JSON object.
+
+    Raises:
+        UsageError: A flag has a wrong value.
+        JaxpageError: A start fails.
+    """
     if arguments.starts < 1:
         raise UsageError(f"--starts must be at least 1, got {arguments.starts}")
     check_writable("--output-json", arguments.output_json)
@@ -57,7 +65,13 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
 
 
 def table(cold: Phases, warm: Phases, warm_total: float) -> str:
-    """A row per phase. warm_total: the median of the sums, which is not the sum of the medians."""
+    """Returns a table with a row for each phase.
+
+    Args:
+        cold: The phases of the start with an empty cache.
+        warm: The median phases of the other starts.
+        warm_total: The median of the sums, which is not the sum of the medians.
+    """
     rows = [
         ["seconds", "cold", "warm"],
         *([name, f"{cold[name]:.2f}", f"{warm[name]:.2f}"] for name in cold),
@@ -67,7 +81,11 @@ def table(cold: Phases, warm: Phases, warm_total: float) -> str:
 
 
 def _start(config: EngineConfig, cache: Path) -> Phases:
-    """A process with a cache of its own: what it compiles and measures is what the next one finds. Fetched models are in the user's."""
+    """Starts a process with the given cache, and returns its phases.
+
+    The next start finds what this one compiled and measured. Fetched models stay in the user's
+    cache.
+    """
     variables = {**os.environ, "JAXPAGE_CACHE_DIR": str(cache)}
     variables.pop("JAX_COMPILATION_CACHE_DIR", None)
     command: Sequence[str] = [sys.executable, "-m", startup_process.__name__]

@@ -1,6 +1,7 @@
-"""One start, timed from inside: `python -m jaxpage.bench.startup_process`, with settings as JSON on standard input.
+"""Times one start from inside: `python -m jaxpage.bench.startup_process`.
 
-Prints one JSON object: when each phase began, in seconds since the epoch, and when the first token was there; or `error`, why it
+It reads settings as JSON from standard input. It prints one JSON object with the beginning of each
+phase and of the first token, in seconds since the epoch; or with `error`, which says why the engine
 cannot start.
 """
 
@@ -14,7 +15,7 @@ _BEGAN = time.time()
 import json
 import sys
 
-import jax  # noqa: F401, timed apart from what is ours
+import jax  # noqa: F401, timed apart from our own modules
 
 _IMPORTED_JAX = time.time()
 
@@ -24,10 +25,11 @@ from jaxpage.assembly import Hooks
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.opening import open_engine
 
-PROMPT = [1, 2, 3]  # token ids: a model may have no tokenizer
+PROMPT = [1, 2, 3]  # token ids, because a model may have no tokenizer
 
 
 def main() -> None:
+    """Starts an engine, draws one token, and prints the times."""
     marks = {"importing jax": _BEGAN, "importing jaxpage": _IMPORTED_JAX}
 
     def begin(phase: str) -> None:

@@ -1,4 +1,7 @@
-"""Where the time of a step goes on the device, from JAX's profiler: each operation belongs to the named scope that it was traced in."""
+"""Measures where the time of a step goes on the device, with JAX's profiler.
+
+Each operation belongs to the named scope that it was traced in.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,29 @@ from pathlib import Path
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
-# The first of them that a path has counts: gathers are a part of attention.
+# An operation belongs to the first of these in its path: gathers are a part of attention.
 SCOPES = ("product", "gather", "attention", "sampling")
 OTHER = "other"
 _INSTRUCTION = re.compile(
     r"^\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = .*?[\])}] (?P<opcode>[a-z][\w\-]*)\(", re.MULTILINE
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-# the time of what is in them is counted there
+# These contain other operations, whose time is counted there.
 _CONTAINERS = frozenset({"call", "conditional", "while"})
 
 
 def profiled(run: Callable[[], None], code: str) -> dict[str, float]:
-    """Seconds of the operations of each scope while `run` runs.
+    """Returns the seconds of the operations of each scope while `run` runs.
 
-    code: the text of the executable that it runs. On a CPU operations may run side by side, so the sum can be more than the time that
-    passed.
+    On a CPU operations may run in parallel, so the sum can be more than the time that passed.
+
+    Args:
+        run: The function that is profiled.
+        code: The text of the executable that it runs.
     """
     scopes = scopes_of(code)
     options = ProfileOptions()
-    options.python_tracer_level = 0  # Python's calls would be slowed down by being counted
+    options.python_tracer_level = 0  # tracing would slow Python's calls down
     with tempfile.TemporaryDirectory(prefix="jaxpage-profile-") as directory:
         with jax.profiler.trace(directory, profiler_options=options):
             run()
@@ -39,7 +45,12 @@ def profiled(run: Callable[[], None], code: str) -> dict[str, float]:
 
 
 def seconds_by_scope(profile: ProfileData, scopes: Mapping[str, str]) -> dict[str, float]:
-    """scopes: of each instruction, by name."""
+    """Returns the seconds of each scope in a profile.
+
+    Args:
+        profile: The profile.
+        scopes: The scope of each instruction, by name.
+    """
     found: Counter[str] = Counter(dict.fromkeys((*SCOPES, OTHER), 0.0))
     for plane in profile.planes:
         for line in plane.lines:
@@ -52,7 +63,10 @@ def seconds_by_scope(profile: ProfileData, scopes: Mapping[str, str]) -> dict[st
 
 
 def scopes_of(code: str) -> dict[str, str]:
-    """The scope of each instruction of an executable's text, but for those that contain others."""
+    """Returns the scope of each instruction in an executable's text, by name.
+
+    Instructions that contain others are left out.
+    """
     scopes = {}
     for line in code.splitlines():
         if (instruction := _INSTRUCTION.match(line)) and instruction["opcode"] not in _CONTAINERS:

@@ -1,4 +1,7 @@
-"""`jaxpage bench throughput`: tokens per second of many requests given at once, and of a baseline beside it."""
+"""Measures the tokens per second of many requests at once, for `jaxpage bench throughput`.
+
+A baseline, and other settings, can run after it on the same requests.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +41,14 @@ _THE_WORK = ("model", "revision", "tokenizer")
 
 
 def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """Prints a table and, as the last line, one JSON object. Raises UsageError for flags that do not fit together.
+    """Prints a table and, as the last line, one JSON object.
 
-    The status is 1 where the whole range of the ratio to the earlier run is below `--fail-below`.
+    Returns:
+        The status. It is 1 if the whole range of the ratio to the earlier run is below
+        `--fail-below`.
+
+    Raises:
+        UsageError: The flags do not fit together.
     """
     _check(arguments)
     path = arguments.compare
@@ -104,7 +112,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str, Any]:
-    model = Path(config.model).name  # its directory may be another
+    model = Path(config.model).name  # because its directory may be another one
     return {
         "dataset": arguments.dataset,
         "seed": arguments.seed,
@@ -115,14 +123,18 @@ def _known_work(arguments: argparse.Namespace, config: EngineConfig) -> dict[str
 
 @contextlib.contextmanager
 def started(config: EngineConfig) -> Iterator[tuple[LLM, float]]:
-    """An engine, and the seconds that it took to start."""
+    """Yields an engine, and the seconds that it took to start."""
     start = time.perf_counter()
     with LLM(**config.given()) as llm:
         yield llm, time.perf_counter() - start
 
 
 def changes_of(text: str) -> dict[str, Any]:
-    """The settings in NAME=VALUE[,NAME=VALUE...]; a value in braces may have commas. Raises UsageError if it is something else."""
+    """Returns the settings in NAME=VALUE[,NAME=VALUE...]; a value in braces may have commas.
+
+    Raises:
+        UsageError: The text is something else.
+    """
     changes = {}
     for part in re.split(r",(?![^{]*\})", text):
         name, equals, value = part.partition("=")
@@ -151,12 +163,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def check_baseline(arguments: argparse.Namespace) -> None:
-    """Raises UsageError for a baseline that cannot be run, before there is anything to be compared with it."""
+    """Raises UsageError for a baseline that cannot be run, before anything is measured."""
     if arguments.baseline not in (None, *BASELINES):
         raise UsageError(
             f"--baseline must be one of {', '.join(BASELINES)}, got {arguments.baseline!r}"
         )
-    # Looked for and not imported: the first engine runs without it.
+    # Only look for torch: the first engine should run without it.
     if arguments.baseline and importlib.util.find_spec("torch") is None:
         raise UsageError(
             "--baseline transformers needs torch, which is not installed: pip install torch"
@@ -164,13 +176,13 @@ def check_baseline(arguments: argparse.Namespace) -> None:
 
 
 def check_writable(flag: str, path: str | None) -> None:
-    """What would fail when all is done is refused before anything runs."""
+    """Raises UsageError for a file that could not be written at the end."""
     if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
         raise UsageError(f"{flag} {path}: there is no such directory, or it is one")
 
 
 def check_plot(path: str) -> None:
-    """Raises UsageError if there is no matplotlib, or it writes no such file."""
+    """Raises UsageError if matplotlib is not installed, or does not write such a file."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "--plot needs matplotlib, which is not installed: pip install 'jaxpage[plot]'"
@@ -181,7 +193,7 @@ def check_plot(path: str) -> None:
 
 
 def _plotter(path: str) -> Callable[..., Any]:
-    """What draws the picture."""
+    """Returns the function that draws the picture."""
     check_plot(path)
     from jaxpage.bench.memory_plot import draw  # matplotlib is optional: see check_plot
 
@@ -191,8 +203,8 @@ def _plotter(path: str) -> Callable[..., Any]:
 def baseline(
     arguments: argparse.Namespace, config: EngineConfig, directory: Path, workload: list[WorkItem]
 ) -> Measurement:
-    """The same work by static batches of transformers."""
-    # torch is optional: see check_baseline
+    """Returns the measurement of the same work by static batches of transformers."""
+    # torch is optional: see check_baseline.
     from jaxpage.bench.baseline_transformers import run_baseline
 
     return run_baseline(

@@ -1,4 +1,8 @@
-"""Workloads from files: ShareGPT and Alpaca as they are published, prompts in JSON lines, and traces of arrivals in Mooncake's format."""
+"""Reads workloads from files.
+
+The formats are ShareGPT and Alpaca as they are published, prompts in JSON lines, and traces of
+arrivals in Mooncake's format.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from jaxpage.bench.workloads import WorkItem
 from jaxpage.errors import UsageError
 
 Encode = Callable[[str], list[int]]
-TRACE_BLOCK = 512  # tokens of each of a trace's `hash_ids`
+TRACE_BLOCK = 512  # the tokens that one of a trace's `hash_ids` means
 
 
 def read_workload(
@@ -27,9 +31,22 @@ def read_workload(
     max_output: int,
     encode: Encode,
 ) -> list[WorkItem]:
-    """The first `count` requests of a file, in its order if it has times, shuffled by the seed otherwise; cut at the caps.
+    """Returns the first `count` requests of a file, cut at the caps.
 
-    encode: raises UsageError where there is no tokenizer.
+    They are in the file's order if it has times, and are shuffled by the seed otherwise.
+
+    Args:
+        dataset: The format of the file.
+        path: The file.
+        count: The number of requests.
+        seed: The seed of the order, and of random tokens.
+        vocab_size: The size of the vocabulary for random tokens.
+        max_input: The longest prompt in tokens.
+        max_output: The longest output in tokens.
+        encode: Turns a text into tokens; raises UsageError if there is no tokenizer.
+
+    Raises:
+        UsageError: The file has another format, or too few requests.
     """
     try:
         entries = list(_entries(dataset, path))
@@ -68,7 +85,7 @@ def _entries(dataset: str, path: str) -> Iterator[Any]:
 
 
 def _sharegpt(entry: Any, encode: Encode, _: int) -> WorkItem | None:
-    """The first message and its answer, whose tokens are counted."""
+    """Returns the first message as the prompt; the tokens of its answer are counted."""
     turns = entry.get("conversations") or entry.get("conversation") or []
     if len(turns) < 2:
         return None
@@ -81,14 +98,21 @@ def _alpaca(entry: Any, encode: Encode, _: int) -> WorkItem:
 
 
 def _custom(entry: Any, encode: Encode, max_output: int) -> WorkItem:
-    """`prompt`: a text or token ids; `output_tokens`, as vLLM calls them, are as many as may be unless they are given."""
+    """Returns the request of an entry with a `prompt`, which is a text or token ids.
+
+    `output_tokens`, vLLM's name, are as many as possible unless they are given.
+    """
     prompt = entry["prompt"]
     token_ids = encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
     return WorkItem(tuple(token_ids), int(entry.get("output_tokens", max_output)))
 
 
 def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
-    """Only lengths are known: the same hash id is the same random tokens, so that prompts share what they shared."""
+    """Returns a request with the lengths of an entry.
+
+    The same hash id gives the same random tokens, so that prompts share the prefixes that they
+    shared.
+    """
     length, hash_ids = int(entry["input_length"]), entry.get("hash_ids") or ()
     tokens: list[int] = []
     for hash_id in hash_ids:
@@ -103,7 +127,7 @@ def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
 
 
 def _from_zero(work: list[WorkItem]) -> list[WorkItem]:
-    """Times since the first arrival, in their order."""
+    """Returns the requests in order of time, with the first arrival at 0."""
     if not work or work[0].seconds is None:
         return work
     first = min(item.seconds or 0.0 for item in work)

@@ -1,7 +1,8 @@
-"""Seeded workloads: prompts of random token ids with lengths that are distributed as in the PagedAttention paper's traces.
+"""Makes seeded workloads: prompts of random token ids with the lengths of the paper's traces.
 
-The paper prints means only. For ShareGPT the output's spread follows from its figure 2 (seven slots of 2,048 always full), the
-input's is a guess to which results are insensitive; for Alpaca both are guesses.
+The PagedAttention paper prints only means. ShareGPT's spread of outputs follows from the paper's
+figure 2 (seven slots of 2,048 are always full). Its spread of inputs is a guess, which changes
+results little. For Alpaca both are guesses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 Lengths = npt.NDArray[np.int64]
 
-# lognormal; variation = standard deviation / mean
+# This one is lognormal; the variation is the standard deviation over the mean.
 SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3
 SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
 ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
@@ -23,16 +24,20 @@ ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
 
 @dataclass(frozen=True)
 class WorkItem:
-    """One request: a prompt, and how many tokens are to be generated for it, no more and no fewer."""
+    """A request: a prompt, and the exact number of tokens to generate for it.
+
+    Attributes:
+        prompt_token_ids: The prompt.
+        num_output_tokens: The length of the output.
+        seconds: The time of the arrival since the beginning, in a timed trace.
+        after: The index of the round before, in a chat. The prompt begins with that round's prompt
+            and output.
+    """
 
     prompt_token_ids: tuple[int, ...]
     num_output_tokens: int
-    seconds: float | None = None  # of a timed trace: when it arrives, since the beginning
-    after: int | None = (
-        # of a chat: the index of the round before; the prompt begins with that round's prompt and
-        # output
-        None
-    )
+    seconds: float | None = None
+    after: int | None = None
 
 
 def _sharegpt(
@@ -55,7 +60,7 @@ def _alpaca(
 def _random(
     draw: np.random.Generator, count: int, max_input: int, max_output: int
 ) -> tuple[Lengths, Lengths]:
-    """Uniform from a tenth of the longest to the longest."""
+    """Draws lengths uniformly from a tenth of the longest to the longest."""
     inputs = draw.integers(max(1, max_input // 10), max_input, count, endpoint=True)
     outputs = draw.integers(max(1, max_output // 10), max_output, count, endpoint=True)
     return inputs, outputs
@@ -75,7 +80,10 @@ DATASETS: dict[str, Callable[[np.random.Generator, int, int, int], tuple[Lengths
 def make_workload(
     dataset: str, num_prompts: int, *, seed: int, vocab_size: int, max_input: int, max_output: int
 ) -> list[WorkItem]:
-    """`num_prompts` requests with lengths of `dataset` (a key of `DATASETS`), cut at the caps. The same seed, the same work."""
+    """Returns `num_prompts` requests with the lengths of a dataset (a key of `DATASETS`).
+
+    Lengths are cut at the caps. The same seed gives the same work.
+    """
     draw = np.random.default_rng(seed)
     inputs, outputs = DATASETS[dataset](draw, num_prompts, max_input, max_output)
     return [
@@ -94,7 +102,10 @@ def prefix_repetition(
     num_prefixes: int,
     prefix_len: int,
 ) -> list[WorkItem]:
-    """`num_prefixes` prefixes in turn, each before a suffix of its own. Lengths as in `random`."""
+    """Returns requests that share `num_prefixes` prefixes in turn, each with a suffix of its own.
+
+    The suffixes and outputs have the lengths of `random`.
+    """
     draw = np.random.default_rng(seed)
     prefixes = draw.integers(0, vocab_size, (num_prefixes, prefix_len)).tolist()
     suffixes = make_workload(
@@ -122,8 +133,11 @@ def chat(
     max_output: int,
     num_rounds: int,
 ) -> list[WorkItem]:
-    """Conversations of `num_rounds`: the first rounds of all, then the second ones. Messages and answers have the lengths of `random`, so
-    short that the last prompt has at most `max_input` tokens. What stands for the answers is random."""
+    """Returns conversations of `num_rounds` rounds: all first rounds, then all second rounds.
+
+    Messages and answers have the lengths of `random`, short enough that the last prompt has at most
+    `max_input` tokens. The answers within the prompts are random tokens.
+    """
     count, longest = -(-num_prompts // num_rounds), max_input // (2 * num_rounds)
     messages = make_workload(
         "random",

@@ -1,1 +1,4 @@
-"""Everything that users set: the engine, sampling, speculation; where settings come from and how they are checked. Never imports jax."""
+"""Declares and checks everything that users set: the engine, sampling, speculation.
+
+The modules also read settings from files, variables and flags. None of them imports jax.
+"""

@@ -1,6 +1,7 @@
-"""Checks of one argument each: right type (a bool is not an integer), in range, hashable afterwards; else a `ValueError`.
+"""Checks one argument at a time: its type and its range; raises `ValueError` if it is wrong.
 
-They are calls, not asserts, so that they also hold under `python -O`, and every message names the parameter and its value.
+The checks are calls and no asserts, so that they also hold under `python -O`. Every message names
+the parameter and its value. A bool is no integer here, and a checked value is hashable.
 """
 
 from __future__ import annotations
@@ -19,33 +20,42 @@ _P = ParamSpec("_P")
 
 INT32_MAX = 2**31 - 1
 _SHOWN_CHARACTERS = 80
-_LONG_ENOUGH = reprlib.Repr()  # looks at the beginning of a value alone, however long it is
+# It reads the beginning of a value only, so that a huge value costs no time.
+_LONG_ENOUGH = reprlib.Repr()
 for _kind in ("string", "other", "long"):
     setattr(_LONG_ENOUGH, f"max{_kind}", 4 * _SHOWN_CHARACTERS)
 for _kind in ("list", "tuple", "dict", "set", "frozenset"):
     setattr(_LONG_ENOUGH, f"max{_kind}", _SHOWN_CHARACTERS)
-MAX_NAME_CHARACTERS = 128  # of a name for which others are suggested
+# Comparing takes time: no names are suggested for a name longer than this.
+MAX_NAME_CHARACTERS = 128
 
 
 def shown(value: object) -> str:
-    """`repr(value)`, short enough for a message whatever the value is."""
+    """Returns `repr(value)`, cut so that it fits into a message whatever the value is."""
     try:
         text = _LONG_ENOUGH.repr(value)
     except (
         ValueError,
         RecursionError,
-    ):  # an integer beyond the digit limit, or nesting beyond the stack
+    ):  # an integer above Python's digit limit, or nesting deeper than the stack
         return f"a {type(value).__name__} too large to print"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
 def counted(number: int, noun: str) -> str:
-    """Such as "1 request", "2 requests"."""
+    """Returns a number with its noun, such as "1 request" or "2 requests"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 0.6) -> list[str]:
-    """Known names that were probably meant, at least `cutoff` alike (0 to 1). None for what is too long to be one: comparing takes time."""
+    """Returns the known names that were probably meant, most similar first.
+
+    Args:
+        name: The name that is not known. One that is too long to be a name gets no suggestion.
+        names: The known names.
+        most: How many to return at most.
+        cutoff: How similar a name must be, 0 to 1.
+    """
     return (
         difflib.get_close_matches(name, list(names), most, cutoff)
         if len(name) <= MAX_NAME_CHARACTERS
@@ -54,7 +64,7 @@ def close_names(name: str, names: Iterable[str], most: int = 1, cutoff: float = 
 
 
 def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
-    """The `__init__`, whose TypeError for an unknown keyword has the name that was probably meant."""
+    """Returns an `__init__` whose TypeError for an unknown keyword suggests a name."""
     known = [name for name in inspect.signature(init).parameters if name != "self"]
 
     @functools.wraps(init)
@@ -69,24 +79,25 @@ def names_checked(init: Callable[_P, None]) -> Callable[_P, None]:
 
 
 def refuse(name: str, value: object, wanted: str) -> NoReturn:
-    """Raise the `ValueError` that says which parameter, what it must be and what it was."""
+    """Raises the `ValueError` that names the parameter, what it must be and what it was."""
     raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises ValueError."""
+    """Raises ValueError if a value is none of the choices."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def check_bool(name: str, value: Any) -> bool:
+    """Returns the value if it is a bool, and raises ValueError otherwise."""
     if not isinstance(value, bool):
         refuse(name, value, "True or False")
     return value
 
 
 def check_int(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
-    """An integer of any kind (numpy's too) in [low, high]."""
+    """Returns an integer of any kind, numpy's too, that is in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         refuse(name, value, f"an integer from {low} to {high}")
     return int(value)
@@ -95,7 +106,7 @@ def check_int(name: str, value: Any, low: int, high: int = INT32_MAX) -> int:
 def check_float(
     name: str, value: Any, low: float, high: float, *, above_low: bool = False
 ) -> float:
-    """A finite number in [low, high], or in (low, high] with `above_low`."""
+    """Returns a finite number that is in [low, high], or in (low, high] with `above_low`."""
     wanted = "a finite number"
     wanted += f" {'above' if above_low else 'from'} {low:g}" if low > -math.inf else ""
     wanted += f" to {high:g}" if high < math.inf else ""
@@ -111,7 +122,7 @@ def check_float(
 
 
 def check_text(name: str, value: Any, max_characters: int | None = None) -> str:
-    """A string that is not empty, can be encoded as UTF-8, and has at most `max_characters`."""
+    """Returns a string that is not empty, is valid UTF-8 and has at most `max_characters`."""
     if not isinstance(value, str) or not value:
         refuse(name, value, "a string that is not empty")
     if max_characters is not None and len(value) > max_characters:
@@ -124,7 +135,10 @@ def check_text(name: str, value: Any, max_characters: int | None = None) -> str:
 def check_items(
     name: str, value: Any, check: Callable[[str, Any], Item], max_items: int | None = None
 ) -> tuple[Item, ...]:
-    """A list (or another sized collection that is neither text nor a mapping) of at most `max_items`, each checked, as a tuple."""
+    """Returns the items of a list as a tuple, each of them checked.
+
+    Any collection with a length is a list here, but text, bytes and a mapping are not.
+    """
     if not isinstance(value, Collection) or isinstance(value, str | bytes | bytearray | Mapping):
         refuse(name, value, "a list")
     if max_items is not None and len(value) > max_items:
@@ -133,5 +147,8 @@ def check_items(
 
 
 def check_token_id(name: str, value: Any) -> int:
-    """A token id: never negative, and an int32 on the device. The width of the vocabulary is the engine's to check."""
+    """Returns a token id, which is never negative and is an int32 on the device.
+
+    The engine, which knows the size of the vocabulary, checks the upper bound.
+    """
     return check_int(name, value, 0)

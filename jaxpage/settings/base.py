@@ -1,4 +1,7 @@
-"""Settings as immutable classes that check themselves as a whole: the base of `EngineConfig` and of the server's `ServerConfig`."""
+"""Defines settings as immutable classes that check themselves as a whole.
+
+`Settings` is the base of `EngineConfig` and of the server's `ServerConfig`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,14 @@ from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.argument_checks import close_names, shown
 from jaxpage.settings.byte_sizes import LEAST, parse_bytes
 
-Problem = tuple[str, str]  # (setting, what is wrong with it)
+Problem = tuple[str, str]  # (name of the setting, text that says what is wrong)
 
 
 def _as_bytes(value: Any) -> Any:
-    """Returns an amount as its number of bytes. A small number is refused: its unit was left out."""
+    """Returns an amount as its number of bytes.
+
+    A small number is refused, because its unit was probably left out.
+    """
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
             if not value.strip().isdigit():
@@ -46,11 +52,12 @@ def setting(
     `pytest tests/test_reference.py --write-reference`.
 
     Args:
-        help: what it is, as --help and the reference say it, without the default.
-        shown: what they say of the default, where that is not the value itself.
-        metavar: what --help calls the value, where its type does not say it.
-        alias: another flag, where vLLM has one.
-        given: the type that a type checker allows in Python, where that is more than the annotation.
+        default: The value of a setting that is not given.
+        help: The text of --help and of the reference, without the default.
+        shown: The text for the default, if it is not the value itself.
+        metavar: The name of the value in --help, if the type does not give one.
+        alias: Another flag for the same setting, if vLLM has one.
+        given: The type that a type checker allows in Python, if it is wider than the annotation.
     """
     told = {"shown": shown, "metavar": metavar, "alias": alias, "given": given}
     return Field(
@@ -61,9 +68,14 @@ def setting(
 
 
 class InvalidSettings(ConfigError):
-    """One or more settings are wrong; `problems` has them one by one, so that a caller can add where each came from."""
+    """Says that one or more settings are wrong.
+
+    Attributes:
+        problems: The problems one by one, so that a caller can add the source of each setting.
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
+        """Keeps the problems, and joins them into the message."""
         self.problems = tuple(problems)
         super().__init__(
             "\n".join(f"{name}: {text}" if name else text for name, text in self.problems)
@@ -71,7 +83,11 @@ class InvalidSettings(ConfigError):
 
 
 class UnsupportedSettings(UnsupportedError):
-    """One or more settings are understood but not honoured by this version; `problems` has them one by one."""
+    """Says that one or more settings are valid, but not supported by this version.
+
+    Attributes:
+        problems: The problems one by one.
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
@@ -79,20 +95,25 @@ class UnsupportedSettings(UnsupportedError):
 
 
 class Settings(BaseModel):
-    """A group of settings. Nothing is converted silently (`"8"` is no integer, `True` is not 1).
+    """Holds a group of settings, checked when it is made.
+
+    Nothing is converted silently: `"8"` is no integer, and `True` is not 1.
 
     Raises:
-        ConfigError: unknown settings (with the nearest name), wrong types, values out of range, contradictions; all of them.
-        UnsupportedError: settings that this version understands but cannot honour.
+        ConfigError: There are unknown settings (the message has the nearest name), wrong types,
+            values out of range or contradictions. All of them are reported at once.
+        UnsupportedError: There are settings that this version understands but cannot honour.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
-    nested: ClassVar[Mapping[str, type[BaseModel]]] = {}  # settings that have settings
-    # taken as they are: a revision may look like a number
+    # The classes of the settings that have settings of their own.
+    nested: ClassVar[Mapping[str, type[BaseModel]]] = {}
+    # Settings whose text is not parsed as YAML: a revision may look like a number.
     plain_text: ClassVar[frozenset[str]] = frozenset()
 
-    if not TYPE_CHECKING:  # type checkers see the fields as keyword arguments
+    # Type checkers see the fields as keyword arguments.
+    if not TYPE_CHECKING:
 
         def __init__(self, **settings: Any) -> None:
             try:
@@ -108,7 +129,7 @@ class Settings(BaseModel):
                 raise UnsupportedSettings(refused)
 
     def contradictions(self) -> Iterable[Problem]:
-        """Yields what is wrong with the settings taken together."""
+        """Yields the problems of settings that contradict each other."""
         return ()
 
     def refused(self) -> Iterable[Problem]:
@@ -116,18 +137,18 @@ class Settings(BaseModel):
         return ()
 
     def replace(self, **settings: Any) -> Self:
-        """Returns the same settings but for those given, checked again as a whole."""
+        """Returns a copy with the given settings changed, checked again as a whole."""
         return type(self)(**{**self.given(), **settings})
 
     def given(self) -> dict[str, Any]:
-        """Returns the settings that were set explicitly, to any value; the others have their defaults."""
+        """Returns the settings that were set explicitly; all others have their defaults."""
         return self.model_dump(exclude_unset=True)
 
     @classmethod
     def unknown(cls, name: str) -> Problem:
-        """Returns the problem with a name that no setting has, with the name that was probably meant.
+        """Returns the problem with a name that no setting has; it suggests the nearest name.
 
-        Dots lead into settings that have settings.
+        A dot leads into a setting that has settings of its own.
         """
         group, _, last = name.rpartition(".")
         names = cls.nested.get(group, cls).model_fields
@@ -137,12 +158,12 @@ class Settings(BaseModel):
 
     @classmethod
     def _all_problems(cls, settings: Mapping[str, Any], problems: list[Problem]) -> list[Problem]:
-        """Adds the problems that the other settings have among themselves, so that all can be corrected at once."""
+        """Adds the problems of the other settings, so that all can be corrected at once."""
         wrong = {name.partition(".")[0] for name, _ in problems}
         try:
             cls(**{name: value for name, value in settings.items() if name not in wrong})
         except (InvalidSettings, UnsupportedSettings) as error:
-            # Of a wrong one the default stands there: errors that follow from it are not reported.
+            # Here a wrong setting has its default. Errors that mention it are not reported.
             mentioned = re.compile(rf"\b({'|'.join(map(re.escape, wrong))})\b")
             return problems + [
                 (name, text)
@@ -153,10 +174,10 @@ class Settings(BaseModel):
 
     @classmethod
     def _explained(cls, error: ValidationError) -> Iterable[Problem]:
-        # where one of several kinds of values would do: all of them
+        # A setting that takes several kinds of values has one error for each kind; join them.
         found: dict[str, list[str]] = {}
         for item in error.errors(include_url=False, include_context=False):
-            # what follows says which kind was tried
+            # The rest of the location says only which kind was tried.
             name = ".".join(str(part) for part in item["loc"][:2])
             message = item["msg"].replace("Input should", "must").replace("String should", "must")
             message = message.removeprefix("Value error, ")
@@ -172,6 +193,12 @@ class Settings(BaseModel):
 
 
 def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the known name that was probably meant, if one is at least `cutoff` alike (0 to 1)."""
+    """Returns the known name that was probably meant, or None.
+
+    Args:
+        name: The name that is not known. Case does not matter, and `-` is the same as `_`.
+        names: The known names.
+        cutoff: How similar the names must be, 0 to 1.
+    """
     close = close_names(name.lower().replace("-", "_"), names, cutoff=cutoff)
     return close[0] if close else None

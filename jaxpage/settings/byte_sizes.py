@@ -1,11 +1,12 @@
-"""Amounts of memory as people write them: 24GiB (of 1024), 40GB (of 1000), or a number of bytes."""
+"""Reads amounts of memory: 24GiB (powers of 1024), 40GB (powers of 1000), or a number of bytes."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-LEAST = 1000  # bytes; who asks for less has left out the unit
+# A smaller number of bytes without a unit is refused: the unit was probably forgotten.
+LEAST = 1000
 _UNITS = {
     "b": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)},
@@ -14,7 +15,11 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """The number of bytes. Raises ValueError for what is no amount, for nothing, and for a small number without a unit."""
+    """Returns the number of bytes that a text such as "24GiB" means.
+
+    Raises:
+        ValueError: The text is no amount, it is 0, or it is a small number without a unit.
+    """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower(), re.ASCII)
     unit = _UNITS.get(match[2] or "b") if match else None
     if match is None or unit is None:

@@ -1,4 +1,4 @@
-"""How XLA makes CUDA graphs of steps: what the settings of an engine say of it."""
+"""Holds the settings that say how XLA makes CUDA graphs of steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 
 class GraphSettings(NamedTuple):
-    """update_mode: of XLA, in small letters; "auto": its default. collectives: whether what devices exchange is part of a graph."""
+    """Holds the settings of an engine's CUDA graphs.
+
+    Attributes:
+        update_mode: XLA's update mode in lower case; "auto" is XLA's default.
+        collectives: Says whether communication between devices is part of a graph.
+    """
 
     update_mode: str = "auto"
     collectives: bool = False

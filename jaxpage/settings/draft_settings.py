@@ -1,4 +1,7 @@
-"""The settings of an acceptance rule and of a drafting method: `SpeculativeConfig` with its defaults filled in."""
+"""Holds the settings of an acceptance rule and of drafting methods, with defaults filled in.
+
+`SpeculativeConfig` makes them.
+"""
 
 from __future__ import annotations
 
@@ -6,30 +9,52 @@ from typing import Literal, NamedTuple
 
 
 class SuffixDecoding(NamedTuple):
-    """Settings of suffix decoding."""
+    """Holds the settings of suffix decoding.
 
-    max_tree_depth: int = 24  # tokens that are the same and tokens that are drafted, together
-    max_cached_requests: int = 10_000  # whose outputs are kept to draft from, each sample counted
-    max_spec_factor: float = 1.0  # drafts for each token that is the same
-    min_token_prob: float = 0.1  # of a draft: by the counts, with all the drafts before it
+    Attributes:
+        max_tree_depth: The most matching tokens and draft tokens together.
+        max_cached_requests: How many finished requests' outputs are kept to draft from.
+        max_spec_factor: The most draft tokens for each matching token.
+        min_token_prob: The lowest probability, by counts, of a draft with all drafts before it.
+    """
+
+    max_tree_depth: int = 24
+    max_cached_requests: int = 10_000  # each sample of a request counts
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
 
 
 class AcceptanceRule(NamedTuple):
-    """Which drafts become tokens. The rest is of "typical"."""
+    """Says which drafts are accepted.
+
+    Typical acceptance takes a draft whose probability is above the smaller of two thresholds. The
+    other rules have no thresholds.
+
+    Attributes:
+        name: The rule.
+        posterior_threshold: The first threshold; a draft above it is right whatever else is likely.
+        posterior_alpha: The second threshold is this number times exp(-entropy).
+    """
 
     name: Literal["coupled", "rejection", "typical"] = "coupled"
-    posterior_threshold: float = 0.09  # a draft this likely is right whatever else is likely
-    posterior_alpha: float = 0.3  # and one that is this part of exp(-entropy), where that is less
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
 
 
 class Lookahead(NamedTuple):
-    """The sizes of lookahead decoding: W, N and G of its authors."""
+    """Holds the sizes of lookahead decoding, which its authors call W, N and G.
 
-    window: int  # columns of guesses that are made better in every step
-    ngram: int  # tokens of what is kept, the first of them known when it is drafted
-    guesses: int  # that are kept behind a token, and drafted
+    Attributes:
+        window: The columns of guesses that every step improves.
+        ngram: The tokens of a kept n-gram; the first is known when the others are drafted.
+        guesses: The n-grams that are kept after a token, and are drafted.
+    """
+
+    window: int
+    ngram: int
+    guesses: int
 
     @property
     def num_drafts(self) -> int:
-        """At most: of the first column the first is the known token."""
+        """Returns the most drafts of a step; one token of the window is known, and is no draft."""
         return (self.window + self.guesses) * (self.ngram - 1) - 1

@@ -1,4 +1,7 @@
-"""`EngineConfig`: every setting of an engine, checked together before anything is loaded. `sources` says where values come from."""
+"""Declares `EngineConfig`: every setting of an engine, checked together before anything is loaded.
+
+The module `sources` reads the values and says where each comes from.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +38,25 @@ _DTYPE_NAMES = {"half": "float16", "float": "float32"}  # torch's and vLLM's nam
 
 
 def dtype_name(value: Any) -> Any:
-    """Returns the name of a dtype that is given as a type or by another name: `jnp.bfloat16`, `np.float32`, "half"."""
+    """Returns the name of a dtype that is given as a type or by another name.
+
+    Examples are `jnp.bfloat16`, `np.float32` and "half".
+    """
     if isinstance(value, str):
         return _DTYPE_NAMES.get(value, value)
-    found = getattr(value, "dtype", value)  # a type of JAX has one
+    found = getattr(value, "dtype", value)  # jnp.bfloat16 is no type, but has a dtype
     return getattr(found, "name", value.__name__ if isinstance(value, type) else value)
 
 
 class EngineConfig(Settings):
-    """The settings of an engine. `LLM(...)`, a YAML file, flags and `JAXPAGE_*` variables use the same names.
+    """Holds the settings of an engine.
 
-    A setting is declared here and nowhere else: see `setting`.
+    `LLM(...)`, a YAML file, flags and `JAXPAGE_*` variables use the same names. A setting is
+    declared here and nowhere else: see `setting`.
 
-    Raises ConfigError with all wrong settings at once, and UnsupportedError for those that this version cannot honour.
+    Raises:
+        ConfigError: Settings are wrong; the message lists all of them.
+        UnsupportedError: This version cannot honour some settings.
     """
 
     nested: ClassVar[Mapping[str, type[BaseModel]]] = {"speculative_config": SpeculativeConfig}
@@ -213,12 +222,15 @@ class EngineConfig(Settings):
 
     @property
     def graphs(self) -> GraphSettings:
+        """Returns the settings of the CUDA graphs."""
         return GraphSettings(self.cudagraph_update_mode, self.cudagraph_collectives)
 
     def contradictions(self) -> Iterable[Problem]:
+        """Yields the problems of settings that contradict each other."""
         return _contradictions(self)
 
     def refused(self) -> Iterable[Problem]:
+        """Yields the settings that this version cannot honour."""
         return _not_honoured(self)
 
 
@@ -282,9 +294,10 @@ def _contradictions(config: EngineConfig) -> Iterable[Problem]:
 
 
 def attention_backends() -> tuple[str, ...]:
-    """Returns the values of that setting.
+    """Returns the values that `attention_backend` can have.
 
-    A kernel set has the name of its file, so that it is found without importing `pallas_kernels` and jax.
+    A kernel set has the name of its file, so this finds them without importing `pallas_kernels` or
+    jax.
     """
     package = importlib.util.find_spec("pallas_kernels")
     folders = [

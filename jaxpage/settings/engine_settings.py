@@ -1,4 +1,7 @@
-"""The settings of `EngineConfig` as keyword arguments that editors and type checkers see. It says what each means."""
+"""Declares the settings of `EngineConfig` as keyword arguments for editors and type checkers.
+
+`EngineConfig` says what each setting means.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,10 @@ AnyPath = str | os.PathLike[str]
 
 
 class EngineSettings(TypedDict, total=False):
-    """All settings but `model` and `tokenizer`, with what may be given for each.
+    """Holds all settings but `model` and `tokenizer`, with the types that may be given for each.
 
-    Written by `pytest tests/test_reference.py --write-reference`, since type checkers read no other declaration of keywords.
+    It is written by `pytest tests/test_reference.py --write-reference`, because type checkers read
+    no other declaration of keywords.
     """
 
     # What follows is generated.
@@ -64,11 +68,16 @@ class EngineSettings(TypedDict, total=False):
 
 
 class LLMSettings(EngineSettings, total=False):
-    """The keyword arguments of `LLM`."""
+    """Holds the keyword arguments of `LLM`."""
 
     tokenizer: AnyPath | None
 
 
 def engine_config(model: AnyPath, settings: EngineSettings) -> EngineConfig:
-    """Returns the configuration of a model with these settings. Raises what `EngineConfig` raises."""
+    """Returns the configuration of a model with these settings.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        UnsupportedError: This version cannot honour a setting.
+    """
     return EngineConfig(model=cast(str, model), **cast("dict[str, Any]", settings))

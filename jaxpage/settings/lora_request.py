@@ -1,4 +1,4 @@
-"""`LoRARequest`: which adapter a request is computed with."""
+"""Defines `LoRARequest`, which names the adapter of a request."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """A LoRA adapter in PEFT's layout.
+    """Names a LoRA adapter in PEFT's layout.
+
+    The files are read by the first call that uses the adapter.
 
     Args:
-        lora_name: for people and for errors.
-        lora_int_id: at least 1. It stands for one name and one path for the life of an engine.
-        lora_path: directory of `adapter_config.json` and `adapter_model.safetensors`.
+        lora_name: The name for people and for error messages.
+        lora_int_id: An id of at least 1. It means one name and one path for the life of an engine.
+        lora_path: The directory of `adapter_config.json` and `adapter_model.safetensors`.
 
-    Raises TypeError or ValueError, naming the field and its value. The files are read by the call that uses it.
+    Raises:
+        TypeError: A field has the wrong type; the message names the field and its value.
+        ValueError: A field is empty or out of range; the message names the field and its value.
     """
 
     lora_name: str

@@ -1,7 +1,8 @@
-"""How a request is decoded: `SamplingParams` and `BeamSearchParams`, checked at construction, immutable and hashable.
+"""Defines `SamplingParams` and `BeamSearchParams`, which say how a request is decoded.
 
-Names and bounds are vLLM's, so that scripts carry over. What is checked here needs no model; token ids are checked against the
-width of the logits, and lengths against the model, when a request is admitted.
+They are immutable, hashable and checked when they are made. Names and bounds are vLLM's, so that
+scripts carry over. The checks here need no model: when a request is admitted, its token ids are
+checked against the width of the logits, and its lengths against the model.
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ from jaxpage.settings.token_ids import TokenIds
 
 MAX_SEQUENCES = 16384  # of one request: the bound of n, best_of and beam_width
 MAX_LOGPROBS = 20  # candidates that may be asked for per position
-GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the likeliest token
-MAX_BAD_WORDS = 1024  # they are looked at in every step
+GREEDY_TEMPERATURE = 1e-5  # a temperature below this means: take the most likely token
+MAX_BAD_WORDS = 1024  # every step reads all of them
 MAX_BAD_WORD_CHARACTERS = 256
-MAX_BAD_WORDS_CHARACTERS = 65536  # of all together: each is tokenized twice
+MAX_BAD_WORDS_CHARACTERS = 65536  # of all words together, because each is tokenized twice
 MAX_CACHE_SALT_CHARACTERS = 256
 MAX_USER_CHARACTERS = 256
 
 
 @dataclass(frozen=True, init=False)
 class SamplingParams:
-    """Parameters of a request that samples its output (or decodes greedily, at temperature 0).
+    """Holds the parameters of a request that samples its output, or decodes greedily.
 
-    Fields hold the checked values in one form: lists are tuples (`stop` and `stop_token_ids` are `()` by default) without duplicate token
-    ids, a temperature below 1e-5 is 0.0, `top_k` is 0 when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
+    The fields hold the checked values in one form: lists are tuples without duplicate token ids
+    (`stop` and `stop_token_ids` are `()` by default), a temperature below 1e-5 is 0.0, `top_k` is 0
+    when off, `seed` is None or in [0, 2**64), `logit_bias` is sorted pairs.
 
-    `structured_outputs` is given as a mapping with one of "json" (a schema, or its text), "regex", "choice" (a list of texts),
-    "grammar" (Lark or GBNF) and "json_object" (True).
+    `structured_outputs` is given as a mapping with one of "json" (a schema, or its text), "regex",
+    "choice" (a list of texts), "grammar" (Lark or GBNF) and "json_object" (True).
 
     Raises:
-        ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
+        ValueError: A parameter has the wrong type or is out of bounds; the message names the
+            parameter and its value.
     """
 
     n: int  # samples of the prompt, 1 to 16384
@@ -59,15 +62,14 @@ class SamplingParams:
     min_p: float  # 0 to 1: drop tokens below this share of the highest probability; 0: off
     presence_penalty: float  # -2 to 2; subtracted once from the logits of tokens in the output
     frequency_penalty: float  # -2 to 2; subtracted for each time that the token is in the output
-    # above 0; divides positive logits of tokens in the prompt or output, multiplies negative ones;
-    # 1: off
+    # above 0; divides positive and multiplies negative logits of all known tokens; 1: off
     repetition_penalty: float
     # token id to a bias of -100 to 100, which is added to the logit; at most 1024
     logit_bias: tuple[tuple[int, float], ...]
     allowed_token_ids: TokenIds | None  # only these token ids may be sampled; None: all
-    # texts whose tokens, as at the beginning of a text and as after a space, the output does not
-    # have in a row; other tokens may make the same text, and the prompt may contain it; at most
-    # 1024, of 256 characters each
+    # The tokens are those of the text at the beginning of a text and after a space. Other tokens
+    # may make the same text, and the prompt may contain it.
+    # texts whose tokens the output does not have in a row; at most 1024, of 256 characters each
     bad_words: tuple[str, ...]
     seed: int | None  # seed of the sampling noise; None or -1: drawn by the engine
     stop: tuple[str, ...]  # the output ends before the first of these texts
@@ -165,17 +167,20 @@ class SamplingParams:
 
     @property
     def ranks(self) -> bool:
-        """Returns whether more sequences are generated than come back; then the most likely ones do."""
+        """Returns whether only the most likely of the generated sequences are returned."""
         return self.best_of is not None and self.best_of > self.n
 
     @property
     def num_logprobs(self) -> int | None:
-        """Like `logprobs`, and 0 also where the log probabilities of the drawn tokens are needed to rank sequences."""
+        """Returns `logprobs`, or 0 where only ranking needs the log probabilities of the tokens."""
         return 0 if self.logprobs is None and self.ranks else self.logprobs
 
-    @functools.cached_property  # asked for at every step
+    @functools.cached_property  # every step reads it
     def processes_logits(self) -> bool:
-        """Returns whether anything changes the logits before temperature and truncation. Most requests leave them as they are."""
+        """Returns whether any parameter changes the logits before temperature and truncation.
+
+        Most requests leave the logits as they are.
+        """
         given = (
             self.logit_bias,
             self.allowed_token_ids,
@@ -187,7 +192,7 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        """Returns whether the logits depend on the tokens that are known already."""
+        """Returns whether the logits depend on the tokens that are already known."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -197,14 +202,19 @@ class SamplingParams:
 
 @dataclass(frozen=True, init=False)
 class BeamSearchParams:
-    """Parameters of a beam search, with the semantics of Hugging Face's `generate(num_beams=...)`.
+    """Holds the parameters of a beam search as Hugging Face's `generate(num_beams=...)` has it.
 
-    When `beam_width` hypotheses have ended, `early_stopping` decides whether to go on. True: end the search. False: end it if the best
-    running beam, at its current length, scores no better than the worst of them. "never": end it only if that beam could not score better
-    at its longest length either (the same as False if `length_penalty` is not above 0).
+    When `beam_width` hypotheses have ended, `early_stopping` decides whether the search goes on:
+
+    * True ends the search.
+    * False ends it if the best running beam, at its current length, scores no better than the
+      worst of the hypotheses.
+    * "never" ends it only if that beam could not score better at its longest length either. This
+      is the same as False if `length_penalty` is not above 0.
 
     Raises:
-        ValueError: a parameter has the wrong type or is out of bounds; names the parameter and its value.
+        ValueError: A parameter has the wrong type or is out of bounds; the message names the
+            parameter and its value.
     """
 
     beam_width: int  # beams, 1 to 16384; with the end-of-sequence and stop ids at most 64
@@ -252,7 +262,10 @@ def _temperature(value: Any) -> float:
 
 
 def _seed(value: Any) -> int | None:
-    """None and -1 ask the engine to draw one; other negative seeds count modulo 2**64."""
+    """Returns a seed in [0, 2**64), or None for None and -1, which ask the engine to draw one.
+
+    Other negative seeds count modulo 2**64.
+    """
     if value is None:
         return None
     seed = check_int("seed", value, -(2**63), 2**64 - 1)

@@ -1,4 +1,7 @@
-"""Reads settings from the command line, the environment (`JAXPAGE_*`) and YAML, the strongest first; every value knows its origin."""
+"""Reads settings from the command line, the environment (`JAXPAGE_*`) and YAML files.
+
+The command line wins over the environment, which wins over the file. Every value keeps its origin.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,10 @@ from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.yaml_file import Located, load_mapping, parse_scalar
 
 PREFIX = "JAXPAGE_"
-OTHER_VARIABLES = frozenset(  # read elsewhere; no settings
+OTHER_VARIABLES = frozenset(  # no settings: other modules read them
     {"JAXPAGE_DEBUG", "JAXPAGE_CACHE_DIR", "JAXPAGE_API_KEY", "JAXPAGE_HOSTS_SECRET"}
 )
-SECTIONS = ("server",)  # of a file: mappings with the settings of something else
+SECTIONS = ("server",)  # keys of a file whose values are the settings of something else
 BUILT_IN = "built-in"
 _OF_A_SERVICE = re.compile(r"(tcp|udp|sctp)://")
 
@@ -35,7 +38,7 @@ Kind = TypeVar("Kind", bound=Settings)
 
 @dataclass(frozen=True)
 class Resolved(Generic[Kind]):
-    """A checked configuration and, for every setting, where its value came from."""
+    """Holds a checked configuration with the origin of every setting."""
 
     config: Kind
     origins: Mapping[str, str]
@@ -62,26 +65,30 @@ def resolve_config(
     environment: Mapping[str, str] | None = None,
     overrides_origin: str = "argument",
 ) -> ResolvedConfig:
-    """Returns the engine's configuration from all sources. The file's other sections are left to those whom they are for.
+    """Returns the engine's configuration from all sources.
+
+    The file's other sections, such as `server`, are not read here.
 
     Args:
-        path: a YAML file with the fields of `EngineConfig`, or None.
-        overrides: what was given by hand, on the command line or as arguments of a call; wins over everything.
-        environment: the environment's variables; the process's own by default.
-        overrides_origin: how the origin of `overrides` is called.
+        path: A YAML file with the fields of `EngineConfig`, or None.
+        overrides: The settings given by hand, on the command line or as arguments of a call. They
+            win over all others.
+        environment: The variables; those of the process by default.
+        overrides_origin: The name for the origin of `overrides`.
 
     Raises:
-        ConfigError: a source cannot be read or a setting is wrong; the text has the origin of each.
-        UnsupportedError: a setting is understood but not honoured by this version.
+        ConfigError: A source cannot be read or a setting is wrong; the message has the origin of
+            each.
+        UnsupportedError: This version understands a setting but cannot honour it.
     """
     given = {name: item for name, item in read_file(path).items() if name not in SECTIONS}
     return resolve_settings(EngineConfig, given, overrides, environment, overrides_origin)
 
 
 def read_file(path: str | os.PathLike[str] | None) -> dict[str, Located]:
-    """Returns what a configuration file has, each value with its place.
+    """Returns the values in a configuration file, each with its place in the file.
 
-    The value of a section is such a mapping too. None as path: an empty one.
+    The value of a section is such a mapping too. The mapping is empty if the path is None.
     """
     return {} if path is None else load_mapping(Path(path), SECTIONS)
 
@@ -93,7 +100,12 @@ def resolve_settings(
     environment: Mapping[str, str] | None,
     overrides_origin: str,
 ) -> Resolved[Kind]:
-    """Returns one configuration from a file's settings, the environment and `overrides`. Raises as `resolve_config`."""
+    """Returns one configuration from a file's settings, the environment and `overrides`.
+
+    Raises:
+        ConfigError: A variable cannot be read, or a setting is wrong.
+        UnsupportedError: This version understands a setting but cannot honour it.
+    """
     from_environment, wrong = _from_environment(
         kind, os.environ if environment is None else environment
     )
@@ -118,10 +130,11 @@ def resolve_settings(
 def _from_environment(
     kind: type[Settings], environment: Mapping[str, str]
 ) -> tuple[dict[str, tuple[Any, str]], list[str]]:
-    """Returns the settings among the variables, each with its origin, and what is wrong with variables.
+    """Returns the settings in the environment with their origins, and the problems with variables.
 
-    Others that begin like ours are left alone unless one is nearly a setting's name: Kubernetes makes variables such as
-    `JAXPAGE_SERVICE_HOST`, and `JAXPAGE_PORT=tcp://...`, for a service called jaxpage.
+    Other variables with our prefix are ignored, unless one is almost a setting's name. Kubernetes
+    makes variables such as `JAXPAGE_SERVICE_HOST` and `JAXPAGE_PORT=tcp://...` for a service called
+    jaxpage.
     """
     found: dict[str, tuple[Any, str]] = {}
     wrong = []
@@ -142,7 +155,7 @@ def _from_environment(
 
 
 def _located(problems: Iterable[Problem], origins: Mapping[str, str]) -> list[str]:
-    """Returns the problems as lines, each with the origin of its setting; a setting that was not given has none."""
+    """Returns the problems as lines, each with the origin of its setting if it was given."""
     found = ((origins.get(name.partition(".")[0]), name, text) for name, text in problems)
     return [
         f"{origin}: {name}: {text}" if origin else f"{name}: {text}" for origin, name, text in found

@@ -1,4 +1,4 @@
-"""`SpeculativeConfig`: how drafts are made and how many, as `EngineConfig.speculative_config` takes it."""
+"""Defines `SpeculativeConfig`: which method drafts, how many drafts, and which are accepted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
 from jaxpage.shapes import MOST_DRAFTS
 
-AUTO_DRAFTS = (1, 3, 7)  # with the token before them powers of two
-# methods for which `auto` was tried and lost at large batches (docs/lab-log.md)
+AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
+# The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
 FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
 
-# Which methods a field is for. In a configuration of another method it is a contradiction.
+# The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": WITH_WEIGHTS,
@@ -35,16 +35,17 @@ BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 TYPICAL = ("typical_acceptance_posterior_threshold", "typical_acceptance_posterior_alpha")
 
 
-# A draft of a tree: its rank among what the first head predicts, the rank of the next one's
-# prediction behind it, and so on.
+# A path to a draft in Medusa's tree: a rank among the predictions of the first head, a rank among
+# those of the second head, and so on.
 Choice = Annotated[tuple[Annotated[int, Field(ge=0, lt=MOST_DRAFTS)], ...], Field(min_length=1)]
 
 
 class SpeculativeConfig(BaseModel):
-    """How what follows is drafted. With coupled acceptance nothing in here changes a text: it changes how many steps it takes. With
-    rejection no distribution of texts changes. Typical acceptance changes both.
+    """Holds the settings of speculative decoding.
 
-    None: the method's default.
+    With coupled acceptance these settings change how many steps a text takes, and never the text.
+    With rejection they can change a text, but not the distribution of texts. Typical acceptance
+    changes both. A setting that is None has the method's default.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
@@ -59,30 +60,31 @@ class SpeculativeConfig(BaseModel):
         "lookahead",
         "token_recycling",
     ]
-    model: str | None = None  # of the methods that have weights of their own: where they are
+    # The place of the drafter's weights, for methods that have any.
+    model: str | None = None
     num_speculative_tokens: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | Literal["auto"] = "auto"
     tree: bool = False  # drafts may branch: several for one position, verified at once
     acceptance: Literal["coupled", "rejection", "typical"] = "coupled"
-    # see AcceptanceRule
+    # See AcceptanceRule.
     typical_acceptance_posterior_threshold: Annotated[float, Field(ge=0, lt=1)] | None = None
     typical_acceptance_posterior_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    # of "ngram": the shortest match (2)
+    # The shortest match that "ngram" drafts from (2 by default).
     prompt_lookup_min: Annotated[int, Field(ge=1, le=64)] | None = None
-    # and the longest that is looked for (16)
+    # The longest match that "ngram" looks for (16 by default).
     prompt_lookup_max: Annotated[int, Field(ge=1, le=64)] | None = None
-    # of "suffix": see SuffixDecoding
+    # See SuffixDecoding.
     suffix_decoding_max_tree_depth: Annotated[int, Field(ge=2, le=256)] | None = None
-    # 0: of no other request
+    # With 0, a request drafts from no other request's output.
     suffix_decoding_max_cached_requests: Annotated[int, Field(ge=0)] | None = None
     suffix_decoding_max_spec_factor: Annotated[float, Field(gt=0, le=64)] | None = None
     suffix_decoding_min_token_prob: Annotated[float, Field(ge=0, le=1)] | None = None
 
-    # Of "medusa": the tree.
+    # The tree of "medusa".
     medusa_choices: (
         Annotated[tuple[Choice, ...], Field(min_length=1, max_length=MOST_DRAFTS)] | None
     ) = None
 
-    # of "lookahead": see Lookahead
+    # See Lookahead.
     lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
     lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
@@ -90,14 +92,17 @@ class SpeculativeConfig(BaseModel):
     @field_validator("medusa_choices", mode="before")
     @classmethod
     def _as_tuples(cls, value: Any) -> Any:
-        """Takes the tree as JSON and Medusa's own code write it: a list of lists."""
+        """Returns the tree as tuples; JSON and Medusa's own code write it as a list of lists."""
         if isinstance(value, list | tuple):
             return tuple(tuple(path) if isinstance(path, list) else path for path in value)
         return value
 
     @property
     def prompt_lookup(self) -> tuple[int, int]:
-        """Returns the shortest and the longest match. Where one is given, the default of the other gives way to it."""
+        """Returns the shortest and the longest match of "ngram".
+
+        If only one is given, the default of the other is moved so that both fit together.
+        """
         shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
@@ -105,11 +110,13 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def suffix_decoding(self) -> SuffixDecoding:
+        """Returns the settings of suffix decoding, with defaults filled in."""
         given = {name: getattr(self, f"suffix_decoding_{name}") for name in SuffixDecoding._fields}
         return SuffixDecoding(**{name: value for name, value in given.items() if value is not None})
 
     @property
     def rule(self) -> AcceptanceRule:
+        """Returns the acceptance rule, with defaults filled in."""
         given = {name.removeprefix("typical_acceptance_"): getattr(self, name) for name in TYPICAL}
         return AcceptanceRule(
             self.acceptance, **{name: value for name, value in given.items() if value is not None}
@@ -117,11 +124,10 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def lookahead(self) -> Lookahead:
-        """Returns the sizes that are given, and for the others what `num_speculative_tokens` has room for.
+        """Returns the sizes of lookahead decoding.
 
-        Four columns in five are for the window.
-
-        docs/lab-log.md compares them.
+        Sizes that are not given follow from `num_speculative_tokens`: four columns in five are for
+        the window (docs/lab-log.md has the comparison).
         """
         most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
         ngram = self.lookahead_ngram or (4 if most >= 23 else 3 if most >= 3 else 2)
@@ -133,11 +139,14 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
-        """How many drafts a sequence may have in a step: the one number that is asked for, or a few to choose from."""
+        """Returns the numbers of drafts that a sequence may have in a step.
+
+        This is the one number that was asked for, or the few that "auto" chooses from.
+        """
         wanted, choices = self.num_speculative_tokens, self.medusa_choices
         if self.method == "lookahead":
             return (self.lookahead.num_drafts,)
-        if wanted == "auto" and choices is not None:  # a given tree, or less of it
+        if wanted == "auto" and choices is not None:  # the given tree, or a part of it
             return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
         return AUTO_DRAFTS if wanted == "auto" else (wanted,)
 
@@ -147,7 +156,7 @@ class SpeculativeConfig(BaseModel):
         return self.tree or self.method == "lookahead"
 
     def problems(self) -> Iterable[str]:
-        """Yields what contradicts itself."""
+        """Yields a text for each contradiction between the settings."""
         for name in TYPICAL:
             if (value := getattr(self, name)) is not None and self.acceptance != "typical":
                 yield f"{name} is {value!r}, but acceptance is {self.acceptance!r}: it belongs to typical"
@@ -211,7 +220,7 @@ class SpeculativeConfig(BaseModel):
             yield f"num_speculative_tokens is {self.num_speculative_tokens}, but medusa_choices has {len(choices)} paths"
 
     def refused(self) -> Iterable[str]:
-        """Yields what this version does not do."""
+        """Yields a text for each setting that this version does not support."""
         if self.method == "lookahead" and self.acceptance != "coupled":
             yield (
                 f"acceptance {self.acceptance!r} is not supported: this version of method 'lookahead' learns from coupled draws after "

@@ -1,4 +1,7 @@
-"""The values of `SamplingParams.structured_outputs`, checked as far as it goes without a model: vLLM's field, one kind at a time."""
+"""Checks the values of `SamplingParams.structured_outputs` as far as possible without a model.
+
+The field is vLLM's, and takes one kind of value at a time.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,17 @@ from typing import Any, NoReturn
 from jaxpage.settings.argument_checks import check_items, check_text, refuse
 
 STRUCTURED_OUTPUT_KINDS = ("json", "regex", "choice", "grammar", "json_object")
-MAX_CHARACTERS = 65536  # of a value as JSON
+MAX_CHARACTERS = 65536  # the longest value, written as JSON
 
 
 def check_structured_outputs(value: Any) -> tuple[str, str] | None:
-    """(kind, value as JSON). What it means is found out, and refused if it is wrong, when the request is admitted."""
+    """Returns the kind and the value as JSON, or None if nothing is given.
+
+    A schema or grammar that cannot be compiled is refused later, when the request is admitted.
+
+    Raises:
+        ValueError: The value is no mapping with exactly one kind, or the kind does not take it.
+    """
     if value is None:
         return None
     if (
@@ -21,7 +30,7 @@ def check_structured_outputs(value: Any) -> tuple[str, str] | None:
         and len(value) == 2
         and all(isinstance(part, str) for part in value)
     ):
-        # already in the stored form: dataclasses.replace, an event log
+        # The value is already in the stored form: dataclasses.replace and event logs pass that.
         value = {value[0]: _parsed(value[0], value[1])}
     given = (
         {name: item for name, item in value.items() if item is not None}

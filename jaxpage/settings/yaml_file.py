@@ -1,7 +1,10 @@
-"""Strict YAML for configuration files: what a reader sees is what is loaded, and whatever is odd is refused with file and line.
+"""Reads strict YAML for configuration files: a value is what it looks like to a reader.
 
-Against PyYAML's defaults: duplicate keys, anchors, aliases and tags are errors; only `true` and `false` are booleans (not `yes`,
-`on`); `1e-6` is a number; `0123`, `12:30` and dates have no second meaning.
+Anything odd is refused with file and line. Unlike PyYAML by default:
+  * duplicate keys, anchors, aliases and tags are errors;
+  * only `true` and `false` are booleans, not `yes` or `on`;
+  * `1e-6` is a number;
+  * `0123`, `12:30` and dates have no second meaning.
 """
 
 from __future__ import annotations
@@ -21,14 +24,15 @@ MAX_FILE_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class Located:
-    """A value of the file's top-level mapping, with the place of its key as `file:line`."""
+    """Holds a value of the file's top-level mapping, with the place of its key as `file:line`."""
 
     value: Any
     place: str
 
 
 class _StrictLoader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 (PyYAML's own attribute)
+    # PyYAML's own attribute, which is read from the class.
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         event = self.peek_event()  # type: ignore[no-untyped-call]
@@ -48,7 +52,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def check_keys(node: yaml.MappingNode) -> None:
-    """Keys are text, and none is there twice."""
+    """Raises MarkedYAMLError if a key of a mapping is no text, or is given twice."""
     seen: dict[str, int] = {}
     for key, _ in node.value:
         line = key.start_mark.line + 1
@@ -79,10 +83,10 @@ _define(
 
 
 def parse_scalar(text: str) -> Any:
-    """Returns what `text` would be as a value in a file; an environment variable is read so.
+    """Returns the value that `text` would have in a file; environment variables are read like this.
 
     Raises:
-        ConfigError: it is not YAML.
+        ConfigError: The text is not YAML.
     """
     try:
         return _StrictLoader(text).get_single_data()
@@ -91,10 +95,14 @@ def parse_scalar(text: str) -> Any:
 
 
 def load_mapping(path: Path, sections: Collection[str] = ()) -> dict[str, Located]:
-    """The top-level mapping of a YAML file, every value with its place. The value of a key in `sections` is such a mapping too.
+    """Returns the top-level mapping of a YAML file, every value with its place.
+
+    Args:
+        path: The file.
+        sections: The keys whose values are such mappings too.
 
     Raises:
-        ConfigError: the file cannot be read, is not strict YAML, or holds no mapping.
+        ConfigError: The file cannot be read, is not strict YAML, or holds no mapping.
     """
     text = _read(path)
     try:

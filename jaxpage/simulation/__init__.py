@@ -1,1 +1,4 @@
-"""The scheduler of the engine, driven by a cost model instead of a device: what a schedule costs, in virtual and in host time."""
+"""Drives the engine's scheduler with a cost model in place of a device.
+
+A run says what a schedule costs in virtual time, and what the scheduler costs in host time.
+"""

@@ -1,4 +1,7 @@
-"""Beam searches that follow the ancestry of real ones: which beams go on is the model's, and decides how many blocks they share."""
+"""Runs beam searches that follow the ancestry of real ones.
+
+The model decides which beams go on, and this decides how many blocks the beams share.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,37 @@ from collections.abc import Sequence
 
 from jaxpage.step.edits import Append, Drop, Edit, Finish, Fork
 
-# Of each step of a search, behind the first: (beam that is dropped, beam that goes on twice in its
-# place), by their places.
+# For each step of a search after the first: pairs (place of a beam that is dropped, place of the
+# beam that goes on twice instead).
 Ancestry = Sequence[Sequence[tuple[int, int]]]
 
 
 class ScriptedBeams:
-    """The sequences of one search. Its ancestry begins anew where the search is longer than the real one was."""
+    """Holds the sequences of one search.
+
+    The ancestry begins anew if the search is longer than the real one was.
+    """
 
     def __init__(self, sequence_ids: Sequence[int], ancestry: Ancestry) -> None:
-        """sequence_ids: that of the first sequence, then those that forks may have, twice as many as beams in all."""
-        self._beams = [sequence_ids[0]]  # by place
+        """Begins with one sequence, which becomes all beams when it has drawn.
+
+        Args:
+            sequence_ids: The id of the first sequence, then the ids for forks. There are twice as
+                many ids as beams.
+            ancestry: The beams that go on in each step.
+        """
+        self._beams = [sequence_ids[0]]  # the sequence id at each place
         self._free = list(reversed(sequence_ids[1:]))
         self._width = len(sequence_ids) // 2
         self._ancestry = ancestry
         self._num_steps = 0
-        self._num_drawn = 0  # beams of the current step
+        self._num_drawn = 0  # how many beams have drawn in this step
 
     def drawn(self, token_id: int, *, is_last: bool) -> list[Edit]:
-        """One of the beams has drawn. When all have, those that fall out are dropped, the others go on, and all grow."""
+        """Returns the edits after a beam has drawn a token.
+
+        Only the last draw of a step has edits: some beams are dropped, others fork, and all grow.
+        """
         self._num_drawn += 1
         if self._num_drawn < len(self._beams):
             return []
@@ -37,7 +52,7 @@ class ScriptedBeams:
         return edits
 
     def _first(self) -> list[Edit]:
-        """The prompt goes on as all beams."""
+        """Forks the first sequence into all beams."""
         self._beams += [self._free.pop() for _ in range(self._width - 1)]
         return [
             Fork(self._beams[0], child, index)

@@ -1,4 +1,7 @@
-"""Requests with dummy tokens that end at a length known beforehand: what stands in for the model and its users."""
+"""Makes requests of dummy tokens whose lengths are known beforehand.
+
+They take the place of the model and of its users.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,35 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import Request, SequenceGroup
 from jaxpage.step.request import Sequence as TokenSequence
 
-PREFIX_TOKEN = (1 << 31) - 1  # every token of the prefix that requests have in common
+PREFIX_TOKEN = (1 << 31) - 1  # fills the prefix that requests share
 
 
 class ScriptedRequests:
-    """Makes the groups of a trace and answers their draws. Every token of a request is its ordinal, so that no two share a prefix but
-    the one that they are said to share."""
+    """Makes the groups of a trace and answers their draws.
+
+    Every token of a request is the request's ordinal, so that two requests share no prefix but the
+    one that they are said to share.
+    """
 
     def __init__(self, ancestries: Mapping[int, Sequence[Ancestry]] | None = None) -> None:
-        """ancestries: by the number of beams, which beams went on in real searches; searches of a trace follow them in turn."""
+        """Begins without requests.
+
+        Args:
+            ancestries: The beams that went on in real searches, by number of beams. The searches of
+                a trace follow them in turn.
+        """
         self._ancestries = ancestries or {}
         self._num_sequences = 0
         self._num_requests = 0
-        # by sequence id: the ordinal of its request
+        # The key is a sequence id; the value has the ordinal of its request.
         self._script_of: dict[int, tuple[int, Arrival]] = {}
-        self._beams: dict[int, ScriptedBeams] = {}  # by ordinal
+        self._beams: dict[int, ScriptedBeams] = {}  # the key is the ordinal of a request
 
     def new_group(self, arrival: Arrival) -> SequenceGroup:
-        """The group of a request, whose id is its ordinal. Sequence ids are given as the engine gives them."""
+        """Returns the group of a request; the request's id is its ordinal.
+
+        Sequence ids are given as the engine gives them.
+        """
         ordinal, num_prompt_tokens = self._num_requests, arrival.num_prompt_tokens
         self._num_requests += 1
         tokens = [PREFIX_TOKEN] * arrival.num_prefix_tokens
@@ -65,8 +79,12 @@ class ScriptedRequests:
         return group
 
     def edits(self, plan: StepPlan) -> list[Edit]:
-        """A token for every draw that no wrong draft precedes; the other samples of a request at its first; an end where the script
-        has it. Drafts are chains."""
+        """Returns the edits that a step's draws lead to.
+
+        Every draw appends a token, unless a wrong draft comes before it. The first draw of a
+        request also forks its other samples, and a sequence that is as long as its script says is
+        finished. Drafts are chains here, not trees.
+        """
         edits: list[Edit] = []
         for sample in plan.samples:
             sequence_id = sample.sequence_id

@@ -1,4 +1,4 @@
-"""The scheduler that is simulated: the engine's, over a pool of given size."""
+"""Makes the scheduler that is simulated: the engine's, over a pool of a given size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from jaxpage.step.limits import StepLimits
 
 @dataclass(frozen=True)
 class Setup:
-    """A scheduler as the PagedAttention paper's evaluation had it: OPT-13B on an A100-40GB, 15,728 slots."""
+    """Holds the settings of a scheduler.
 
-    num_blocks: int = 983  # that can be handed out
+    The defaults are those of the PagedAttention paper's evaluation: OPT-13B on an A100-40GB, which
+    has 15,728 slots.
+    """
+
+    num_blocks: int = 983  # without the null block
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2560
     prefix_caching: bool = False
-    # to as many host blocks as the pool has
+    # There are as many host blocks to swap to as the pool has blocks.
     preemption: Preemption = field(default_factory=Preemption)
 
     def new_scheduler(self) -> PagedScheduler:
+        """Returns a scheduler over an empty pool."""
         limits = StepLimits(
             self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True
         )

@@ -1,4 +1,4 @@
-"""What the steps of an engine cost on this machine, by their shapes: measured, or read from a file."""
+"""Measures or reads what the steps of an engine cost on this machine, by their shapes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,31 @@ from jaxpage.engine.engine import Engine
 from jaxpage.simulation.costs import AnalyticCost, CostModel
 from jaxpage.step.plan import StepPlan
 
-SHORT, LONG = 16, 512  # tokens before those that are decoded
-STEPS = 12  # of each kind, after as many that are not measured; the median counts
-CHUNKS = 3  # of each kind, after one that is not measured
+SHORT, LONG = 16, 512  # tokens of the prompt of a decoding row
+STEPS = 12  # measured decode steps of a kind, after as many for warm-up; their median counts
+CHUNKS = 3  # measured prompt chunks of a kind, after one for warm-up
 
 
 @dataclass(frozen=True)
 class ShapeCost:
-    """A step costs what the smallest shape that holds it costs, padding included, and the reading of its context. Seconds.
+    """Computes the seconds of a step from the measured times of an engine's shapes.
 
-    Steps are measured as the engine makes them, so planning, batch and commit are part of them; HTTP and texts are not. Swapping is not
-    measured: what is planned with these costs recomputes.
+    A step costs what the smallest shape that holds it costs, padding included, and the reading of
+    its context. The engine made the measured steps, so planning, batch and commit are part of them;
+    HTTP and texts are not. Swapping is not measured: plans with these costs recompute.
+
+    Attributes:
+        decode: Pairs (rows, seconds) in ascending order.
+        chunk: Triples (query tokens, rows, seconds) in ascending order.
+        context_token: The seconds for each token in the context of a decoding row.
     """
 
-    decode: tuple[tuple[int, float], ...]  # rows, from few to many; seconds
-    chunk: tuple[tuple[int, int, float], ...]  # query tokens, from few to many; rows; seconds
-    context_token: float  # for each token of context of a decoding row
+    decode: tuple[tuple[int, float], ...]
+    chunk: tuple[tuple[int, int, float], ...]
+    context_token: float
 
     def compute_seconds(self, plan: StepPlan) -> float:
+        """Returns the seconds from the plan of a step to its draws."""
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
         context = sum(
             [max(0, row.context_length - SHORT) for row in plan.rows if len(row.token_ids) == 1]
@@ -51,11 +58,12 @@ class ShapeCost:
         return step + self.context_token * context
 
     def swap_seconds(self, num_blocks: int, block_size: int) -> float:
+        """Returns 0, because swapping is not measured."""
         return 0.0
 
 
 def measure(built: Built) -> ShapeCost:
-    """Steps of full shapes, of an engine that does nothing else and has no prefix cache."""
+    """Measures steps of full shapes on an idle engine without a prefix cache."""
     engine, memory, menu = built.engine, built.memory, built.spec.menu
     most = min(
         built.spec.limits.max_rows,
@@ -102,7 +110,13 @@ def _timed(call: Callable[[], Any], count: int) -> list[float]:
 
 
 def read_costs(path: str) -> CostModel:
-    """Of a file: what `jaxpage plan --slo --json` wrote, or the fields of `AnalyticCost`. Raises ValueError for anything else."""
+    """Returns the costs in a file.
+
+    The file is what `jaxpage plan --slo --json` wrote, or has the fields of `AnalyticCost`.
+
+    Raises:
+        ValueError: The file has anything else, or cannot be read.
+    """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         found = found.get("costs", found)
@@ -121,5 +135,6 @@ def read_costs(path: str) -> CostModel:
 
 
 def as_dict(cost: CostModel) -> dict[str, Any]:
+    """Returns the fields of a cost model for JSON."""
     assert isinstance(cost, (ShapeCost, AnalyticCost))
     return asdict(cost)

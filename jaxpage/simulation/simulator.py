@@ -1,4 +1,7 @@
-"""Drives a scheduler, the engine's own or one to compare it with, through a trace on a virtual clock."""
+"""Drives a scheduler through a trace on a virtual clock.
+
+The scheduler is the engine's own or one to compare it with.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,11 @@ from jaxpage.step.request import SequenceGroup
 
 
 class Simulator:
-    """One run of one trace: arrivals go in when the clock has come to them, a step takes what the cost model says."""
+    """Runs one trace once.
+
+    A request is added when the clock reaches its arrival; a step takes as long as the cost model
+    says.
+    """
 
     def __init__(
         self,
@@ -29,11 +36,16 @@ class Simulator:
         look_every: int = 1,
         ancestries: Mapping[int, Sequence[Ancestry]] | None = None,
     ) -> None:
-        """
+        """Prepares a run.
+
         Args:
-            ancestries: of beam searches: see `ScriptedRequests`.
-            average: what is averaged, and over which window; None: everything over the whole run.
-            look_every: steps from one look at the memory to the next; a look walks all block tables.
+            arrivals: The requests of the trace, in any order.
+            scheduler: The scheduler that is driven.
+            cost: The cost model of the machine.
+            average: The window over which the memory is averaged; the whole run by default.
+            look_every: The steps from one look at the memory to the next. A look walks all block
+                tables.
+            ancestries: The ancestries of beam searches; see `ScriptedRequests`.
         """
         self.scheduler = scheduler
         self.cost = cost
@@ -41,12 +53,15 @@ class Simulator:
         self._look_every = look_every
         self._arrivals = deque(sorted(arrivals, key=lambda arrival: arrival.seconds))
         self._requests = ScriptedRequests(ancestries)
-        self._arrival_of: dict[str, Arrival] = {}  # by request id, of those that are not finished
-        self._first_token: dict[str, float] = {}  # by request id
+        self._arrival_of: dict[str, Arrival] = {}  # unfinished requests by id
+        self._first_token: dict[str, float] = {}  # virtual seconds by request id
 
     def run(self, until: float = math.inf) -> Run:
-        """Steps until every request of the trace has finished, or the clock has come to `until`. Raises CapacityError if a request could
-        never run."""
+        """Steps until every request of the trace has finished, or the clock has reached `until`.
+
+        Raises:
+            CapacityError: A request could never run.
+        """
         while (self._arrivals or self.scheduler.has_unfinished) and self.result.seconds < until:
             self._let_in()
             plan = self.scheduler.plan()
@@ -81,7 +96,7 @@ class Simulator:
             self._note(group)
 
     def _pass(self, until: float, rows: tuple[Row, ...]) -> None:
-        """The clock goes on, over a step with these rows or, without any, over a pause."""
+        """Moves the clock over a step with these rows, or over a pause if there are none."""
         begin, self.result.seconds = self.result.seconds, until
         if self.result.num_steps % self._look_every == 0 and self.result.average.holds(
             begin, until

@@ -1,4 +1,4 @@
-"""The highest request rate at which nearly all requests keep an SLO, by the engine's scheduler on a virtual clock."""
+"""Finds the highest request rate at which nearly all requests keep an SLO, on a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,16 +14,26 @@ from jaxpage.simulation.policies import Policy
 from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import LENGTHS, Arrival
 
-SUSTAINED = 0.99  # of the requests must keep the SLO
+SUSTAINED = 0.99  # the share of requests that must keep the SLO
 NUM_REQUESTS, SEEDS = 300, (0, 1, 2)
-PRECISION = 1.05  # ratio of the rates between which the highest lies
-LOWEST, HIGHEST = 1e-2, 1e5  # rates to look between
-LOOK_EVERY = 8  # steps
+PRECISION = 1.05  # the search ends when its two rates have this ratio
+LOWEST, HIGHEST = 1e-2, 1e5  # the bounds of the search, in requests per second
+LOOK_EVERY = 8  # steps between two looks at the memory
 
 
 @dataclass(frozen=True)
 class Question:
-    """A configuration on a machine, the requests that it gets, and what they must keep: seconds by `ttft`, `tpot` and `e2el`."""
+    """Holds a configuration on a machine, its requests, and the SLO that they must keep.
+
+    Attributes:
+        new_scheduler: Makes the scheduler of the configuration.
+        cost: The cost model of the machine.
+        slo: The most seconds for any of `ttft`, `tpot` and `e2el`.
+        dataset: The distribution of lengths, a key of `LENGTHS`.
+        max_input: The longest prompt in tokens.
+        max_output: The longest output in tokens.
+        num_requests: The requests of a run.
+    """
 
     new_scheduler: Callable[[], Policy]
     cost: CostModel
@@ -36,23 +46,38 @@ class Question:
 
 @dataclass(frozen=True)
 class AtRate:
-    """All seeds at one rate. Seconds."""
+    """Holds the results of all seeds at one rate, in seconds.
 
-    rate: float  # requests per second
-    kept: float  # share of the requests that keep the SLO
+    Attributes:
+        rate: The requests per second.
+        kept: The share of the requests that keep the SLO.
+        p99_ttft: The 99th percentile of the time to the first token.
+        p99_tpot: The 99th percentile of the time per later token.
+        running: The mean number of running requests.
+        pool_in_use: The mean used share of the pool, 0 to 1.
+        num_preemptions: The preemptions of all runs.
+    """
+
+    rate: float
+    kept: float
     p99_ttft: float
     p99_tpot: float
-    running: float  # requests, in the mean
-    pool_in_use: float  # 0 to 1, in the mean
+    running: float
+    pool_in_use: float
     num_preemptions: int
 
     @property
     def is_sustained(self) -> bool:
+        """Returns whether nearly all requests keep the SLO."""
         return self.kept >= SUSTAINED
 
 
 def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> AtRate:
-    """Raises CapacityError if a request could never run."""
+    """Returns the results of all seeds at one rate.
+
+    Raises:
+        CapacityError: A request could never run.
+    """
     runs = [_run(question, rate, seed) for seed in seeds]
     served = [latencies(each) for run in runs for each in run.served.values()]
     kept = [all(each[name] <= most for name, most in question.slo.items()) for each in served]
@@ -72,8 +97,15 @@ def at_rate(question: Question, rate: float, seeds: Sequence[int] = SEEDS) -> At
 
 
 def highest_rate(question: Question, seeds: Sequence[int] = SEEDS, *, near: float = 1.0) -> AtRate:
-    """Between two rates that are `PRECISION` apart, the lower, which is sustained; the lowest of all if not even
-    that is. near: where to look first."""
+    """Returns the results at the highest rate that is sustained, to within `PRECISION`.
+
+    If not even the lowest rate is sustained, its results are returned.
+
+    Args:
+        question: The configuration, its requests and the SLO.
+        seeds: The seeds of the runs at each rate.
+        near: The rate at which the search begins.
+    """
     low, found = near, at_rate(question, near, seeds)
     while not found.is_sustained:
         if (low := low / 2) < LOWEST:
@@ -106,7 +138,7 @@ def _run(question: Question, rate: float, seed: int) -> Run:
 
 
 def latencies(served: Served) -> dict[str, float]:
-    """As `bench serve` defines them."""
+    """Returns the latencies of a request in seconds, as `bench serve` defines them."""
     others = max(1, served.arrival.num_output_tokens - 1)
     return {
         "ttft": served.first_token - served.arrival.seconds,

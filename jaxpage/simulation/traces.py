@@ -1,4 +1,4 @@
-"""Requests that arrive over time, with lengths distributed as in the PagedAttention paper's traces."""
+"""Makes requests that arrive over time, with lengths like those in the PagedAttention paper."""
 
 from __future__ import annotations
 
@@ -12,27 +12,38 @@ TRANSLATION_MEAN_INPUT, TRANSLATION_MEAN_OUTPUT, TRANSLATION_SHAPE = (
     30.0,
     40.0,
     3.0,
-)  # Gamma; guesses for sentences of news
+)  # of a Gamma distribution; guesses for sentences of news
 CHAT_INPUT, CHAT_MOST_OUTPUT = 1024, 1024
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request of a trace. All its samples have the same length, as in the paper's figure 15."""
+    """A request of a trace. All its samples have the same length, as in the paper's figure 15.
 
-    seconds: float  # since the trace began
+    Attributes:
+        seconds: The time since the beginning of the trace.
+        num_prompt_tokens: The length of the prompt, with its prefix.
+        num_output_tokens: The length of each sample.
+        num_samples: The samples, or the beams.
+        is_beam_search: Says whether the samples are the beams of a search.
+        num_prefix_tokens: The first tokens of the prompt, which all such requests share.
+    """
+
+    seconds: float
     num_prompt_tokens: int
     num_output_tokens: int
-    num_samples: int = 1  # or beams
+    num_samples: int = 1
     is_beam_search: bool = False
-    # of the prompt: the first tokens, which all such requests have in common
     num_prefix_tokens: int = 0
 
 
 def _chat(
     draw: np.random.Generator, count: int, max_input: int, max_output: int
 ) -> tuple[Lengths, Lengths]:
-    """Chats that are long already: each prompt is what the cut leaves of a history, and the answer is one of ShareGPT's."""
+    """Draws the lengths of chats that are long already.
+
+    Each prompt is the history after the cut, and each answer has a length of ShareGPT's.
+    """
     _, outputs = DATASETS["sharegpt"](draw, count, max_input, min(max_output, CHAT_MOST_OUTPUT))
     return np.full(count, min(max_input, CHAT_INPUT)), outputs
 
@@ -40,7 +51,7 @@ def _chat(
 def _translation(
     draw: np.random.Generator, count: int, max_input: int, max_output: int
 ) -> tuple[Lengths, Lengths]:
-    """Sentences of news, without the examples before them."""
+    """Draws the lengths of sentences of news, without the examples before them."""
     means = (TRANSLATION_MEAN_INPUT, max_input), (TRANSLATION_MEAN_OUTPUT, max_output)
     inputs, outputs = (
         np.clip(
@@ -66,13 +77,18 @@ def poisson_trace(
     max_input: int = 1024,
     max_total: int = 2048,
 ) -> list[Arrival]:
-    """Arrivals of a Poisson process in order of time. The same seed, the same trace.
+    """Returns arrivals of a Poisson process in order of time; the same seed gives the same trace.
 
     Args:
-        dataset: whose lengths: a key of `LENGTHS`.
-        rate: requests per second.
-        num_prefix_tokens: that all prompts begin with, before the lengths that the dataset has.
-        max_input, max_total: longest prompt, longest prompt and output together; what is longer is cut.
+        dataset: The distribution of the lengths, a key of `LENGTHS`.
+        rate: The requests per second.
+        seconds: The length of the trace.
+        seed: The seed of times and lengths.
+        num_samples: The samples, or beams, of every request.
+        is_beam_search: Says whether the samples are the beams of a search.
+        num_prefix_tokens: The tokens that all prompts begin with, before those of the dataset.
+        max_input: The longest prompt of the dataset; longer ones are cut.
+        max_total: The longest prompt and output together; longer outputs are cut.
     """
     draw = np.random.default_rng(seed)
     times = np.sort(draw.uniform(0.0, seconds, draw.poisson(rate * seconds)))

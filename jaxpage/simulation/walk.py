@@ -1,4 +1,7 @@
-"""Walks through the block manager and the scheduler step by step, with block tables as text: examples/walkthrough.ipynb."""
+"""Walks through the block manager and the scheduler step by step, for examples/walkthrough.ipynb.
+
+It prints block tables as text.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,37 @@ EMPTY = "·"
 
 
 class Walk:
-    """Sequences that write words into the real block manager, and the words in the place of keys and values."""
+    """Writes words into the real block manager, as if they were keys and values.
+
+    Attributes:
+        pool: The pool of blocks.
+        manager: The block manager over the pool.
+        words: The words in each block, by block.
+        lengths: The number of words of each sequence, by name.
+    """
 
     def __init__(
         self, free_order: Sequence[int] = (), *, num_blocks: int = 10, block_size: int = 4
     ) -> None:
-        """free_order: the blocks that are handed out first, as the paper's figures have them."""
+        """Begins with an empty pool.
+
+        Args:
+            free_order: The blocks that are handed out first, in the order of the paper's figures.
+            num_blocks: The blocks of the pool, with the null block.
+            block_size: The slots of a block (S).
+        """
         self.pool = BlockPool(num_blocks, free_order=list(free_order))
         self.manager = BlockManager([BlockTables(self.pool, block_size)])
-        self.words: dict[int, list[str]] = {}  # by block
-        self.lengths: dict[str, int] = {}  # by sequence
+        self.words: dict[int, list[str]] = {}
+        self.lengths: dict[str, int] = {}
         self._ids: dict[str, int] = {}
 
     def write(self, name: str, *words: str) -> tuple[tuple[int, int], ...]:
-        """Reserves slots for the words, copies blocks that others read, and writes. Returns the (source, destination) copies."""
+        """Reserves slots for the words, copies blocks that others read, and writes.
+
+        Returns:
+            The copies as pairs (source, destination).
+        """
         start = self.lengths.setdefault(name, 0)
         sequence_id = self._ids.setdefault(name, len(self._ids))
         copies = self.manager.reserve(sequence_id, start, start + len(words))
@@ -44,22 +64,24 @@ class Walk:
         return copies
 
     def fork(self, parent: str, child: str) -> None:
+        """Makes a sequence that shares all blocks of its parent."""
         sequence_id = self._ids.setdefault(child, len(self._ids))
         self.manager.fork(self._ids[parent], sequence_id)
         self.lengths[child] = self.lengths[parent]
 
     def release(self, name: str) -> list[int]:
-        """Returns the blocks that nobody reads any more."""
+        """Releases a sequence; returns the blocks that no other sequence reads."""
         table = self.table(name)
         self.manager.release(self._ids[name])
         del self.lengths[name]
         return [block for block in table if not self.pool.ref_count(block)]
 
     def table(self, name: str) -> list[int]:
+        """Returns the block table of a sequence."""
         return list(self.manager.block_tables(self._ids[name])[0])
 
     def show(self, title: str = "") -> None:
-        """Prints the block table of each sequence with its filled slots, and the blocks with their words and reference counts."""
+        """Prints block tables with filled slots, and blocks with words and reference counts."""
         print(f"-- {title}" if title else "--")
         size = self.manager.block_size
         for name, length in self.lengths.items():
@@ -82,8 +104,17 @@ def walk_steps(
     *,
     ancestries: Mapping[int, Sequence[Ancestry]] | None = None,
 ) -> list[StepPlan]:
-    """Plans and commits steps of the real scheduler, and prints what each does and the block tables behind it. An arrival's seconds are
-    the step before which it comes. Returns the plans."""
+    """Plans and commits steps of the real scheduler, and prints each of them with its block tables.
+
+    Args:
+        setup: The scheduler.
+        arrivals: The requests; the seconds of an arrival are the step before which it comes.
+        num_steps: The most steps.
+        ancestries: The ancestries of beam searches; see `ScriptedRequests`.
+
+    Returns:
+        The plans of the steps.
+    """
     scheduler, requests, plans = setup.new_scheduler(), ScriptedRequests(ancestries), []
     for step in range(num_steps):
         for arrival in arrivals:

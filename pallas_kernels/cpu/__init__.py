@@ -1,1 +1,1 @@
-"""Kernels for CPUs in C++: sources, and the library that is compiled of them."""
+"""Holds the kernels for CPUs in C++: the sources, and the library that is compiled from them."""

@@ -1,6 +1,8 @@
-"""How the kernels for CPUs are compiled. It needs no JAX but for headers, so that a wheel can be built with them: see `hatch_build.py`.
+"""Compiles the kernels for CPUs.
 
-No -ffast-math, and no contraction of products and sums: a result does not depend on what a compiler prefers.
+It needs only JAX's headers, and no JAX, so that a wheel can be built with the kernels: see
+`hatch_build.py`. There is no -ffast-math, and products and sums are not contracted, so that a
+result does not depend on a compiler's preferences.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ FLAGS = (
     "-pthread",
     "-w",
 )
-# By instruction set, the best first: what /proc/cpuinfo must have, and the compiler's flags.
+# For each instruction set, the best first: the needed flags of /proc/cpuinfo, and the compiler's.
 X86 = {
     "avx512": (
         {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
@@ -38,7 +40,11 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def compiler() -> list[str]:
-    """Its command: $CXX may have options. Raises RuntimeError without one."""
+    """Returns the compiler's command; $CXX may have options.
+
+    Raises:
+        RuntimeError: There is no compiler.
+    """
     if given := os.environ.get("CXX"):
         return shlex.split(given)
     found = shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
@@ -50,12 +56,22 @@ def compiler() -> list[str]:
 
 
 def options(name: str, flags: Sequence[str], include: str) -> tuple[str, ...]:
-    """Returns the compiler's options for the instruction set `name`. include: the directory of XLA's headers, `jax.ffi.include_dir()`."""
+    """Returns the compiler's options.
+
+    Args:
+        name: The instruction set.
+        flags: The flags of the instruction set.
+        include: The directory of XLA's headers, `jax.ffi.include_dir()`.
+    """
     return (*FLAGS, *flags, f"-DJAXPAGE_ISA={name}", f"-I{include}")
 
 
 def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
-    """Compiles all .cc files, each in a process of its own, and links them into `path`. Raises RuntimeError with the compiler's words."""
+    """Compiles all .cc files, each in a process of its own, and links them into `path`.
+
+    Raises:
+        RuntimeError: A command failed; the message has the compiler's words.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent) as temporary:
         units = sorted(sources.glob("*.cc"))
         objects = [str(Path(temporary) / f"{unit.stem}.o") for unit in units]
@@ -67,22 +83,28 @@ def build(path: Path, sources: Path, chosen: Sequence[str]) -> None:
             ]
         )
         _run([[*compiler(), *chosen, *objects, "-o", str(made)]])
-        with made.open("ab") as file:  # after what a loader reads; see `is_whole`
+        # A loader ignores the digest at the end of the file; see `is_whole`.
+        with made.open("ab") as file:
             file.write(hashlib.sha256(made.read_bytes()).digest())
-        made.replace(path)  # another process may have made the same
+        made.replace(path)  # atomic, because another process may build the same library
 
 
 def is_whole(path: Path) -> bool:
     """Returns whether a library is as it was built.
 
-    A loader maps the file into memory, where a part that is missing or changed ends the process.
+    A loader maps the file into memory; if a part were missing or changed there, the process would
+    end.
     """
     content = path.read_bytes()
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
 def _run(commands: Sequence[Sequence[str]]) -> None:
-    """Raises RuntimeError with the line in which a command tells of an error, after all have ended."""
+    """Runs commands in parallel.
+
+    Raises:
+        RuntimeError: A command failed; the message has the line of its error. All have ended then.
+    """
     running = [
         subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         for command in commands

@@ -1,7 +1,9 @@
-"""`x @ w.T` of a few rows of x and a weight as it is stored, in C++. XLA's own product reads weights at half of the memory's speed or less.
+"""Multiplies a few rows of x by a weight as it is stored (`x @ w.T`), in C++.
 
-It adds floats in the order of YNNPACK, which takes XLA's products of more rows where there is YNNPACK: so a row has the same bits on both
-paths, and a caller of both has to check that for each shape (`jaxpage.device.few_rows`). Sums of int8 are exact in any order.
+XLA's own product reads weights at half of the memory's speed or less. The kernel adds floats in the
+order of YNNPACK, which computes XLA's products of more rows where there is YNNPACK: so a row has
+the same bits on both paths. A caller of both has to check that for each shape
+(`jaxpage.device.few_rows`). Sums of int8 are exact in any order.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ from jaxtyping import Array, Float, Int8, Int32
 
 from pallas_kernels.cpu import library
 
-MOST_ROWS = 8  # from 16 on XLA is as fast (docs/lab-log.md)
+MOST_ROWS = 8  # XLA is as fast from 16 rows on (docs/lab-log.md)
 _INPUTS_OF_VECTOR = {"float32": 16, "bfloat16": 32, "int8": 64}
 _RESULTS = {"float32": ("float32",), "bfloat16": ("bfloat16", "float32"), "int8": ("int32",)}
-_OUTPUTS_OF_TILE = 64  # of YNNPACK: other numbers of outputs are added in another order
+_OUTPUTS_OF_TILE = 64  # YNNPACK adds other numbers of outputs in another order
 
 
 def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DTypeLike) -> bool:
     """Returns whether there is a kernel for such a product.
 
-    dtype: the type of x and of the weight; int8 for `multiply_rounded`.
-    result: the type of the product.
+    Args:
+        num_rows: The rows of x (T).
+        num_in: The inputs (I).
+        num_out: The outputs (O).
+        dtype: The type of x and of the weight; int8 for `multiply_rounded`.
+        result: The type of the product.
     """
     name = jnp.dtype(dtype).name
     return (
@@ -38,7 +44,7 @@ def takes(num_rows: int, num_in: int, num_out: int, dtype: DTypeLike, result: DT
 def multiply_few(
     x_TI: Float[Array, "T I"], w_OI: Float[Array, "O I"], result: DTypeLike
 ) -> Float[Array, "T O"]:
-    """Multiplies what `takes` says. Sums are made in float32."""
+    """Multiplies rows and a weight that `takes` allows; sums are made in float32."""
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], w_OI.shape[0]), result)
     y_TO: jax.Array = jax.ffi.ffi_call("jaxpage_multiply_few", shape, vmap_method="sequential")(
         x_TI, w_OI
@@ -51,7 +57,8 @@ def multiply_rounded(
 ) -> tuple[Int32[Array, "T O"], Float[Array, "T 1"]]:
     """Returns sums of x, rounded to eight bits, and the scale of each of its rows.
 
-    XLA has to multiply by the scale, as for more rows: where a sum follows, it rounds once.
+    XLA has to multiply by the scale, as it does for more rows: if an addition follows, XLA rounds
+    only once.
     """
     num_rows, num_out = x_TI.shape[0], values_OI.shape[0]
     shapes = [

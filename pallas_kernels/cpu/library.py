@@ -1,4 +1,7 @@
-"""The kernels for CPUs as a shared library: that of the wheel, or compiled for this machine once and kept in the user's cache."""
+"""Loads the kernels for CPUs as a shared library.
+
+It is the wheel's own, or is compiled for this machine once and kept in the user's cache.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,9 @@ from pallas_kernels.cpu.build import ARM, SOURCES, X86, build, is_whole, options
 logger = logging.getLogger(__name__)
 _LOADING = threading.Lock()
 
-# of a wheel that was built with JAXPAGE_BUILD_KERNELS=1
+# A wheel that was built with JAXPAGE_BUILD_KERNELS=1 has this directory.
 PREBUILT = Path(__file__).parent / "prebuilt"
-_FORM = "with a digest"  # of the files; those of another form have another name
+_FORM = "with a digest"  # part of a file's name, so that files of another form are not read
 FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
@@ -33,7 +36,13 @@ FUNCTIONS = (
 
 
 class Library(NamedTuple):
-    """reason: why there are no kernels; None: there are. few_rows: the types for which there is a product of few rows."""
+    """Describes the library that was loaded.
+
+    Attributes:
+        instruction_set: The name of the instruction set; empty if there are no kernels.
+        reason: The reason why there are no kernels; None if there are.
+        few_rows: The types for which there is a product of few rows.
+    """
 
     instruction_set: str
     reason: str | None = None
@@ -41,8 +50,11 @@ class Library(NamedTuple):
 
 
 def load() -> Library:
-    """Registers the functions with XLA. What cannot be compiled or loaded is no error here: see `Library.reason`."""
-    with _LOADING:  # functions are traced by several threads
+    """Registers the functions with XLA, once for the process.
+
+    A library that cannot be compiled or loaded raises nothing here: see `Library.reason`.
+    """
+    with _LOADING:  # because several threads trace functions
         return _load()
 
 
@@ -74,7 +86,10 @@ def _whole(path: Path) -> Path:
 
 
 def _register(find: Callable[[], Path]) -> str | None:
-    """With XLA, which refuses what was built for another version of its interface. Returns why not."""
+    """Registers the functions with XLA, and returns the reason if that fails.
+
+    XLA refuses functions that were built for another version of its interface.
+    """
     try:
         library = ctypes.cdll.LoadLibrary(str(find()))
         for function in FUNCTIONS:
@@ -87,7 +102,7 @@ def _register(find: Callable[[], Path]) -> str | None:
 
 
 def instruction_set() -> tuple[str, Sequence[str]] | None:
-    """The best one of this machine, and the compiler's flags for it."""
+    """Returns the best instruction set of this machine, and the compiler's flags for it."""
     if platform.machine() in ("aarch64", "arm64"):
         return next(iter(ARM.items()))
     has = _processor_flags()
@@ -104,7 +119,11 @@ def _processor_flags() -> set[str]:
 
 
 def compiled(name: str, flags: Sequence[str]) -> Path:
-    """The library for this instruction set; compiled, unless the cache has it. Raises RuntimeError with the reason."""
+    """Returns the library for an instruction set, which is compiled unless the cache has it.
+
+    Raises:
+        RuntimeError: It could not be compiled.
+    """
     chosen = options(name, flags, jax.ffi.include_dir())
     key = hashlib.sha256(repr((chosen, jax.__version__, _FORM)).encode())
     for source in sorted(SOURCES.iterdir()):
@@ -121,9 +140,12 @@ def compiled(name: str, flags: Sequence[str]) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory for code, which only this user may own and write. One that is so already may be on a read-only file system.
+    """Makes a directory for code that only this user may own and write.
 
-    Raises OSError.
+    A directory that is already private is not changed: it may be on a read-only file system.
+
+    Raises:
+        OSError: The directory cannot be made, or belongs to another user.
     """
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     found = directory.stat()

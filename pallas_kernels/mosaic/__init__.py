@@ -1,1 +1,1 @@
-"""Mosaic GPU kernels, for Hopper (sm_90a)."""
+"""Holds the Mosaic GPU kernels, for Hopper (sm_90a)."""

@@ -1,4 +1,4 @@
-"""The differences of Pallas' Mosaic GPU backend among the versions of JAX that are supported, in one place."""
+"""Keeps what differs in Pallas' Mosaic GPU backend between the supported versions of JAX."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu
 
-mg: Any = mosaic_gpu  # its names and their types differ among versions
+mg: Any = mosaic_gpu  # its names and their types differ between versions
 
 
 def mosaic_kernel(
@@ -20,10 +20,11 @@ def mosaic_kernel(
     num_threads: int,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """A Mosaic GPU kernel of `num_threads` warpgroups, which find their place by `lax.axis_index` of a name. The last axis runs fastest.
+    """Returns a Mosaic GPU kernel of `num_threads` warpgroups.
 
-    What a value's registers hold is written in the kernel (`layout=`) and not inferred: that is "lane" semantics, whose default
-    differs among versions.
+    A warpgroup finds its place with `lax.axis_index` of a name. The last axis runs fastest. The
+    kernel says how registers hold a value (`layout=`), and nothing is inferred: these are "lane"
+    semantics, which are not the default in every version.
     """
     return mg.kernel(
         body,
@@ -40,7 +41,7 @@ def mosaic_kernel(
 
 
 def mosaic_interpreter() -> Any:
-    """Runs a Mosaic kernel on CPU: its threads, barriers and copies are simulated."""
+    """Returns the interpreter's parameters; it simulates threads, barriers and copies on CPU."""
     return mg.InterpretGPUParams()
 
 
@@ -50,6 +51,6 @@ def transposed(ref: Any) -> Any:
 
 
 def loaded(ref: Any, layout: Any, *, optimized: bool = True) -> jax.Array:
-    """Reads a ref into registers of a layout. optimized: fails where the copy would be slow."""
+    """Reads a ref into registers of a layout; with `optimized`, fails if the copy would be slow."""
     index = () if jax.__version_info__ >= (0, 11, 0) else ((),)
     return mg.load(ref, *index, layout=layout, optimized=optimized)

@@ -1,18 +1,22 @@
-"""The Mosaic GPU kernel: what one program (a tile of query rows, one key/value head, one split of the context) does on Hopper.
+"""Computes paged attention on Hopper with a Mosaic GPU kernel.
 
-Warpgroups are specialised. The last one, the producer, asks the TMA for the blocks of a turn by their ids, as long as a buffer is free.
-Each of the others, a consumer, holds 64 query rows: scores by wgmma, softmax in registers, weights times values by wgmma with the weights
-in registers. Two consumers take turns: while one has the tensor cores, the other is at its softmax.
+A program takes a tile of query rows, one key/value head and one split of the context. Its
+warpgroups are specialised. The last one, the producer, asks the TMA for the blocks of a turn by
+their ids, as long as a buffer is free. Each of the others, a consumer, holds 64 query rows: it
+computes scores by wgmma, the softmax in registers, and weights times values by wgmma with the
+weights in registers. Two consumers take turns: while one has the tensor cores, the other computes
+its softmax.
 
-    producer   table -> ids -> K blocks -> V blocks        k_full, v_full: TMA -> consumers
-    consumer   wait K, scores, (mask), softmax, wait V, (clean V), sum        k_free, v_free: consumers -> producer
+    producer   table -> ids -> K blocks -> V blocks       k_full, v_full: TMA -> consumers
+    consumer   wait K, scores, (mask), softmax,           k_free, v_free: consumers -> producer
+               wait V, (clean V), sum
 
-Only turns that reach over an edge of what the tile sees pay for masks. In turns that hold masked positions, the first consumer
-overwrites their values with zeros in shared memory: they may be NaN, and zero times NaN is NaN. Their keys are harmless, since the
-mask replaces a score whatever it is.
+Only turns that cross an edge of what the tile sees pay for masks. In turns that hold masked
+positions, the first consumer overwrites their values with zeros in shared memory: they may be NaN,
+and zero times NaN is NaN. Their keys do no harm, since the mask replaces any score.
 
-The interpreter knows no accumulator that starts from a value and no product with its left side in registers, and looks for no races
-in products. `_add_product` is the only place that does something else for it.
+The interpreter has no accumulator that starts from a value and no product with its left side in
+registers, and does not look for races in products. Only `_add_product` does something else for it.
 """
 
 from __future__ import annotations
@@ -44,12 +48,12 @@ _LOG2E = math.log2(math.e)
 _SWIZZLED = (
     mg.TilingTransform((8, 64)),
     mg.SwizzleTransform(128),
-)  # of 2-byte elements, as TMA, wgmma and registers agree
+)  # for elements of 2 bytes; TMA, wgmma and registers all use this layout
 _SWIZZLED_F32 = (mg.TilingTransform((8, 32)), mg.SwizzleTransform(128))
 
 
 def entry(plan: Plan, operands: Operands) -> None:
-    """The kernel's body, run by every warpgroup."""
+    """Runs the kernel's body in every warpgroup."""
     keys = mg.SMEM((plan.stages, plan.context, plan.head_width), plan.dtype, transforms=_SWIZZLED)
     queries = mg.SMEM((plan.consumers, ROWS, plan.head_width), plan.dtype, transforms=_SWIZZLED)
     partial = top_total = None
@@ -81,7 +85,7 @@ def entry(plan: Plan, operands: Operands) -> None:
 
 
 def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
-    # later tiles of a row have more to read: they start first
+    # Later tiles of a row have more to read, so they start first.
     tile = plan.num_tiles - 1 - lax.axis_index("tile")
     head, split, warpgroup = (
         lax.axis_index("head"),
@@ -105,7 +109,7 @@ def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
 
 def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
     begin = lax.div(_first_seen(plan, tiles, tile), jnp.int32(plan.context))
-    # LAST is -1 for a tile that sees nothing
+    # A tile that sees nothing has LAST = -1.
     end = lax.div(tiles[tile, LAST] + plan.context, jnp.int32(plan.context))
     each = turns_per_split(plan, end - begin)
     begin = begin + split * each
@@ -113,20 +117,23 @@ def _turns(plan: Plan, tiles: Any, tile: jax.Array, split: jax.Array) -> Turns:
 
 
 def _first_seen(plan: Plan, tiles: Any, tile: jax.Array) -> jax.Array:
-    """The first position that any row of the tile sees."""
+    """Returns the first position that any row of the tile sees."""
     if plan.options.sliding_window is None:
         return jnp.int32(0)
     return jnp.maximum(tiles[tile, FIRST] - (plan.options.sliding_window - 1), 0)
 
 
-_IDS_AHEAD = 8  # that fit the producer's registers
+_IDS_AHEAD = 8  # so many block ids fit the producer's registers
 
 
 def _produce(
     plan: Plan, operands: Operands, shared: Shared, turns: Turns, row: jax.Array, head: jax.Array
 ) -> None:
     def block_of(turn: jax.Array, copy: int) -> jax.Array:
-        """Returns the block of a copy. After the end of the table the last entry stands in: those positions are masked."""
+        """Returns the block of a copy.
+
+        After the end of the table it is the last entry: those positions are masked.
+        """
         position = (turns.begin + turn) * plan.context + copy * plan.copy_slots
         return operands.table[
             row, jnp.minimum(lax.div(position, jnp.int32(plan.block_size)), plan.table_width - 1)
@@ -141,8 +148,8 @@ def _produce(
 
     def body(turn: jax.Array, ids: list[jax.Array]) -> list[jax.Array]:
         slot = lax.rem(turn, jnp.int32(plan.stages))
-        following = ids_of(turn + 1)  # long before they are needed
-        start: Any = 0  # in the block
+        following = ids_of(turn + 1)  # read long before they are needed
+        start: Any = 0  # the first slot in the block
         if plan.context < plan.block_size:
             start = lax.rem((turns.begin + turn) * plan.context, jnp.int32(plan.block_size))
             start = pl.multiple_of(start, 8)
@@ -164,7 +171,7 @@ def _produce(
         return following
 
     lax.fori_loop(0, turns.number, body, ids_of(jnp.int32(0)))
-    # whoever waits at a barrier sees all of its phases: the interpreter insists
+    # The interpreter insists that a thread that waits at a barrier waits for all of its phases.
     for slot in range(plan.stages):
 
         @pl.when(slot < turns.number)
@@ -194,7 +201,7 @@ def _consume(
     words = _tree_words(plan, operands, tile, consumer)
     folded = (
         plan.options.logit_softcap is None and plan.options.scale > 0
-    )  # the factor of the scores, into their exponent
+    )  # then the factor of the scores goes into their exponent
     factor = plan.options.scale * _LOG2E if folded else 1.0
 
     def body(
@@ -202,7 +209,7 @@ def _consume(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         acc, top, total = carry
         slot = lax.rem(turn, jnp.int32(plan.stages))
-        position = (turns.begin + turn) * plan.context  # of the turn's first key
+        position = (turns.begin + turn) * plan.context  # the position of the turn's first key
         end = position + plan.context
         mg.barrier_wait(shared.k_full.at[slot])
 
@@ -253,7 +260,7 @@ def _consume(
     if plan.consumers == 2:
         pl.when(consumer == 0)(lambda: _hand_over(plan, shared))
     if plan.splits == 1:
-        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)  # rows that see nothing give zeros
+        inverse = 1.0 / jnp.where(total == 0.0, 1.0, total)  # a row that sees nothing gives zeros
         q[...] = (acc * lax.broadcast_in_dim(inverse, acc.shape, [0])).astype(plan.dtype)
         mg.commit_smem()
         mg.copy_smem_to_gmem(q.at[pl.ds(0, plan.rows_each)], operands.out.at[tile, head, used])
@@ -274,7 +281,10 @@ def _consume(
 def _softmax_start(
     plan: Plan, operands: Operands, head: jax.Array, split: jax.Array, consumer: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Highest score and total weight before the first turn: the sinks are in those of the first split."""
+    """Returns the highest score and the total weight before the first turn.
+
+    The sinks are in those of the first split.
+    """
     if not plan.sinks:
         return _full((ROWS,), NO_TOP), _full((ROWS,), 0.0)
     layout = mg.Layout.WGMMA.reduce(1)
@@ -293,18 +303,22 @@ def _iota(shape: tuple[int, ...], axis: int) -> jax.Array:
 
 
 def _hand_over(plan: Plan, shared: Shared) -> None:
-    """Lets both consumers meet. The second starts one meeting later, so what one does before a meeting, the other does after it."""
+    """Lets both consumers meet.
+
+    The second one starts one meeting later, so one does before a meeting what the other does after
+    it.
+    """
     if plan.consumers == 2:
         mg.barrier_arrive(shared.taking_turns)
         mg.barrier_wait(shared.taking_turns)
 
 
 def _scaled(plan: Plan, products: jax.Array) -> jax.Array:
-    """Returns scores in powers of two."""
+    """Returns scores as exponents of two."""
     if plan.options.logit_softcap is None:
         return products * (plan.options.scale * _LOG2E)
-    # tanh(x) = 1 - 2 / (1 + exp(2x)), the quotient as a square of two roots: the GPU's own tanh has
-    # 11 bits.
+    # tanh(x) = 1 - 2 / (1 + exp(2x)). The quotient is the square of a root, since the GPU's own
+    # tanh has only 11 bits.
     root = lax.rsqrt(
         1.0 + jnp.exp2(products * (2 * _LOG2E * plan.options.scale / plan.options.logit_softcap))
     )
@@ -355,7 +369,10 @@ def _clean(
     last: jax.Array,
     consumer: jax.Array,
 ) -> None:
-    """Zeros in place of the masked values, written by the first consumer: the second reads them after their next meeting."""
+    """Writes zeros over the masked values.
+
+    The first consumer does it; the second reads them after their next meeting.
+    """
 
     @pl.when(consumer == 0)
     def _() -> None:
@@ -371,9 +388,12 @@ def _clean(
 
 
 def _add_product(plan: Plan, acc: jax.Array, weights: jax.Array, v: Any) -> jax.Array:
-    """acc + weights @ v. Interpreted: the same by an ordinary product of what is read, and reads are what it checks for races."""
+    """Returns acc + weights @ v.
+
+    The interpreter gets an ordinary product of what is read, because it checks reads for races.
+    """
     if plan.interpret:
         values = v[...]
-        mg.commit_smem()  # between such a read and the TMA's next write, as the interpreter has it
+        mg.commit_smem()  # the interpreter wants it between a read and the TMA's next write
         return acc + jnp.dot(weights, values, preferred_element_type=jnp.float32)
     return pl.run_state(lambda acc: mg.wgmma(acc, weights, v))(mg.ACC.init(acc))

@@ -1,4 +1,4 @@
-"""The static plan of the Mosaic kernel, and the names of its arrays in global and in shared memory."""
+"""Defines the static plan of the Mosaic kernel, and its arrays in global and in shared memory."""
 
 from __future__ import annotations
 
@@ -11,33 +11,49 @@ from jax import lax
 
 from pallas_kernels.attention_options import AttentionOptions
 
-ROWS = 64  # query rows of a warpgroup: wgmma's M
+ROWS = 64  # the query rows of a warpgroup: wgmma's M
 NO_TOP = -1e30  # finite, so that exp2(-inf - top) is 0 in rows that have seen nothing yet
-TREE_WORDS = 2  # of 32 bits: a tree has at most 64 query tokens
-# columns of a tile's description; `_describe` in sets/mosaic.py says more
+TREE_WORDS = 2  # words of 32 bits: a tree has at most 64 query tokens
+# The columns of a tile's description; `_describe` in sets/mosaic.py says more.
 ROW, FIRST, LAST = range(3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Everything static about a kernel.
+    """Holds everything static about a kernel.
 
-    used_rows: query rows that are copied in and out; with several consumers all of them.
+    Attributes:
+        consumers: The warpgroups that compute, one or two.
+        used_rows: The query rows that are copied in and out; all of them with several consumers.
+        context: The positions of a turn, a multiple of block_size or a part of it.
+        stages: The turns whose blocks are in shared memory at a time.
+        num_tiles: The tiles of query rows (R).
+        splits: The splits of the context.
+        split_turns: The turns of a split at least.
+        group: The query heads for each key/value head (G).
+        head_width: The width of a head (H).
+        block_size: The slots of a block (S).
+        table_width: The blocks of a table row (M).
+        dtype: The type of queries and pages.
+        options: The options of attention, without arrays.
+        tree: Says whether there is a tree mask.
+        sinks: Says whether there are sinks.
+        interpret: Says whether the kernel runs on CPU.
     """
 
     consumers: int
     used_rows: int
-    context: int  # positions of a turn, a multiple of block_size or a part of it
+    context: int
     stages: int
     num_tiles: int
     splits: int
-    split_turns: int  # turns of a split, at least
+    split_turns: int
     group: int
     head_width: int
     block_size: int
     table_width: int
     dtype: Any
-    options: AttentionOptions  # without arrays
+    options: AttentionOptions
     tree: bool
     sinks: bool
     interpret: bool
@@ -54,6 +70,7 @@ class Plan:
 
     @property
     def rows_each(self) -> int:
+        """Returns the query rows that are copied for each consumer."""
         return min(ROWS, self.used_rows)
 
     @property
@@ -65,13 +82,14 @@ class Plan:
     def producer_registers(self) -> int:
         """Returns the registers of a producer's thread.
 
-        With two consumers they are what remains of the 504 that threads of all warpgroups can have together.
+        The threads of all warpgroups can have 504 together; with two consumers the producer gets
+        the rest.
         """
         return 504 - 2 * self.consumer_registers if self.consumers == 2 else 96
 
     @property
     def shared_bytes(self) -> int:
-        """Returns the shared memory of a program, without barriers and what Mosaic needs for itself."""
+        """Returns the shared memory of a program, without barriers and Mosaic's own needs."""
         queries, buffers = (
             self.consumers * ROWS * self.head_width * 2,
             4 * self.stages * self.context * self.head_width,
@@ -81,7 +99,7 @@ class Plan:
 
 
 class Operands(NamedTuple):
-    """The arrays in global memory. X: used rows."""
+    """Holds the arrays in global memory; X is the number of used rows."""
 
     q: Any  # [R, K, X, H]
     k_pages: Any  # [P, S, K, H]
@@ -89,17 +107,20 @@ class Operands(NamedTuple):
     table: Any  # [B, M]
     tiles: Any  # [R, 3] int32
     tree: Any  # [R, TREE_WORDS, rows] int32, or None
-    sinks: Any  # [K, rows] float32, in powers of two, or None
-    out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, neither divided
+    sinks: Any  # [K, rows] float32 as exponents of two, or None
+    out: Any  # [R, K, X, H]; with splits [R, splits, K, X, H] in float32, not yet divided
     top_total: (
-        # None; with splits [R, splits, K, 2, rows] in float32: highest score (in powers of two),
-        # total weight
+        # None without splits; else [R, splits, K, 2, rows] in float32: the highest score, as an
+        # exponent of two, and the total weight.
         Any
     )
 
 
 class Shared(NamedTuple):
-    """The arrays in shared memory. Barriers are arrays of one for each buffer, or for each consumer."""
+    """Holds the arrays in shared memory.
+
+    Barriers are arrays of one barrier for each buffer, or for each consumer.
+    """
 
     q: Any
     k: Any
@@ -115,15 +136,15 @@ class Shared(NamedTuple):
 
 
 class Turns(NamedTuple):
-    """The turns of this program: `number` from `begin`, which counts turns from position 0."""
+    """Holds the turns of a program: `number` turns from `begin`, which counts from position 0."""
 
     begin: jax.Array
     number: jax.Array
 
 
 def turns_per_split(plan: Plan, turns: Any) -> Any:
-    """Returns the turns of a split of a tile that has so many turns.
+    """Returns the turns of a split, for a tile with so many turns.
 
-    The tile's own context alone decides, so that a token's sums do not depend on its neighbours.
+    Only the tile's own context decides, so that a token's sums do not depend on its neighbours.
     """
     return jnp.maximum(plan.split_turns, lax.div(turns + (plan.splits - 1), jnp.int32(plan.splits)))

@@ -1,4 +1,4 @@
-"""The registry of kernel sets, a file each, and the one way to choose among them."""
+"""Keeps the registry of kernel sets, one file for each, and chooses among them."""
 
 from __future__ import annotations
 
@@ -17,38 +17,44 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 _TELLING = threading.Lock()
 
-# In the order in which "auto" tries them, but for what `candidates` says of attention. Each has the
-# name of its file, so that names can be listed without importing JAX.
+# The sets are in the order in which "auto" tries them; `candidates` has other rules for attention.
+# Each has the name of its file, so that names can be listed without importing JAX.
 SETS: dict[str, KernelSet] = {
     each.name: each for each in (triton.SET, fa3.SET, mosaic.SET, cpu.SET, scan.SET, reference.SET)
 }
 
 BACKENDS = tuple(SETS)
-DEFINITION = reference.SET.name  # of what the others must give
+DEFINITION = reference.SET.name  # the set that defines the results of the others
 XLA_BACKENDS = tuple(name for name, each in SETS.items() if not each.platforms)
-# The definition gathers all that each token of a chunk sees, at once.
+# The definition gathers the whole context of every token of a chunk at once.
 XLA_ADVICE = (
     f"{' or '.join(XLA_BACKENDS)}; {DEFINITION} needs far more memory for long chunks of prompts"
 )
 KERNEL_BACKENDS = tuple(name for name, each in SETS.items() if "gpu" in each.platforms)
 GPU_BACKENDS = tuple(
     name for name, each in SETS.items() if each.runs_on("gpu")
-)  # what checks and benchmarks of GPUs run
-# on CPU, with interpret=True
+)  # the sets that checks and benchmarks of GPUs run
+# The sets whose kernels also run on CPU, with interpret=True.
 INTERPRETABLE_BACKENDS = tuple(name for name, each in SETS.items() if each.interpretable)
 
 
 def candidates(
     backend: str, platform: str, *, interpret: bool = False, shape: Shape | None = None
 ) -> tuple[KernelSet, ...]:
-    """Returns the sets to try, in order: that of this name, or for "auto" those that run on the platform.
+    """Returns the sets to try in order: that of this name, or for "auto" those of the platform.
 
-    On a GPU, and to interpret, "auto" means kernels for GPUs alone.
+    On a GPU, and to interpret, "auto" means only kernels for GPUs. For attention "auto" first tries
+    the set that was measured to be fastest on this kind of GPU, then the sets whose `comes_first`
+    names the kind of step. The order never depends on how many rows a call has.
 
-    shape: of a call of attention, for which "auto" first tries the set that was measured to be fastest on this kind of GPU, then the
-        sets whose `comes_first` names the kind of step. It never depends on how many rows a call has.
+    Args:
+        backend: The name of a set, or "auto".
+        platform: The platform of JAX.
+        interpret: Says whether kernels run on CPU.
+        shape: The shape of a call of attention; None for other operations.
 
-    Raises ValueError where no set has this name.
+    Raises:
+        ValueError: No set has this name.
     """
     if backend == "auto":
         gpu = interpret or platform == "gpu"
@@ -73,11 +79,18 @@ def first_that_takes(
     call: Call,
     backend: str,
 ) -> Result:
-    """Returns what the first candidate that takes the call makes of the arguments. `pick`: gives a set's function for this operation.
+    """Returns the result of an operation by the first candidate that takes the call.
+
+    Args:
+        operation: The name of the operation, for messages.
+        pick: Returns a set's function for this operation.
+        *arguments: The arguments of the function.
+        call: The call.
+        backend: The name of a set, or "auto".
 
     Raises:
-        ValueError: no set has this name.
-        NotImplementedError: no set takes the call; the text has every set's reason.
+        ValueError: No set has this name.
+        NotImplementedError: No set takes the call; the message has every set's reason.
     """
     device, refusals, refused = target_device(), list[str](), list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
@@ -96,7 +109,12 @@ def first_that_takes(
 
 
 def set_for(call: Call, *, backend: str, device: Any) -> KernelSet:
-    """Returns the first candidate that says that it takes a call of attention, for a look ahead. Raises as `first_that_takes` does."""
+    """Returns the first candidate that takes a call of attention, without computing the call.
+
+    Raises:
+        ValueError: No set has this name.
+        NotImplementedError: No set takes the call; the message has every set's reason.
+    """
     refusals: list[str] = []
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         if (reason := each.refusal(device, call)) is None:
@@ -120,10 +138,13 @@ def _no_set_takes(
 
 
 def _tell_of_plain_xla(chosen: KernelSet, refusals: list[str]) -> None:
-    """Logs one line for a reason, whichever operations it is about: a start that compiles nothing says it too."""
+    """Logs once for each reason that plain XLA takes the place of a kernel.
+
+    A start that compiles nothing logs it too.
+    """
     if refusals and not chosen.platforms:
         text = f"{'; '.join(refusals)}. Plain XLA ({chosen.name}) takes its place, which is slow"
-        with _TELLING:  # steps are traced by several threads
+        with _TELLING:  # because several threads trace steps
             _warn_once(text)
 
 

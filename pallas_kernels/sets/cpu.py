@@ -1,8 +1,9 @@
-"""The kernel set for CPUs in C++ (`pallas_kernels/cpu`), called through XLA's foreign function interface.
+"""Defines the kernel set for CPUs in C++ (`pallas_kernels/cpu`).
 
-One call writes the new keys and values in place and attends, for rows of any kind: decode, prompt chunks, trees of drafts. A query token
-and the heads that share its key/value head are computed by one thread, always with the same operations in the same order: so a result
-depends on the token's row alone, to the last bit.
+XLA calls the kernels as foreign functions. One call writes the new keys and values in place and
+computes attention, for rows of any kind: decode, prompt chunks, trees of drafts. One thread
+computes a query token with the heads that share its key/value head, always with the same operations
+in the same order. So a result depends only on the token's row, to the last bit.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pallas_kernels.kernel_set import Call, first_reason
 from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 from pallas_kernels.sets import reference
 
-LANES = 16  # of a vector: heads are whole ones
+LANES = 16  # the numbers of a vector; a head is a number of whole vectors
 MOST_HEAD_WIDTH = 640
-MOST_QUERY_LEN = 1024  # of a row with a tree of drafts
+MOST_QUERY_LEN = 1024  # the most query tokens of a row with a tree of drafts
 TYPES = ("float32", "bfloat16", "float16")
 
 
@@ -41,7 +42,7 @@ def attend(arguments: Arguments) -> jax.Array:
 def write_and_attend(
     k_TKH: jax.Array, v_TKH: jax.Array | None, slots_T: jax.Array, arguments: Arguments
 ) -> tuple[jax.Array, tuple[jax.Array | None, ...]]:
-    """Returns out_TNH and the pages, which are written in place where they are donated."""
+    """Returns out_TNH and the pages, which are written in place if they are donated."""
     library.load()
     dtype = arguments.q_TNH.dtype
     pages = _bits(_pages(arguments))
@@ -77,7 +78,7 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax
         "jaxpage_multiply",
         jax.ShapeDtypeStruct((x_TI.shape[0], weight.scale_OJ.shape[0]), jnp.float32),
     )
-    # read as they are
+    # The kernel reads float16 scales as they are; others become float32.
     kept = weight.scale_OJ.dtype if weight.scale_OJ.dtype == jnp.float16 else jnp.float32
 
     def of_groups(values_OJ: jax.Array | None, dtype: DTypeLike) -> jax.Array:
@@ -107,7 +108,7 @@ def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
 
 
 def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
-    """Returns keys, values and their scales; empty arrays where there are none."""
+    """Returns keys, values and their scales, with an empty array for each that is not there."""
     pages, scales = (arguments.k_pages, arguments.v_pages), (arguments.k_scale, arguments.v_scale)
     return (
         *(jnp.zeros(0, arguments.k_pages.dtype) if each is None else each for each in pages),
@@ -116,7 +117,7 @@ def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
 
 
 def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
-    """Returns the pages with float8 as the bytes that it is."""
+    """Returns the pages; float8 becomes its bytes."""
     return [
         jax.lax.bitcast_convert_type(each, jnp.uint8) if each.dtype == jnp.float8_e4m3fn else each
         for each in pages

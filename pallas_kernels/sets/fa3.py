@@ -1,16 +1,18 @@
-"""The kernel set of FlashAttention-3 on Hopper, by its JAX binding (the package flash-attn3-jax): attention alone, for decode, chains of
-drafts and prompt chunks, mixed as they come. What writes and moves pages is taken from the set `mosaic`.
+"""Defines the kernel set of FlashAttention-3 on Hopper, by its JAX binding, flash-attn3-jax.
 
-The binding takes rows of equally many query tokens, so the ragged stream is cut into tiles, and each tile is a row of the call:
+It has only attention, for decode, chains of drafts and prompt chunks, in any mixture. The set
+`mosaic` writes and moves pages for it. The binding takes rows of equally many query tokens, so the
+ragged stream is cut into tiles, and each tile is a row of the call:
 
-    stream   a0 | b0 b1 b2 b3 b4          block tables   a: [7]   b: [3 9]        tiles of 4 tokens
+    stream   a0 | b0 b1 b2 b3 b4          block tables   a: [7]   b: [3 9]      tiles of 4 tokens
     call     [ .  .  .  a0]   page table [7]      cache_seqlens: the context up to a0
              [b0 b1 b2 b3]    page table [3 9]    ... up to b3
              [ .  .  .  b4]   page table [3 9]    ... up to b4
 
-The kernel's causal order ends at the end of the context, so tokens stand at the end of their tile. In decode a tile is a token, and each
-split of its context is a row of the call too; the results are put together by the logarithms of their sums. The kernel's own splits
-(`num_splits`) are never asked for: how many a row gets would depend on the length of all other rows.
+The kernel's causal order ends at the end of the context, so tokens are at the end of their tile. In
+decode a tile is a token, and each split of its context is a row of the call too; the results are
+combined by the logarithms of their sums. The kernel's own splits (`num_splits`) are never used: how
+many a row gets would depend on the length of all other rows.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from pallas_kernels.query_tiles import query_cut
 from pallas_kernels.sets import mosaic
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 
-HEAD_WIDTH = 128  # of the binaries that are published
-# query rows and positions that a program of the library multiplies at once
+HEAD_WIDTH = 128  # the published binaries have only this one
+# A program of the library multiplies so many query rows and positions at once.
 ROWS, CONTEXT = 128, 128
 _OF_THE_LIBRARY = {"context": CONTEXT, "num_warps": 8, "num_stages": 2}
 INSTALL = "pip install flash-attn3-jax (Linux on x86-64; it is also the extra jaxpage[fa3])"
@@ -39,7 +41,7 @@ INSTALL = "pip install flash-attn3-jax (Linux on x86-64; it is also the extra ja
 
 @functools.cache
 def library() -> tuple[Callable[..., Any] | None, str]:
-    """Returns `flash_mha_with_kvcache`, and why there is none."""
+    """Returns `flash_mha_with_kvcache`, or None and the reason why there is none."""
     try:
         from flash_attn3_jax import flash_mha_with_kvcache
     except Exception as failure:
@@ -53,7 +55,10 @@ def library() -> tuple[Callable[..., Any] | None, str]:
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Returns tiles for a shape that was not measured. Only `query_rows` and the splits are ours to choose."""
+    """Returns tiles for a shape that was not measured.
+
+    Only `query_rows` and the splits can be chosen; the library is compiled for the others.
+    """
     return Tiles(
         query_rows=ROWS,
         max_splits=16 if shape.kind == "decode" else 1,
@@ -73,7 +78,7 @@ def attend(arguments: Arguments, *, tiles: Tiles | None = None) -> jax.Array:
     return _attend(arguments, kernel=kernel, tiles=tiles)
 
 
-# traced and lowered once for all layers of a model
+# It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames=("kernel", "tiles"))
 def _attend(arguments: Arguments, *, kernel: Callable[..., Any], tiles: Tiles) -> jax.Array:
     tokens = min(tiles.query_tokens(shape_of(arguments).group), arguments.max_query_len)
@@ -105,7 +110,7 @@ def _attend_in_splits(
     block_size: int,
     tiles: Tiles,
 ) -> jax.Array:
-    """Returns out_RQNH. Where splits end depends on the row's own context alone."""
+    """Returns out_RQNH; the ends of splits depend only on the row's own context."""
     (num_rows, table_width), unit = table_RM.shape, block_size * -(-CONTEXT // block_size)
     least = _rounded_up(tiles.split_context, unit)
     num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
@@ -134,7 +139,7 @@ def _attend_in_splits(
 
 
 def _put_together(out_RZNH: jax.Array, lse_RZN: jax.Array, live_RZ: jax.Array) -> jax.Array:
-    """Adds up the splits in float32, one after the other, so that splits without positions change no bit."""
+    """Adds up the splits in float32, one after the other, so that empty splits change no bit."""
     lse_RZN = jnp.where(live_RZ[:, :, None], lse_RZN, -jnp.inf)
     top_RN = lse_RZN.max(axis=1)
     weight_RZN = jnp.exp(lse_RZN - jnp.where(jnp.isfinite(top_RN), top_RN, 0.0)[:, None])
@@ -173,6 +178,7 @@ def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
 
 
 def supports(device: Any, call: Call) -> str | None:
+    """Returns why the set refuses a call, or None if it takes it."""
     if call.interpret:
         return "interpret=True: it is a library for GPUs, and nothing interprets it"
     if capability(device) not in (None, (9, 0)):

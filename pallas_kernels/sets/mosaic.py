@@ -1,8 +1,11 @@
-"""The kernel set of Pallas' Mosaic GPU backend, for Hopper (sm_90a): attention of prompt chunks and wide verification first, decode as
-well. What writes and moves pages is plain XLA, so that the set does not need Pallas' Triton backend.
+"""Defines the kernel set of Pallas' Mosaic GPU backend, for Hopper (sm_90a).
 
-The queries are gathered into tiles of 64 or 128 rows (query tokens times the query heads of one key/value head) outside of the kernel,
-and its results are gathered back. `mosaic.kernel` has the kernel, where the interpreter's one difference is described.
+It is made for the attention of prompt chunks and wide verification first, and decodes as well.
+Plain XLA writes and moves pages, so that the set does not need Pallas' Triton backend.
+
+Outside of the kernel, the queries are gathered into tiles of 64 or 128 rows (query tokens times the
+query heads of one key/value head), and its results are gathered back. `mosaic.kernel` has the
+kernel, and says what differs in the interpreter.
 """
 
 from __future__ import annotations
@@ -32,15 +35,17 @@ from pallas_kernels.sets import reference
 from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 from pallas_kernels.xla import move, product, write
 
-SHARED_BYTES = 227 * 1024  # that a program may have on sm_90
-_RESERVED_BYTES = 3072  # of it for barriers, and for what Mosaic reduces in
+SHARED_BYTES = 227 * 1024  # the shared memory that a program may have on sm_90
+_RESERVED_BYTES = 3072  # its part for barriers and for Mosaic's reductions
 _TREE_WIDTH = 32 * TREE_WORDS
 
 
 def heuristic(shape: Shape) -> Tiles:
-    """Returns tiles for a shape that was not measured. Never tried on a GPU: chosen for registers, shared memory and bytes in flight.
+    """Returns tiles for a shape that was not measured.
 
-    Chunks take two consumers and no splits, since every split writes its partial results in float32. Fewer query rows take one consumer.
+    They were never tried on a GPU, but chosen for registers, shared memory and bytes in flight.
+    Chunks take two consumers and no splits, since every split writes its partial results in
+    float32. Fewer query rows take one consumer.
     """
     chunk = shape.kind == "chunk"
     query_rows = 128 if chunk else 64
@@ -50,7 +55,7 @@ def heuristic(shape: Shape) -> Tiles:
     ]
     queries = query_rows * shape.head_width * 2
     partials = query_rows * (shape.head_width + 2) * 4 if max_splits > 1 else 0
-    buffer = 4 * context * shape.head_width  # keys and values of a turn
+    buffer = 4 * context * shape.head_width  # bytes of the keys and values of a turn
     return Tiles(
         query_rows=query_rows,
         context=context,
@@ -66,7 +71,11 @@ def attend(
 ) -> jax.Array:
     """Returns out_TNH in the queries' type.
 
-    interpret: simulate the GPU's threads, barriers and copies on CPU, about half a second for each program that has something to see.
+    Args:
+        arguments: The call.
+        tiles: The tiles; by default those that were measured, or else `heuristic`.
+        interpret: Simulates the GPU's threads, barriers and copies on CPU. That takes about half a
+            second for each program that has something to see.
     """
     from pallas_kernels.mosaic.jax_versions import mosaic_kernel
     from pallas_kernels.mosaic.kernel import entry
@@ -113,6 +122,7 @@ def attend(
 
 
 def supports(device: Any, call: Call) -> str | None:
+    """Returns why the set refuses a call, or None if it takes it."""
     if reason := x64_reason():
         return reason
     if call.interpret and not MOSAIC_INTERPRETABLE:
@@ -207,9 +217,10 @@ def _plan(arguments: Arguments, tiles: Tiles, cut: QueryTiles, interpret: bool) 
 
 
 def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
-    """Returns each tile's row, its first position of a query token, and the last position that it sees, -1 if none.
+    """Returns each tile's row, the first position of its tokens, and the last one it sees.
 
-    With a tree mask "first" is where the row's new tokens begin, and the last is the last of the row.
+    The last position is -1 if there is none. With a tree mask the first position is that of the
+    row's new tokens, and the last one is the last of the row.
     """
     row_R, first_R, last_R = cut.row_R, cut.position_RQ[:, 0], cut.position_RQ.max(axis=1)
     if arguments.options.tree_mask_TQ is not None:
@@ -220,7 +231,7 @@ def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
 
 
 def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Returns q_RKXH: the query rows of each tile, tokens outermost, and zeros up to what is copied."""
+    """Returns q_RKXH: the query rows of each tile, tokens outermost, padded with zeros to X."""
     num_tiles, tokens = cut.token_RQ.shape
     num_kv_heads = arguments.k_pages.shape[2]
     q_RQKGH = arguments.q_TNH[cut.token_RQ].reshape(
@@ -233,7 +244,7 @@ def _gathered(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
-    """Returns which new tokens of its own sequence each query row sees, 32 to a word."""
+    """Returns which new tokens of its own sequence each query row sees, 32 in a word."""
     tree_mask_TQ = arguments.options.tree_mask_TQ
     assert tree_mask_TQ is not None
     num_tokens, width = tree_mask_TQ.shape
@@ -247,7 +258,7 @@ def _tree_words(arguments: Arguments, plan: Plan, cut: QueryTiles) -> jax.Array:
 
 
 def _sinks(arguments: Arguments, plan: Plan) -> jax.Array:
-    """Returns the sinks of each query row of a tile, in powers of two."""
+    """Returns the sinks of each query row of a tile, as exponents of two."""
     sinks = arguments.options.sinks
     assert sinks is not None
     sinks_KG = jnp.maximum(sinks.reshape(-1, plan.group) * math.log2(math.e), NO_TOP)
@@ -273,7 +284,10 @@ def _outputs(plan: Plan, num_kv_heads: int) -> list[jax.ShapeDtypeStruct]:
 def _reduced(
     plan: Plan, description_R3: jax.Array, acc_RZKXH: jax.Array, top_total: jax.Array
 ) -> jax.Array:
-    """Reduces Z splits to one. Splits that had no turn wrote nothing, so what lies there is not read."""
+    """Reduces Z splits to one.
+
+    A split without a turn wrote nothing, so its part of the memory is not read.
+    """
     end_R = (description_R3[:, 2] + plan.context) // plan.context
     begin_R = jnp.zeros_like(end_R)
     if plan.options.sliding_window is not None:
@@ -298,14 +312,14 @@ def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.
         -1, num_kv_heads, tokens, plan.group, plan.head_width
     )
     out_TKGH = out_RKQGH[cut.tile_T, :, cut.offset_T]
-    # tiles that see nothing wrote nothing
+    # A tile that sees nothing wrote nothing.
     seen_T = cut.valid_T & (cut.position_RQ[cut.tile_T, cut.offset_T] >= 0)
     out_TNH = jnp.where(seen_T[:, None, None, None], out_TKGH, 0.0).reshape(arguments.q_TNH.shape)
     return out_TNH.astype(arguments.q_TNH.dtype)
 
 
 def _as_it_is(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns an operation of plain XLA that can be asked to interpret: it runs on a CPU as it is."""
+    """Returns an operation of plain XLA that accepts `interpret`: it runs on a CPU as it is."""
 
     @functools.wraps(operation)
     def run(*arguments: Any, interpret: bool = False) -> Any:

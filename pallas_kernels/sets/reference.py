@@ -1,7 +1,7 @@
-"""The kernel set that defines what the others do. In attention each query token gathers the blocks of its row's table, and one float32
-softmax runs over them.
+"""Defines the results of all operations, as a kernel set that the others must agree with.
 
-That reads T x M x S positions, so it is for tests and as the last resort of the chooser.
+In attention each query token gathers the blocks of its row's table, and one float32 softmax runs
+over them. That reads T x M x S positions, so it is for tests, and the last choice of "auto".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import token_rows
 from pallas_kernels.xla import move, product, write
 
-# float32, and no TF32 on GPUs
+# Products are in float32, without TF32 on GPUs.
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -31,7 +31,7 @@ def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
     if tree_mask_TQ is not None:
         place_TC = (
             position_C - (rows.position_T - rows.offset_T)[:, None]
-        )  # of a context position among its row's query tokens
+        )  # the place of a context position among its row's query tokens
         width = tree_mask_TQ.shape[1]
         branch_TC = jnp.take_along_axis(tree_mask_TQ, jnp.clip(place_TC, 0, width - 1), axis=1)
         seen_TC = jnp.where(place_TC < 0, seen_TC, branch_TC & (place_TC < width))
@@ -74,9 +74,9 @@ def attend(arguments: Arguments) -> jax.Array:
     weights = jnp.where(seen, jnp.exp(scores - top), 0.0)
     total = weights.sum(-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
-    # a token that sees nothing (padding) gets zeros
+    # A token that sees nothing (padding) gets zeros.
     weights = weights / jnp.where(total == 0.0, 1.0, total)
-    # What lies in masked slots may be anything, even NaN, and zero times NaN is NaN.
+    # Masked slots may hold anything, even NaN, and zero times NaN is NaN.
     v_TCKH = jnp.where(seen_TC[:, :, None, None], v_TCKH, 0.0)
     out_TKGH = _product("tkgc,tckh->tkgh", weights, v_TCKH)
     return out_TKGH.reshape(num_tokens, num_heads, -1).astype(arguments.q_TNH.dtype)

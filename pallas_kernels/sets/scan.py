@@ -1,15 +1,19 @@
-"""The kernel set in plain XLA for CPU. Its attention is a loop over tiles of the context with an online softmax.
+"""Defines the kernel set in plain XLA for CPU, whose attention loops over tiles of the context.
 
-Query tokens are grouped into tiles of one row each; every turn of the loop gathers one tile of the context for all of them, and the
-loop ends at the longest context of the step, so short steps stay cheap although all shapes are static.
+Query tokens are grouped into tiles of one row each. Every turn of the loop gathers one tile of the
+context for all of them and continues an online softmax. The loop ends at the longest context of the
+step, so short steps stay cheap although all shapes are static.
 
-A token's result is a function of its row alone, to the last bit, whatever else is in the call: not of the block size, the width of
-the block table, the other rows, or how many query tokens its row has. Three habits make it so in float32 on CPU: tiles of the
-context have a fixed size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths; and sums are
-written out by halves, since XLA splits a plain reduction differently for different shapes.
+A token's result is a function of its row alone, to the last bit, whatever else is in the call. It
+does not depend on the block size, the width of the block table, the other rows, or how many query
+tokens its row has. Three habits make it so in float32 on CPU: tiles of the context have a fixed
+size; matrix products have from 2 to 32 rows, since XLA computes fewer or many more on other paths;
+and sums are written out by halves, since XLA splits a plain reduction differently for different
+shapes.
 
-With a tree mask a token is a tile of its own, and what it sees of its row follows the context in the order of the row: so a token of
-a tree has, to the last bit, what it would have at the end of its branch alone.
+With a tree mask a token is a tile of its own, and the tokens that it sees of its row follow the
+context in the order of the row. So a token of a tree has, to the last bit, the result that it would
+have at the end of its branch alone.
 """
 
 from __future__ import annotations
@@ -28,14 +32,14 @@ from pallas_kernels.quantized_pages import dequantize
 from pallas_kernels.query_tiles import QueryTiles, query_tiles, token_rows
 from pallas_kernels.sets import reference
 
-# positions; the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md)
+# The positions of a tile: the fastest of 16, 32, 64 and 128 for one token a row (docs/lab-log.md).
 CONTEXT_TILE = 64
-QUERY_TILE = 16  # tokens of a row, at most
-# rows of a tile's matrix products, at most: XLA computes 64 and more on yet another path
+QUERY_TILE = 16  # the most tokens of a row in a tile
+# The most rows of a tile's matrix products: XLA computes 64 and more on yet another path.
 QUERY_ROWS = 32
 MASKED = -1e30  # finite, so that a row that sees nothing gives no NaN
 
-# float32, and no TF32 on GPUs
+# Products are in float32, without TF32 on GPUs.
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -79,7 +83,10 @@ def _tree_tiles(arguments: Arguments) -> QueryTiles:
 
 
 def _queries(arguments: Arguments, tiles: QueryTiles) -> jax.Array:
-    """Returns q_RKAH in float32, scaled; A = Q x G query heads of one key/value head, at least two."""
+    """Returns q_RKAH in float32, scaled.
+
+    A = Q x G is the number of query heads of one key/value head, and at least two.
+    """
     num_kv_heads, width = arguments.k_pages.shape[2:]
     num_tiles, query_tile = tiles.token_RQ.shape
     q = arguments.q_TNH[tiles.token_RQ].astype(jnp.float32) * arguments.options.scale
@@ -119,7 +126,7 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
             v_RCKH = k_RCKH[..., : arguments.out_width]
         else:
             v_RCKH = dequantize(*jax.tree.map(tile, (arguments.v_pages, arguments.v_scale)))
-        # What lies before the window or after the end of a context may be anything, even NaN, and
+        # Slots before the window or after the end of a context may hold anything, even NaN, and
         # zero times NaN is NaN.
         needed_RC = (position_C >= first_R[:, None]) & (position_C <= last_R[:, None])
         v_RCKH = jnp.where(needed_RC[:, :, None, None], v_RCKH, 0.0)
@@ -167,7 +174,7 @@ def _padded_table(arguments: Arguments) -> jax.Array:
 
 @jax.named_scope("gather")  # for profiles: see `jaxpage.bench.step_profile`
 def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns tile number `index` of every row's context, [R, C, ...], of pages [P, S, ...]."""
+    """Returns tile number `index` of every row's context, [R, C, ...], from pages [P, S, ...]."""
     block_size = pages.shape[1]
     if block_size <= CONTEXT_TILE:
         blocks_per_tile = CONTEXT_TILE // block_size
@@ -186,15 +193,16 @@ def _context_tile(pages: jax.Array, table_RM: jax.Array, index: jax.Array) -> ja
 
 
 def _branch_tiles(arguments: Arguments) -> Callable[..., jax.Array]:
-    """Returns what takes the place of `_context_tile` for tiles of one token each, in the order of the stream.
+    """Returns the function that replaces `_context_tile` for tiles of one token each.
 
-    It gathers slot by slot, and of the row's query tokens only those that the token sees, one after the other.
+    It gathers slot by slot, and of the row's query tokens only those that the token sees, one after
+    the other. The tiles are in the order of the stream.
     """
     tree_mask_TQ = arguments.options.tree_mask_TQ
     assert tree_mask_TQ is not None
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     first_R = rows.position_T - rows.offset_T
-    # The places that each token sees, in ascending order, first.
+    # The places that each token sees come first, in ascending order.
     seen_RQ = jnp.argsort(~tree_mask_TQ, axis=1, stable=True)
 
     @jax.named_scope("gather")

@@ -1,13 +1,14 @@
-"""The kernel set of Pallas' Triton backend, for NVIDIA GPUs. Its attention is one kernel for decode, verification and prompt chunks,
-mixed as they come.
+"""Defines the kernel set of Pallas' Triton backend, for NVIDIA GPUs.
 
-A program takes a tile of query tokens of one row, with all G query heads of one key/value head (they read the same keys and values),
-and one split of the row's context. It walks its split in turns of `Tiles.context` positions: page ids come by position from the block
-table, keys and values by page id, and an online softmax adds them up in float32. Where a context may have several splits, a second kernel
-puts them together (`triton.reduce`).
+Its attention is one kernel for decode, verification and prompt chunks, in any mixture. A program
+takes a tile of query tokens of one row, with all G query heads of one key/value head (they read the
+same keys and values), and one split of the row's context. It walks its split in turns of
+`Tiles.context` positions: block ids come by position from the block table, keys and values by block
+id, and an online softmax adds them up in float32. If a context may have several splits, a second
+kernel combines them (`triton.reduce`).
 
-Where the splits of a tile end depends on the tile alone, so the sums of a token have one order in every bucket and batch (`tiles` names
-the exception).
+The ends of the splits of a tile depend only on the tile, so the sums of a token have one order in
+every bucket and batch (`tiles` names the exception).
 """
 
 from __future__ import annotations
@@ -35,37 +36,41 @@ PAGE_DTYPES = (*QUERY_DTYPES, "int8", "float8_e4m3fn", "uint8")
 MAX_WIDTH = 256
 MAX_GROUP = 64
 MAX_LATENT_WIDTH = 640
-# query heads of a program, at most, where values are within the keys: all heads share them
+# The most query heads of a program if values are within the keys, which all heads share.
 LATENT_GROUP = 16
 CAPABILITY = (8, 0)  # Ampere
-# 99 KiB for a program; the others have 163 or more
+# A program has 99 KiB on these; the others have 163 or more.
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-# below it Triton converts nothing to float8_e4m3fn
+# Below this capability Triton converts nothing to float8_e4m3fn.
 FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
-    """Returns tiles for a GPU on which nothing was measured. Those of half-precision queries spill no registers.
+    """Returns tiles for a GPU on which nothing was measured.
 
-    has: its compute capability; None: that of `target_device`, or Hopper's where that is no GPU.
+    Those of half-precision queries spill no registers. From five stages on, the loop over the
+    context loads the keys and values of the next turn in advance; with up to four, the reads of the
+    block table take all buffers but one.
 
-    The loop over the context has keys and values of the next turn on their way from five stages on: up to four, the reads of the block
-    table take the buffers that are more than one.
+    Args:
+        shape: The shape of the call.
+        has: The GPU's compute capability. None is that of `target_device`, or Hopper's if that is
+            no GPU.
     """
     has = has or capability(target_device())
     wide = shape.head_width > 128
-    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # which become floats in registers
+    eight_bits = jnp.dtype(shape.page_dtype).itemsize == 1  # they become floats in registers
     # Partial results of a long chunk would fill the memory.
     splits = {"decode": 16, "verify": 8, "chunk": 1}[shape.kind]
     few = has in LITTLE_SHARED_MEMORY
-    # There the operands of a product are in registers; on Hopper and the large Blackwells they are
+    # The operands of a product are in registers there. On Hopper and the large Blackwells they are
     # in shared memory.
     in_registers = has is not None and has[0] in (8, 12)
     short = (
         wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
     )
     context, stages = 16 if wide and few else 32 if short else 64, 5
-    if shape.dtype == "float32":  # no tensor cores, and products keep their operands in registers
+    if shape.dtype == "float32":  # without tensor cores, operands of products are in registers
         rows, context, warps, stages = 16, 16, 8, 3
     elif shape.head_width > MAX_WIDTH:  # latents
         rows, warps, context = (
@@ -76,8 +81,8 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     elif shape.kind == "decode":
         rows, warps = 16, 8 if eight_bits and wide else 4
         if eight_bits and not wide:
-            # Half the bytes a position, so twice the positions. With a third turn on its way the
-            # compiler needs fewer registers.
+            # A position has half the bytes, so there are twice the positions. With a third turn in
+            # flight the compiler needs fewer registers.
             context, stages = 64, stages if few else 7
     elif shape.kind == "verify":
         rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
@@ -117,7 +122,10 @@ def attend(
 
 
 def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
-    """Returns what tiles depend on, and how many programs share a key/value head: several where values are within the keys."""
+    """Returns the shape that tiles depend on, and how many programs share a key/value head.
+
+    There are several programs if values are within the keys.
+    """
     shape = shape_of(arguments)
     if arguments.options.value_width is None:
         return shape, 1
@@ -128,6 +136,7 @@ def _shape_and_programs(arguments: Arguments) -> tuple[Shape, int]:
 
 
 def supports(device: Any, call: Call) -> str | None:
+    """Returns why the set refuses a call, or None if it takes it."""
     if reason := tb.missing_reason():
         return reason
     has = None if call.interpret else capability(device)
@@ -176,11 +185,15 @@ def _attention_reason(arguments: Arguments) -> str | None:
 
 
 def unaddressable(page_dtype: DTypeLike) -> range:
-    """Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so the upper half of one-byte elements is out of reach."""
+    """Returns the numbers of elements that an array of pages must not have.
+
+    Pallas addresses arrays of up to 2^32 bytes with 32 bits and a sign, so it cannot reach the
+    upper half of one-byte elements.
+    """
     return range(2**31, 2**32 + 1) if jnp.dtype(page_dtype).itemsize == 1 else range(0)
 
 
-# traced and lowered once for all layers of a model
+# It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
 def _attend(arguments: Arguments, config: Config) -> jax.Array:
     tiles, q_TNH = config.tiles, arguments.q_TNH
@@ -219,11 +232,15 @@ def _attend(arguments: Arguments, config: Config) -> jax.Array:
         return reduce_splits(
             out_ZTNH, weight_ZTN, splits_T, q_TNH.dtype, interpret=config.interpret
         )
-    return jnp.where((splits_T > 0)[:, None, None], result[0], 0)  # the others were not written
+    # The kernel wrote nothing for tokens without splits.
+    return jnp.where((splits_T > 0)[:, None, None], result[0], 0)
 
 
 def _schedule(arguments: Arguments, cut: QueryCut, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Returns what a program must know of its tile, [R, 8] (see `Tile`), and each token's number of splits, 0 for padding."""
+    """Returns the fields of each tile, [R, 8] (see `Tile`), and each token's number of splits.
+
+    Padding has 0 splits.
+    """
     causal_end_R = cut.position_R + cut.count_R
     end_R = (
         causal_end_R

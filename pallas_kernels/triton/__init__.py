@@ -1,1 +1,4 @@
-"""Kernels through Pallas' Triton backend: attention, writing keys and values, moving blocks."""
+"""Holds the kernels of Pallas' Triton backend.
+
+They compute attention, products and selection, write keys and values, and move blocks.
+"""

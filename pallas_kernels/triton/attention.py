@@ -1,8 +1,8 @@
-"""The kernel of the Triton backend (see `triton`): what one program does.
+"""Computes paged attention with a Triton kernel (see `sets.triton`).
 
-Further letters: A lanes, the rows of a tile's products: query tokens times the G query heads of one key/value head, then padding (of
-latents, which all heads share, a part of these);
-C positions of a turn; F fields of a tile's schedule.
+It has more letters for shapes. A is lanes, the rows of a tile's products: query tokens times the G
+query heads of one key/value head, then padding. All heads share latents; a tile has only a part of
+the heads then. C is the positions of a turn, and F the fields of a tile's schedule.
 """
 
 from __future__ import annotations
@@ -22,48 +22,68 @@ from pallas_kernels.attention_options import AttentionOptions
 from pallas_kernels.tiles import Tiles
 from pallas_kernels.triton import backend as tb
 
-# where a running maximum starts; finite, so that a masked score, minus infinity, is always below it
+# A running maximum starts here. It is finite, so that a masked score, minus infinity, is below it.
 LOWEST = -1e30
 LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
 class Config:
-    """The constants that a kernel is compiled for, apart from shapes."""
+    """Holds the constants that a kernel is compiled for, apart from shapes.
+
+    Attributes:
+        tiles: The way the work is cut.
+        group: The query heads of a program.
+        programs: The programs that share a key/value head.
+        query_tokens: The most query tokens of a tile.
+        options: The options of attention, without arrays.
+        interpret: Says whether the kernel runs on CPU.
+    """
 
     tiles: Tiles
-    group: int  # query heads of a program
-    programs: int  # that share a key/value head
-    query_tokens: int  # of a tile, at most
-    options: AttentionOptions  # without arrays
+    group: int
+    programs: int
+    query_tokens: int
+    options: AttentionOptions
     interpret: bool
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A program's tile: a row of the schedule."""
+    """Holds a program's tile, which is a row of the schedule.
+
+    Attributes:
+        row: The row of the step.
+        token: The tile's first token in the stream.
+        count: The number of its tokens.
+        position: The position of its first token.
+        origin: The position of the first query token of its row.
+        begin: The first position that any of its tokens sees.
+        end: The position after the last one that any of them sees.
+        share: The turns of a split.
+    """
 
     row: jax.Array
-    token: jax.Array  # its first in the stream
-    count: jax.Array  # of tokens
-    position: jax.Array  # of its first token
-    origin: jax.Array  # position of the first query token of its row
-    begin: jax.Array  # first position that any of its tokens sees
-    end: jax.Array  # after the last one
-    share: jax.Array  # turns of a split
+    token: jax.Array
+    count: jax.Array
+    position: jax.Array
+    origin: jax.Array
+    begin: jax.Array
+    end: jax.Array
+    share: jax.Array
 
 
 @dataclass(frozen=True)
 class Lanes:
-    """The rows of a tile's products: query tokens times the G query heads of one key/value head, then padding."""
+    """Holds the rows of a tile's products: query tokens times G query heads, then padding."""
 
-    token_A: jax.Array  # in the tile
+    token_A: jax.Array  # the token's place in the tile
     head_A: jax.Array
     used_A: jax.Array
 
     @classmethod
     def of(cls, tile: Tile, heads: jax.Array, config: Config) -> Lanes:
-        """heads: which of the groups of query heads."""
+        """Returns the lanes of a tile for one group of query heads."""
         lane_A = jnp.arange(config.tiles.query_rows)
         token_A = lane_A // config.group
         return cls(
@@ -75,7 +95,7 @@ class Lanes:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of keys, padded to a power of two: Triton's products have no other width.
+    """Holds columns of keys, padded to a power of two: Triton's products have no other width.
 
     Latents are cut into their values and the rest.
     """
@@ -86,18 +106,22 @@ class Columns:
 
     @property
     def column_H(self) -> jax.Array:
+        """Returns the places of the columns in a key."""
         return self.at_H + self.first if self.first else self.at_H
 
     @property
     def inside_H(self) -> jax.Array:
+        """Returns which columns are no padding."""
         return self.at_H < self.width
 
     @property
     def masked(self) -> bool:
+        """Returns whether there is padding."""
         return self.at_H.shape[0] != self.width
 
     @classmethod
     def of(cls, width: int, value_width: int | None) -> list[Columns]:
+        """Returns the columns of keys; for latents those of the values, then the others."""
         cuts = (
             [(0, width)]
             if value_width in (None, width)
@@ -122,7 +146,8 @@ def kernel(  # type: ignore[no-untyped-def]
     *out_refs,
     config: Config,
 ) -> None:
-    # The last tiles of a prompt see most, and a GPU starts programs in order: the longest go first.
+    """Computes the attention of one tile over one split of its context."""
+    # A GPU starts programs in order. The last tiles of a prompt see the most, so they go first.
     tile_index = schedule_ref.shape[0] - 1 - pl.program_id(0)
     heads, split = pl.program_id(1), pl.program_id(2)
     kv_head = heads if config.programs == 1 else heads // config.programs
@@ -173,8 +198,8 @@ def kernel(  # type: ignore[no-untyped-def]
             v_scale_C = _read_scale(
                 k_scale_ref if v_ref is None else v_scale_ref, place, kv_head, needed_C
             )
-            # A weight times a scale may be out of float16's range, while bfloat16 has all that
-            # eight bits say of a value.
+            # A weight times a scale may be out of float16's range, and bfloat16 is precise enough
+            # for a value of eight bits.
             narrow = v_scale_C is not None and q_AH.dtype == jnp.float16
             v_CH = all_k[0]
             if v_ref is not None or narrow:
@@ -204,7 +229,10 @@ def kernel(  # type: ignore[no-untyped-def]
 
 
 def _start(sinks_ref, lanes: Lanes, split, size: int):  # type: ignore[no-untyped-def]
-    """Returns maximum and sum of a softmax before its first turn: the sinks are in that of the first split."""
+    """Returns the maximum and the sum of a softmax before its first turn.
+
+    The sinks are in those of the first split.
+    """
     if sinks_ref is None:
         return jnp.full(size, LOWEST), jnp.zeros(size)
     sink_A = (
@@ -220,9 +248,8 @@ def _stretches(
 ) -> list[tuple[jax.Array, jax.Array, bool]]:
     """Returns the turns from `first` to `stop` in order, as (low, high, masked).
 
-    Turns that every token sees whole need no mask.
-
-    A tile of one token keeps to one loop, since between two of them the pipeline of loads runs dry.
+    Turns that every token sees whole need no mask. A tile of one token keeps to one loop, since
+    between two loops the pipeline of loads runs dry.
     """
     if config.query_tokens == 1 and not tree:
         return [(first, stop, True)]
@@ -238,14 +265,20 @@ def _stretches(
 
 
 def _place(table_ref, row, position_C, needed_C, block_size):  # type: ignore[no-untyped-def]
-    """Returns block and slot of each position. Block sizes are powers of two, and shifts are cheaper than a signed division."""
+    """Returns the block and the slot of each position.
+
+    Block sizes are powers of two, and shifts are cheaper than a signed division.
+    """
     at = table_ref.at[row, position_C >> (block_size.bit_length() - 1)]
     block_C = tb.load(at) if needed_C is None else tb.load(at, mask=needed_C, other=0)
     return block_C, position_C & (block_size - 1)
 
 
 def _read(pages_ref, place, kv_head, columns: Columns, needed_C, dtype):  # type: ignore[no-untyped-def]
-    """Reads keys or values of one head at those places, in the queries' type, without their scales. Zeros where not needed."""
+    """Reads keys or values of one head in the given type, without their scales.
+
+    Positions that are not needed give zeros.
+    """
     block_C, slot_C = place
     at = pages_ref.at[block_C[:, None], slot_C[:, None], kv_head, columns.column_H[None, :]]
     mask = None if needed_C is None else needed_C[:, None]
@@ -254,7 +287,7 @@ def _read(pages_ref, place, kv_head, columns: Columns, needed_C, dtype):  # type
         mask = inside if mask is None else mask & inside
     other = (
         0.0 if jnp.issubdtype(pages_ref.dtype, jnp.floating) else 0
-    )  # a float8 from an integer is no constant in Triton
+    )  # Triton makes no float8 constant from an integer
     if mask is None:
         x_CH = tb.load(at)
     else:
@@ -274,7 +307,10 @@ def _read_scale(scale_ref, place, kv_head, needed_C):  # type: ignore[no-untyped
 
 
 def _factor(config: Config) -> float:
-    """Returns the factor from scores, as the loop keeps them, to exponents of two. It is above zero, so that a maximum stays one."""
+    """Returns the factor from scores, as the loop keeps them, to exponents of two.
+
+    It is above zero, so that a maximum stays one.
+    """
     return LOG2_E * (
         config.options.scale
         if config.options.logit_softcap is None and config.options.scale > 0
@@ -283,7 +319,10 @@ def _factor(config: Config) -> float:
 
 
 def _scores(scores_AC: jax.Array, k_scale_C: jax.Array | None, config: Config) -> jax.Array:
-    """Turns products of queries and keys into scores; the attention scale waits for `_factor` where it can."""
+    """Turns products of queries and keys into scores.
+
+    The attention scale is left to `_factor` if possible.
+    """
     if k_scale_C is not None:
         scores_AC = scores_AC * k_scale_C[None, :]
     if config.options.logit_softcap is not None:
@@ -299,7 +338,7 @@ def _seen(tile: Tile, lanes: Lanes, position_C, tree_ref, config: Config):  # ty
     if tree_ref is None:
         seen_AC = position_C[None, :] <= own_A[:, None]
     else:
-        place_C = position_C - tile.origin  # among the query tokens of the row
+        place_C = position_C - tile.origin  # the place among the query tokens of the row
         branch_AC = _branch(tree_ref, tile, lanes, place_C, config.tiles.context)
         seen_AC = branch_AC | (place_C < 0)[None, :]
     if config.options.sliding_window is not None:

@@ -1,7 +1,8 @@
-"""Pallas' Triton backend, which JAX has deprecated since 0.11 and may remove: everything of it that kernels here use comes from this file.
+"""Keeps everything that kernels here use of Pallas' Triton backend.
 
-The names below are the same from jax 0.10 to 0.12. Where JAX has no such backend the set
-`triton` refuses every call; this folder and `sets/triton.py` can then go, and nothing else.
+JAX has deprecated it since 0.11 and may remove it. The names below are the same from jax 0.10 to
+0.12. If JAX has no such backend, the set `triton` refuses every call; this folder and
+`sets/triton.py` can then go, and nothing else.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ except ImportError:  # JAX has removed it: everything else must still be importa
     _triton = None  # type: ignore[assignment]
 plt: Any = _triton
 
-# Each lowering warns, and no frame of this project is on the stack then: so by its text, once for
-# the process.
+# Each lowering warns, and no frame of this project is on the stack then. So the warning is ignored
+# by its text, once for the process.
 DEPRECATION = "The Pallas Triton backend is deprecated"
 warnings.filterwarnings("ignore", message=DEPRECATION, category=DeprecationWarning)
 
-# jax 0.11.0 and 0.11.1 lower for the GPUs of this list alone. Later versions ask any other GPU of
-# NVIDIA what it is, as 0.10 asks all.
+# jax 0.11.0 and 0.11.1 lower only for the GPUs in this list. Later versions ask any other GPU of
+# NVIDIA for its capability, and 0.10 asks all of them.
 _LISTED = [version.value for version in getattr(plt, "GpuVersion", ())]
 ASKS = jax.__version_info__ < (0, 11, 0) or jax.__version_info__ >= (0, 11, 2)
 
@@ -51,10 +52,10 @@ def missing_reason() -> str | None:
 
 
 def exp2_of(x: jax.Array, factor: float, minus: jax.Array, *, interpret: bool) -> jax.Array:
-    """exp2(x * factor - minus), elementwise in float32, for NVIDIA in two instructions.
+    """Returns exp2(x * factor - minus), elementwise in float32, for NVIDIA in two instructions.
 
-    XLA forbids Triton to fuse the product with the difference, and wraps exp2 in three more instructions for results below 2^-126, which
-    are as good as zero here.
+    XLA forbids Triton to fuse the product with the difference. It also wraps exp2 in three more
+    instructions for results below 2^-126, which are as good as zero here.
     """
     if interpret:
         return jnp.exp2(x * factor - minus)
@@ -86,12 +87,22 @@ def kernel_call(
     interpret: bool,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable[..., Any]:
-    """`pl.pallas_call` with every operand whole in global memory. The kernel gets one ref per operand (None for None), then the outputs'.
+    """Returns a `pl.pallas_call` with every operand whole in global memory.
 
-    interpret: run on CPU, as plain JAX operations; warps and stages mean nothing then.
+    The kernel gets one ref for each operand (None for None), then those of the outputs.
+
+    Args:
+        kernel: The kernel.
+        name: The name of the kernel in profiles.
+        grid: The numbers of programs.
+        out_shape: The shapes of the outputs.
+        num_warps: The warps of a program.
+        num_stages: The stages of its loops.
+        interpret: Runs on CPU, as plain JAX operations; warps and stages have no meaning then.
+        input_output_aliases: The outputs that are operands.
 
     Raises:
-        NotImplementedError: an operand or a result is so large that the backend's offsets overflow.
+        NotImplementedError: The backend's offsets overflow in an operand or a result of this size.
     """
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out_specs = [whole] * len(out_shape) if isinstance(out_shape, Sequence) else whole
@@ -115,7 +126,11 @@ def kernel_call(
 
 
 def _check_offsets(operand: Any) -> None:
-    """Offsets count elements, in 32 bits with a sign up to 2**32 bytes and in 64 bits beyond: too few for bytes in between."""
+    """Raises NotImplementedError for an array in which offsets overflow.
+
+    Offsets count elements. They have 32 bits with a sign for arrays up to 2**32 bytes, and 64 bits
+    for larger ones: too few for arrays of bytes in between.
+    """
     if (
         operand is not None
         and operand.size > 2**31

@@ -1,13 +1,16 @@
-"""Moves rows (blocks or slots) of all layers with two Triton kernels: arrays to a staging buffer, a staging buffer to arrays.
+"""Moves rows (blocks or slots) of all layers with two Triton kernels.
+
+One copies arrays to a staging buffer, the other a staging buffer to arrays:
 
     gather                                   scatter
     layer 0 k  ..[row]..  --.             .--> layer 0 k  ..[row]..
     layer 0 v  ..[row]..  --+-> staging --+--> layer 0 v  ..[row]..
     layer 1 k  ..[row]..  --'   [n, all]  '--> layer 1 k  ..[row]..
 
-A program moves one tile of one row in every array of the launch, some arrays at once. A copy is a gather and then
-a scatter, since no program may write before the others have read. Its staging buffers have the arrays' type, one buffer for each type,
-and vectors of 16 bytes go in and out; what goes to the host or comes from there is bytes, and types wider than a byte are taken apart.
+A program moves one tile of one row in every array of the launch, some arrays at once. A copy is a
+gather and then a scatter, since no program may write before the others have read. Its staging
+buffers have the arrays' type, one buffer for each type, and vectors of 16 bytes go in and out. Data
+for the host or from it is bytes, and types wider than a byte are taken apart.
 """
 
 from __future__ import annotations
@@ -24,27 +27,30 @@ from pallas_kernels.kernel_set import Leaves
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
-# of a launch: its parameters are two pointers for each, of 4 KiB that a kernel may have
+# The most arrays of a launch: each takes two pointers of the 4 KiB that parameters may have.
 MAX_ARRAYS = 128
-IN_FLIGHT = 16  # arrays of which a program loads its tile before it stores it: 4 registers for each
-TILE_BYTES = 32 * 16  # of an array, a program moves at most what a warp takes at once
+IN_FLIGHT = 16  # a program loads the tiles of so many arrays before it stores: 4 registers each
+TILE_BYTES = 32 * 16  # a program moves at most as much of an array as a warp loads at once
 
 
 def copy_blocks(
     leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False
 ) -> Leaves:
+    """Copies blocks of all leaves; see `pallas_kernels.copy_blocks`."""
     return _copy_rows(leaves, [leaf.shape[0] for leaf in leaves], source, destination, interpret)
 
 
 def copy_slots(
     leaves: Leaves, source: jax.Array, destination: jax.Array, *, interpret: bool = False
 ) -> Leaves:
+    """Copies slots of all leaves; see `pallas_kernels.copy_slots`."""
     return _copy_rows(
         leaves, [leaf.shape[0] * leaf.shape[1] for leaf in leaves], source, destination, interpret
     )
 
 
 def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool = False) -> jax.Array:
+    """Returns the contents of blocks as bytes; see `pallas_kernels.gather_blocks`."""
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     parts = [_gather(some, blocks, None, jnp.dtype("uint8"), interpret) for some in _batches(flat)]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -53,6 +59,7 @@ def gather_blocks(leaves: Leaves, blocks: jax.Array, *, interpret: bool = False)
 def scatter_blocks(
     leaves: Leaves, blocks: jax.Array, contents: jax.Array, *, interpret: bool = False
 ) -> Leaves:
+    """Writes bytes into blocks; see `pallas_kernels.scatter_blocks`."""
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
     scattered: Leaves = []
     for some in _batches(flat):
@@ -81,7 +88,7 @@ def _batches(items: list) -> list[list]:
 
 
 def _offsets(leaves: Leaves, staging_dtype: jnp.dtype) -> list[int]:
-    """Where in a row of the staging buffer each array begins, and where the row ends."""
+    """Returns where in a row of the staging buffer each array begins, and where the row ends."""
     sizes = [
         leaf.size // leaf.shape[0] * leaf.dtype.itemsize // staging_dtype.itemsize
         for leaf in leaves
@@ -122,7 +129,7 @@ def _scatter(
 ) -> Leaves:
     if 0 in staging.shape:
         return leaves
-    before = 2 if source is None else 3  # operands; None is none
+    before = 2 if source is None else 3  # operands before the leaves; None does not count
     num_tiles = _num_tiles(leaves)
     call = backend.kernel_call(
         functools.partial(
@@ -172,7 +179,7 @@ def _gather_kernel(source_ref, destination_ref, *refs, offsets: list[int], num_t
 def _scatter_kernel(  # type: ignore[no-untyped-def]
     source_ref, destination_ref, staging_ref, *refs, offsets: list[int], num_tiles: int
 ):
-    leaf_refs = refs[len(refs) // 2 :]  # the first half is what they alias
+    leaf_refs = refs[len(refs) // 2 :]  # they alias the first half
     index, tile = pl.program_id(0), pl.program_id(1)
     destination = load(destination_ref.at[index])
     moves = (destination >= 0) & (destination < leaf_refs[0].shape[0])
@@ -204,22 +211,25 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
 
 
 def _in_flight(leaf_refs, offsets: list[int], staging_ref) -> list[list]:  # type: ignore[no-untyped-def]
-    """The arrays whose loads come before the first of their stores, which the compiler may not put them past: they may be one memory."""
+    """Returns the arrays in parts; the loads of a part come before the first of its stores.
+
+    The compiler may not move loads past stores, because the arrays may be the same memory.
+    """
     each = list(zip(leaf_refs, offsets, strict=False))
     widest = max(leaf_ref.dtype.itemsize for leaf_ref in leaf_refs) // staging_ref.dtype.itemsize
-    step = max(1, IN_FLIGHT // widest)  # taken apart, they take more registers
+    step = max(1, IN_FLIGHT // widest)  # values that are taken apart need more registers
     return [each[start : start + step] for start in range(0, len(each), step)]
 
 
 def _columns(leaf_ref, tile: jax.Array, num_tiles: int) -> tuple[jax.Array, jax.Array | None]:  # type: ignore[no-untyped-def]
-    """A program's part of a row, and the mask of what there is of it."""
+    """Returns a program's part of a row, and the mask of the columns that exist."""
     length, width = _tile(leaf_ref), leaf_ref.shape[1]
     columns = tile * length + jnp.arange(length)
     return columns, None if num_tiles * length == width else columns < width
 
 
 def _staged(leaf_ref, staging_ref, index: jax.Array, offset: int, columns: jax.Array) -> list:  # type: ignore[no-untyped-def]
-    """Where in the staging buffer these columns lie, the lowest bits of each first."""
+    """Returns where these columns are in the staging buffer, the lowest bits of each first."""
     parts = leaf_ref.dtype.itemsize // staging_ref.dtype.itemsize
     return [staging_ref.at[index, offset + columns * parts + part] for part in range(parts)]
 
@@ -229,5 +239,5 @@ def _bits(values: jax.Array) -> jax.Array:
 
 
 def _word(array) -> jnp.dtype:  # type: ignore[no-untyped-def]
-    """The unsigned integers as wide as an array's or a ref's type."""
+    """Returns the unsigned integers as wide as an array's or a ref's type."""
     return jnp.dtype(f"uint{8 * array.dtype.itemsize}")

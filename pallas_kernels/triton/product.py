@@ -1,17 +1,18 @@
-"""The grouped product of the Triton backend: rows that are sorted by group, times the weights of
-their groups, in one launch.
+"""Computes grouped products with a Triton kernel.
 
-A group is an expert of a mixture; a product with one weight has one group. A program takes a tile
-of rows of one group and a block of outputs, and walks through the inputs in turns of `Cut.depth`.
-It reads weights from where they are stored, in 16-byte asynchronous copies:
+It multiplies rows that are sorted by group by the weights of their groups, in one launch. A group
+is an expert of a mixture; a product with one weight has one group. A program takes a tile of rows
+of one group and a block of outputs, and walks through the inputs in turns of `Cut.depth`. It reads
+weights from where they are stored, in 16-byte asynchronous copies:
 
     rows by group   [ 0 0 0 | 2 2 2 2 2 | 3 ]                group 1 has no rows
     tiles of four   [ 0 0 0 . ] [ 2 2 2 2 ] [ 2 . . . ] [ 3 . . . ] [ . . . . ]
                                                              the last one returns at once
 
-Codes become numbers of x's type in registers, each with the scale of its group of inputs. Where an
-output has one scale, it is multiplied after the sum. Products of 8-bit integers are summed as
-integers. Few tiles share their turns among several programs (splits), whose sums are added up.
+Codes become numbers of x's type in registers, each with the scale of its group of inputs. If an
+output has one scale, the sum is multiplied by it. Products of 8-bit integers are summed as
+integers. If there are few tiles, several programs (splits) share the turns of a tile, and their
+sums are added up.
 """
 
 from __future__ import annotations
@@ -32,22 +33,27 @@ from pallas_kernels.quantized_weight import QuantizedWeight
 from pallas_kernels.triton import backend as tb
 from pallas_kernels.xla.product import has_scales_of_outputs, multiply_on_gpu
 
-PACKED = ("int4", "fp4")  # two in a byte
+PACKED = ("int4", "fp4")  # two codes in a byte
 ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
-PROGRAMS = 512  # that keep all of a GPU's processors reading: 132 of an H100, four each
+PROGRAMS = 512  # these keep all of a GPU's processors reading: 132 of an H100, four each
 LEAST_TURNS, MOST_SPLITS = 4, 8
-# Above so many rows a temporary array of the weight costs less than to make it anew for each tile
-# of rows: an estimate, which was not measured.
+# With more rows a temporary array of the weight costs less than decoding it for each tile of rows.
+# This is an estimate, which was not measured.
 MOST_ROWS = 512
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a product is cut.
+    """Says how a product is cut.
 
-    rows: of a tile. cols: outputs of a program. depth: inputs of a turn. splits: programs that
-    share the turns of a tile.
+    Attributes:
+        rows: The rows of a tile.
+        cols: The outputs of a program.
+        depth: The inputs of a turn.
+        num_warps: The warps of a program.
+        num_stages: The turns whose loads are in flight.
+        splits: The programs that share the turns of a tile.
     """
 
     rows: int
@@ -60,11 +66,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Config:
-    """All that a kernel is compiled for.
+    """Holds all constants that a kernel is compiled for.
 
-    code: of the weights; None: they are numbers of x's type. scale_group: inputs that share a
-    scale; None: the scale is multiplied after the sum. result: the type of the product.
-    converts: whether this GPU turns float8 into other types.
+    Attributes:
+        cut: The way the product is cut.
+        code: The code of the weights; None if they are numbers of x's type.
+        scale_group: The inputs that share a scale; None if the sum is multiplied by the scale.
+        num_in: The inputs.
+        num_out: The outputs.
+        result: The type of the product.
+        converts: Says whether this GPU turns float8 into other types.
+        interpret: Says whether the kernel runs on CPU.
     """
 
     cut: Cut
@@ -91,12 +103,12 @@ def kernel(  # type: ignore[no-untyped-def]
 ) -> None:
     """Multiplies one tile by one block of outputs.
 
-    x_ref: [P, I]; for two codes in a byte [P, 2, I / 2], first the inputs of the low halves.
-    out_ref: [splits, P, O].
+    x_ref is [P, I]; for two codes in a byte [P, 2, I / 2], first the inputs of the low halves.
+    out_ref is [splits, P, O].
     """
     cut = config.cut
-    # Programs that start one after another share weights or rows: the tiles of a block, where there
-    # is one group, and the blocks of a tile where there are many.
+    # Programs that start one after another share weights or rows: with one group they are the tiles
+    # of a block, with many groups the blocks of a tile.
     tile, block = (pl.program_id(axis) for axis in ((0, 1) if values_ref.shape[0] == 1 else (1, 0)))
     split = pl.program_id(2)
     group, first, count = _place(count_ref, tile, cut.rows, x_ref.shape[0])
@@ -110,7 +122,7 @@ def kernel(  # type: ignore[no-untyped-def]
             at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
         )
         packed = config.code in PACKED
-        width = cut.depth // 2 if packed else cut.depth  # columns of `values` in a turn
+        width = cut.depth // 2 if packed else cut.depth  # the columns of `values` in a turn
         num_columns = config.num_in // 2 if packed else config.num_in
 
         def of_groups(ref: Any, turn: Any) -> Any:
@@ -182,7 +194,12 @@ def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, An
     """Returns the group of a tile, its first row and its number of rows.
 
     Each program finds its own place, which takes less time than one more launch.
-    count_ref: rows of each group; None: there is one group, which has all rows.
+
+    Args:
+        count_ref: The rows of each group; None if one group has all rows.
+        tile: The tile.
+        rows: The rows of a tile at most.
+        num_rows: All rows.
     """
     if count_ref is None:
         return 0, tile * rows, jnp.minimum(num_rows - tile * rows, rows)
@@ -196,12 +213,16 @@ def _place(count_ref: Any, tile: Any, rows: int, num_rows: int) -> tuple[Any, An
         return jnp.sum(jnp.where(mask_E, values_E, 0))
 
     within = (tile - total(tiles_E, at_E < group)) * rows
-    count = jnp.clip(total(count_E, at_E == group) - within, 0, rows)  # zero after the last group
+    # The count is zero after the last group.
+    count = jnp.clip(total(count_E, at_E == group) - within, 0, rows)
     return group, total(count_E, at_E < group) + within, count
 
 
 def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
-    """Returns codes in float32, before zeros, minima and scales. high: the upper halves of bytes."""
+    """Returns codes in float32, before zeros, minima and scales.
+
+    With `high` they are the upper halves of bytes.
+    """
     if config.code == "int8":
         return codes.astype(jnp.float32)
     if config.code == "fp8":
@@ -216,7 +237,7 @@ def _decoded(codes: Any, config: Config, high: bool) -> jax.Array:
 def _float8(bits: jax.Array) -> jax.Array:
     """Decodes float8_e4m3fn from its bits, for GPUs that do not convert it."""
     size = bits & 0x7F
-    # Subnormal numbers have no hidden bit: it is added, and its value subtracted.
+    # Subnormal numbers have no hidden bit: it is added, and its value is subtracted again.
     is_small = size < 8
     number = lax.bitcast_convert_type(
         (jnp.where(is_small, size + 8, size) << 20) + (120 << 23), jnp.float32
@@ -241,8 +262,12 @@ def heuristic(
 
     It depends on shapes alone, so that the order of a row's sums does too.
 
-    x_shape: rows and inputs. w_shape: groups and outputs. dtype: of x. roomy: whether a program
-    has 227 KiB of shared memory.
+    Args:
+        x_shape: The rows and inputs.
+        w_shape: The groups and outputs.
+        dtype: The type of x.
+        code: The code of the weights, or None.
+        roomy: Says whether a program has 227 KiB of shared memory.
     """
     (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
     average = num_rows / num_groups
@@ -250,7 +275,7 @@ def heuristic(
         16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
     )
     warps, stages = 8 if rows == 128 else 4, 4 if roomy else 3
-    if dtype == "float32":  # no tensor cores, and products keep their operands in registers
+    if dtype == "float32":  # without tensor cores, operands of products are in registers
         cut = Cut(min(rows, 32), 64, 32, 4, 2)
     elif code is None:
         cut = Cut(rows, 128, 128 if dtype == "int8" else 64, warps, stages)
@@ -274,11 +299,17 @@ def multiply_grouped(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiplies as `pallas_kernels.grouped_product` says. Rows of no group are not written.
+    """Multiplies as `pallas_kernels.grouped_product` says; rows of no group are not written.
 
-    Raises NotImplementedError where scales are of groups of inputs that fit no turn.
+    Args:
+        x_PI: The rows, sorted by group.
+        weight: The weights of the groups.
+        count_E: The rows of each group; None if one group has all rows.
+        result: The type of the product.
+        interpret: Runs the kernel on CPU.
 
-    count_E: None where one group has all rows.
+    Raises:
+        NotImplementedError: Scales belong to groups of inputs that do not fit a turn.
     """
     quantized = weight if isinstance(weight, QuantizedWeight) else None
     values = weight.values if isinstance(weight, QuantizedWeight) else weight
@@ -324,7 +355,7 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
     return size
 
 
-# traced and lowered once for all layers of a model
+# It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
 def _multiply(operands: list[Any], config: Config) -> jax.Array:
     count_E, x_PI, values, *of_groups = operands
@@ -352,7 +383,7 @@ def _multiply(operands: list[Any], config: Config) -> jax.Array:
 
 
 def stacked(weight: QuantizedWeight) -> QuantizedWeight:
-    """Returns a weight as that of one group."""
+    """Returns a weight as the weights of one group."""
     zero, minimum = (
         None if each is None else each[None] for each in (weight.zero_OJ, weight.minimum_OJ)
     )
@@ -369,5 +400,5 @@ def multiply(
         try:
             return multiply_grouped(x_TI, stacked(weight), None, result, interpret=interpret)
         except NotImplementedError:
-            pass  # its groups of inputs are of no size that the kernel takes
+            pass  # the kernel does not take groups of inputs of this size
     return multiply_on_gpu(x_TI, weight, result)

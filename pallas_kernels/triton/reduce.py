@@ -1,4 +1,4 @@
-"""The second kernel of the Triton backend: what the splits of a context found becomes one output."""
+"""Combines the splits of a context: the second kernel of attention in the Triton backend."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ def reduce_splits(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Returns out_TNH in `dtype`, from the normalised outputs of Z splits and the logarithms (to base 2) of their weights, in float32.
+    """Returns out_TNH in `dtype`.
 
-    splits_T: how many splits a token has; what lies after them is never read. A token with none gets zeros.
+    Args:
+        out_ZTNH: The normalised outputs of Z splits in float32.
+        top_ZTN: The logarithms (to base 2) of their weights in float32.
+        splits_T: The number of splits of each token. Later splits are never read; a token without
+            splits gets zeros.
+        dtype: The type of the result.
+        interpret: Runs the kernel on CPU.
     """
     max_splits, num_tokens, num_heads, width = out_ZTNH.shape
     call = tb.kernel_call(
@@ -47,7 +53,7 @@ def _kernel(out_ref, top_ref, splits_ref, reduced_ref, *, max_splits: int, width
     out_ZH = tb.load(
         out_ref.at[split_Z[:, None], token, head, at_H[None, :]], mask=mask_ZH, other=0.0
     )
-    # The bound keeps a token without splits from infinity less infinity.
+    # Without the bound, a token without splits would get infinity minus infinity.
     weight_Z = jnp.exp2(top_Z - jnp.maximum(jnp.max(top_Z), -1e38))
     total = jnp.sum(weight_Z)
     out_H = jnp.sum(out_ZH * weight_Z[:, None], axis=0) / jnp.where(total == 0.0, 1.0, total)

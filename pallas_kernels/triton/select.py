@@ -1,12 +1,13 @@
-"""Selection in rows of logits as Triton kernels: a program takes a row, and reads it a few times.
+"""Selects in rows of logits with Triton kernels: a program takes a row, and reads it a few times.
 
-A cut-off is searched between two floats, of which the row has enough numbers (or mass) at or above the lower one and too few at or above
-the higher one. One reading of the row tries three floats between them:
+A cut-off is searched between two floats. The row has enough numbers (or mass) at or above the lower
+one, and too few at or above the higher one. One reading of the row tries three floats between them:
 
-    low    try   try   try   high            enough at or above the second, too few at or above the third
-     |------|-----|-----|------|      ->             |-----|
+    low    try   try   try   high        enough at or above the second, too few at or above the
+    third |------|-----|-----|------|    ->         |-----|
 
-until only one number of the row lies between them, or none of the floats. `selection` says what is exact about that, and why.
+The search ends when only one number of the row is between them, or no float. `selection` says what
+is exact about that, and why.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ from pallas_kernels.selection import check_vocabulary, digits, key_of, mass, val
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
-TILE = 4096  # numbers of a row that a program takes at once
+TILE = 4096  # the numbers of a row that a program reads at once
 WARPS = 32
 LOWEST = int(np.float32(-np.inf).view(np.int32)) ^ 0x7FFFFFFF  # the key of -inf
-# tries that divide the distance of values; later ones divide that of keys, so that the search ends
+# So many tries divide the distance of values; later ones divide that of keys, which always ends.
 BY_VALUE = 6
 
 
 class Bracket(NamedTuple):
-    """low, high: keys of floats, see `value_of`. at_low, at_high: how many numbers of the row are at or above each."""
+    """Holds the two ends of a search.
+
+    Attributes:
+        low: The key of the lower float; see `value_of`.
+        high: The key of the higher float.
+        at_low: How many numbers of the row are at or above the lower one.
+        at_high: How many numbers of the row are at or above the higher one.
+    """
 
     low: jax.Array
     high: jax.Array
@@ -50,7 +58,10 @@ def cutoffs(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns least_R: the least logit of each row that top-k, top-p and min-p leave in; -inf where a row asks for none, or is greedy."""
+    """Returns least_R: the least logit of each row that top-k, top-p and min-p keep.
+
+    It is -inf for a row that asks for none of them, or is greedy.
+    """
     num_rows, vocab_size = logits_RV.shape
     check_vocabulary(vocab_size)
     call = backend.kernel_call(
@@ -74,9 +85,12 @@ def likeliest(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns values_RW and ids_RW: the `count` largest of `logits - largest - log_sum`, and where they stand. No logit of a row may be
-    larger than its `largest`. Equal ones are in the order
-    of their places, and of more of them than are wanted the first are taken; otherwise there is no order."""
+    """Returns the `count` largest of `logits - largest - log_sum`, and their ids.
+
+    The two are values_RW and ids_RW. No logit of a row may be larger than its `largest`. Equal
+    numbers are in the order of their ids; if there are more of them than are wanted, the first are
+    taken. There is no other order.
+    """
     num_rows, vocab_size = logits_RV.shape
     call = backend.kernel_call(
         functools.partial(_likeliest_kernel, tile=_tile(vocab_size), count=count),
@@ -130,7 +144,7 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
 
     @pl.when(wanted)
     def _search() -> None:
-        # A branch cannot give a constant.
+        # A branch cannot return a constant.
         all_of_them, all_likelihoods = jnp.minimum(top_p, -jnp.inf), jnp.minimum(min_p, 0.0)
         cutoff = jax.lax.cond(
             cuts,
@@ -149,7 +163,7 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
             scaled_X = scaled(x_X)
             likelihood_X = likelihood_of(scaled_X, cutoff)
             kept_X = (scaled_X >= cutoff) & (likelihood_X >= nucleus) & (likelihood_X >= min_p)
-            # the likeliest stays, whatever the cut-offs
+            # The most likely token stays, whatever the cut-offs are.
             kept_X |= is_likely & (likelihood_X == 1.0)
             return jnp.where(kept_X, jnp.minimum(least_X, x_X), least_X)
 
@@ -160,7 +174,10 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
 def _each_tile(  # type: ignore[no-untyped-def]
     logits_ref, row: jax.Array, tile: int, add: Callable[..., Any], start: Any
 ) -> Any:
-    """Goes over a row: `add(numbers, their places, state)`. Behind the end of the row are NaN, which no comparison takes."""
+    """Goes over a row: calls `add(numbers, their places, state)` for each tile of it.
+
+    The numbers after the end of the row are NaN, which no comparison takes.
+    """
     vocab_size = logits_ref.shape[1]
 
     def turn(index: jax.Array, state: Any) -> Any:
@@ -211,7 +228,10 @@ def _nucleus(
     tile: int,
     vocab_size: int,
 ) -> jax.Array:
-    """Returns the largest number, or one that divides the row alike, such that the likelihoods that reach it have `top_p` of the mass."""
+    """Returns the largest number such that the likelihoods that reach it have `top_p` of the mass.
+
+    It can be another number that divides the row in the same way.
+    """
 
     def masses(tries: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
         def add(x: jax.Array, _: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -255,10 +275,14 @@ def _narrowed(
     first: tuple[jax.Array, ...],
     by_value: int,
 ) -> Bracket:
-    """Narrows a bracket until at most one number of the row lies in it, or all in it are equal.
+    """Narrows a bracket until at most one number of the row is in it, or all in it are equal.
 
-    at_or_above: of floats how many numbers reach each, and whether that is enough.
-    first: the keys of the first tries, in ascending order. by_value: how many tries divide the distance of the values.
+    Args:
+        at_or_above: Returns for some floats how many numbers reach each, and whether that is
+            enough.
+        bracket: The bracket.
+        first: The keys of the first tries, in ascending order.
+        by_value: How many tries divide the distance of the values.
     """
 
     def goes_on(state: tuple[Bracket, jax.Array]) -> jax.Array:
@@ -293,12 +317,12 @@ def _narrowed(
 
 
 def _power_of_two(exponent: int) -> int:
-    """The key of a float."""
+    """Returns the key of a power of two."""
     return (127 + exponent) << 23
 
 
 def _between(low: jax.Array, high: jax.Array) -> jax.Array:
-    """Their mean, rounded down, without their sum, which may overflow."""
+    """Returns the mean of two keys, rounded down, without their sum, which may overflow."""
     return (low & high) + ((low ^ high) >> 1)
 
 
@@ -323,7 +347,7 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
         num_above, num_level = taken
         value_X = normalised(x)
         above_X, level_X = value_X >= top, (value_X >= bottom) & (value_X < top)
-        # Two running counts in one: each is less than 2^16 in a tile.
+        # Two running counts are in one integer: each is less than 2^16 in a tile.
         counts_X = jnp.cumsum(above_X.astype(jnp.int32) | level_X.astype(jnp.int32) << 16)
         index_X = (
             jnp.where(
@@ -332,7 +356,7 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
             - 1
         )
         taken_X = (above_X | level_X) & (index_X < count)
-        # interpreted, a store that is masked still has its place
+        # In the interpreter a masked store still needs a valid place.
         index_X = jnp.where(taken_X, index_X, count)
         store(values_ref.at[row, index_X], value_X, mask=taken_X)
         store(ids_ref.at[row, index_X], place, mask=taken_X)
@@ -341,7 +365,7 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
         )
 
     num_above, num_level = turns(take, (jnp.int32(0), jnp.int32(0)))
-    # A row with NaN may have fewer; what it has in their place must be something.
+    # A row with NaN may have fewer numbers than wanted: fill the rest.
     index_W = jnp.arange(pl.next_power_of_2(count))
     lacks_W = (index_W >= num_above + num_level) & (index_W < count)
     store(values_ref.at[row, index_W], jnp.full(index_W.shape, -jnp.inf, jnp.float32), mask=lacks_W)

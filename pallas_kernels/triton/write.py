@@ -1,6 +1,7 @@
-"""`write_kv` as a Triton kernel: one launch writes keys, values and their scales. A program takes some heads of one token.
+"""Writes keys, values and their scales (`write_kv`) with one launch of a Triton kernel.
 
-What quantising means is said in `quantized_pages`; here it is in operations that Triton has, with the same results, bit by bit.
+A program takes some heads of one token. `quantized_pages` defines how numbers are quantised; here
+it is done with operations that Triton has, and the results have the same bits.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pallas_kernels.quantized_pages import SMALLEST_SCALE, largest
 from pallas_kernels.triton import backend
 from pallas_kernels.triton.backend import load, store
 
-# elements of a program's keys, and as many values: what 8 warps move with few registers
+# The elements of a program's keys, and of its values: 8 warps move them with few registers.
 TILE = 2048
 TO_INTEGER = np.float32(1.5 * 2**23)
-WARP_BYTES = 32 * 16  # what a warp stores at once
+WARP_BYTES = 32 * 16  # a warp stores so many bytes at once
 
 
 def write(
@@ -34,6 +35,7 @@ def write(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array | None, ...]:
+    """Writes keys and values into pages; see `pallas_kernels.write_kv`."""
     new, pages, scales = (
         [array for array in pair if array is not None]
         for pair in ((k_TKH, v_TKH), (k_pages, v_pages), (k_scale, v_scale))
@@ -42,7 +44,7 @@ def write(
     num_tokens, num_heads, width = k_TKH.shape
     if num_tokens == 0:
         return _in_places(kept, len(new))
-    # Triton's vectors are powers of two long; masks leave out what is too much.
+    # Triton's vectors are powers of two long; masks leave out the rest.
     padded_width = pl.next_power_of_2(width)
     heads = max(1, min(pl.next_power_of_2(num_heads), TILE // padded_width))
     tile_bytes = heads * padded_width * k_pages.dtype.itemsize
@@ -53,20 +55,20 @@ def write(
         out_shape=[jax.ShapeDtypeStruct(array.shape, array.dtype) for array in kept],
         input_output_aliases={1 + len(new) + index: index for index in range(len(kept))},
         num_warps=max(1, min(8, tile_bytes // WARP_BYTES)),
-        num_stages=1,  # no loop
+        num_stages=1,  # the kernel has no loop
         interpret=interpret,
     )
     return _in_places(call(slots_T, *new, *kept), len(new))
 
 
 def _in_places(kept: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | None, ...]:
-    """Returns the pages as `write_kv` does: with None for values that are within the keys."""
+    """Returns the pages as `write_kv` does, with None for values that are within the keys."""
     return tuple(kept) if num_new == 2 else tuple(place for each in kept for place in (each, None))
 
 
 def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # type: ignore[no-untyped-def]
     new_refs, kept_refs = refs[:num_new], refs[num_new:]
-    out_refs = kept_refs[len(kept_refs) // 2 :]  # the first half is what they alias
+    out_refs = kept_refs[len(kept_refs) // 2 :]  # they alias the first half
     scale_refs = out_refs[num_new:] or (None,) * num_new
     num_blocks, block_size, num_heads, width = out_refs[0].shape
     token = pl.program_id(0)
@@ -105,8 +107,11 @@ def _both(head_mask: jax.Array | None, column_mask: jax.Array | None) -> jax.Arr
 
 
 def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """`quantized_pages.quantize` of a tile of float32, without what Triton lacks: a maximum that keeps NaN, and rounding."""
-    # As integers, magnitudes are in the order of the numbers, with NaN above them all.
+    """Quantises a tile of float32 as `quantized_pages.quantize` does.
+
+    Triton has no rounding, and no maximum that keeps NaN.
+    """
+    # Read as integers, magnitudes have the order of the numbers, with NaN above them all.
     bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
     scale = jax.lax.bitcast_convert_type(jnp.max(bits, axis=-1), jnp.float32) * np.float32(
         1.0 / largest(dtype)
@@ -114,8 +119,8 @@ def quantize(x: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     scale = jnp.where(scale < SMALLEST_SCALE, np.float32(SMALLEST_SCALE), scale)
     scaled = x / scale[:, None]
     if dtype == jnp.int8:
-        # From 2**23 to 2**24 floats are the integers: the sum is rounded to one, ties to even. Read
-        # as bits, since XLA takes what was added away again if it may.
+        # The floats from 2**23 to 2**24 are the integers, so the sum is rounded to an integer, ties
+        # to even. Its bits are read because XLA could cancel an addition and a subtraction.
         rounded = jax.lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32) - np.int32(
             TO_INTEGER.view(np.int32)
         )

@@ -1,1 +1,1 @@
-"""Writes keys and values and moves blocks, in plain XLA: the definitions."""
+"""Writes keys and values, moves blocks and multiplies in plain XLA: these are the definitions."""

@@ -1,4 +1,4 @@
-"""Products with quantised weights in plain XLA, which makes a temporary array of the weight."""
+"""Multiplies by quantised weights in plain XLA, which makes a temporary array of the weight."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pallas_kernels.quantized_weight import QuantizedWeight, numbers
 
 
 def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
-    """The definition: a product in float32."""
+    """Defines the product: it is computed in float32."""
     y_TO = jnp.einsum(
         "TI,OI->TO", x_TI.astype(jnp.float32), numbers(weight), precision=jax.lax.Precision.HIGHEST
     )
@@ -18,7 +18,7 @@ def multiply(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax
 
 
 def multiply_narrow(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
-    """For GPUs: weights are rounded to the type of x, so that its fast product takes them."""
+    """Multiplies on GPUs, where weights are rounded to the type of x for its fast product."""
     precision = (
         jax.lax.Precision.HIGHEST if x_TI.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     )
@@ -26,8 +26,10 @@ def multiply_narrow(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
 
 
 def has_scales_of_outputs(weight: QuantizedWeight) -> bool:
-    """Returns whether a weight is its codes times one scale per output, so that
-    `multiply_before_scales` takes it."""
+    """Returns whether a weight is its codes times one scale for each output.
+
+    `multiply_before_scales` takes such weights.
+    """
     plain = weight.zero_OJ is None and weight.minimum_OJ is None and weight.code in ("int8", "fp8")
     return plain and weight.scale_OJ.shape[1] == 1
 
@@ -35,7 +37,7 @@ def has_scales_of_outputs(weight: QuantizedWeight) -> bool:
 def multiply_before_scales(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Array:
     """Returns the product in float32: sums over codes, which are exact in x's type, times scales.
 
-    For GPUs XLA fuses all of it, and reads the codes once.
+    On GPUs XLA fuses all of it, and reads the codes once.
     """
     is_bits = weight.code == "fp8" and weight.values.dtype == jnp.uint8
     codes = (
@@ -55,7 +57,10 @@ def multiply_before_scales(x_TI: jax.Array, weight: QuantizedWeight) -> jax.Arra
 
 
 def multiply_on_gpu(x_TI: jax.Array, weight: QuantizedWeight, result: DTypeLike) -> jax.Array:
-    """Multiplies in what XLA compiles best for GPUs: without a temporary array of the weight where it can."""
+    """Multiplies in the way that XLA compiles best for GPUs.
+
+    It makes no temporary array of the weight if it can avoid that.
+    """
     if has_scales_of_outputs(weight):
         return multiply_before_scales(x_TI, weight).astype(result)
     return multiply_narrow(x_TI, weight).astype(result)

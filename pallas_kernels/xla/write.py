@@ -1,4 +1,4 @@
-"""The definition of `write_kv`: one scatter for each array."""
+"""Defines how keys and values are written (`write_kv`): by one scatter for each array."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ def write(
     k_scale: Float[Array, "P S K"] | None,
     v_scale: Float[Array, "P S K"] | None,
 ) -> tuple[jax.Array | None, ...]:
+    """Writes keys and values into pages; see `pallas_kernels.write_kv`."""
     new_k_pages, new_k_scale = _written(k_pages, k_scale, k_TKH, slots_T)
     new_v_pages = new_v_scale = None
     if v_TKH is not None and v_pages is not None:
@@ -39,8 +40,7 @@ def _write(
 ) -> jax.Array:
     num_blocks, block_size = pages.shape[:2]
     slots = pages.reshape(num_blocks * block_size, *pages.shape[2:])
-    # A slot below zero would wrap around to the end of the pool; slots are never negative, so the
-    # wrap is left out of the program.
+    # Slots are never negative, so the program needs no wrap to the end of the pool.
     written = slots.at[slots_T].set(
         new.astype(pages.dtype), mode="drop", wrap_negative_indices=False
     )
