@@ -89,7 +89,7 @@ class _Walk(NamedTuple):
     """Holds the state of a walk down the tree of one row's drafts."""
 
     path_Q: jax.Array
-    depth: jax.Array  # of the path's last token
+    depth: jax.Array  # the depth of the path's last token
     p_V: jax.Array  # distribution of the next token, less what rejected drafts took
     tried_V: jax.Array  # the rejected drafts
     num_tried: jax.Array

@@ -90,7 +90,7 @@ class DeviceDrafter(Protocol):
 
 
 def split_layers(pages: KVPages, drafter: DeviceDrafter | None) -> tuple[KVPages, KVPages]:
-    """Returns the pages of the target's layers, and those of a drafter's layers, which follow them."""
+    """Returns the pages of the target's layers, and those of a drafter's layers after them."""
     num_layers = len(pages) - (drafter.num_layers if drafter else 0)
     return pages[:num_layers], pages[num_layers:]
 
