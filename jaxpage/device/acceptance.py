@@ -156,9 +156,8 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
     ids_W = inputs.q_ids_TW[place]
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
     q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
-    q = jnp.sum(
-        jnp.where(ids_W == token_id, q_W, 0.0)
-    )  # 0 where the same draft was rejected before
+    # It is 0 where the same draft was rejected before.
+    q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))
     uniform = jax.random.uniform(
         jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried)
     )

@@ -399,9 +399,8 @@ def _scratch_tables(
     A table is the row's own up to the block in which the row ends, and scratch from there on.
     """
     num_scratch = options.shape.scratch_blocks(block_size)
-    table_ZBM = jnp.pad(
-        ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch))
-    )  # a draft may go beyond the longest sequence
+    # A draft may go beyond the longest sequence.
+    table_ZBM = jnp.pad(ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch)))
     num_groups, _, table_width = table_ZBM.shape
     place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
     scratch_ZBXM = first_block_ZBX[..., None] + place_B1M
