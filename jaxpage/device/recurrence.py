@@ -10,9 +10,9 @@ the last of its tokens that was computed, with the number of tokens that the sta
 A row goes on from the state in the block of the token before it if that state has seen exactly the
 tokens before the row. Otherwise (drafts were rejected, or a token is computed again) it begins with
 the state of the block before, which is full, and updates it with the inputs that its own block
-holds: a row from position 6 begins with the state after x3, x4 and x5. So it does not matter what a
-step has written after a row's tokens, and copying, swapping or finding blocks is all that a fork, a
-preemption or a prefix hit needs.
+holds: a row from position 6 begins with the state after x3, and updates it with x4 and x5. So it
+does not matter what a step has written after a row's tokens, and copying, swapping or finding
+blocks is all that a fork, a preemption or a prefix hit needs.
 
 Each state is updated token by token in one order, however the tokens are divided into steps, so the
 bits are the same.

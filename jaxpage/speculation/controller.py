@@ -33,8 +33,8 @@ from jaxpage.step.draft import Draft
 from jaxpage.step.limits import StepLimits
 
 HYSTERESIS = (
-    # Speculation is switched on above this multiple of the goodput without drafts, and off at one
-    # time that goodput.
+    # Speculation is switched on above this multiple of the goodput without drafts, and off where
+    # it is not above that goodput itself.
     1.04
 )
 PROBE_SHARE = 0.006  # the share of the time that probes may lose

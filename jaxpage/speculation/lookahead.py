@@ -98,7 +98,7 @@ class Window:
         self.rows[0][0] = self._token_ids[-1]
 
     def paths(self) -> Iterable[tuple[int, ...]]:
-        """Yields each column's guesses, from the last known token down to its last one."""
+        """Yields for each column the guesses after the last known token, down to its last one."""
         for column in range(len(self.rows[0])):
             yield (*self.rows[0][1 : column + 1], *(row[column] for row in self.rows[1:]))
 
