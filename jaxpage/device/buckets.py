@@ -100,10 +100,12 @@ class BucketMenu:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """Returns all buckets of the menu."""
         return self.decode + self.multi_step + self.verify + self.chunk
 
     @property
     def max_chunk_rows(self) -> int:
+        """Returns the most sequences that share a chunk step."""
         return self.chunk[-1].num_rows
 
     def choose(

@@ -62,6 +62,7 @@ class CPUProducts:
         return all(ratio < 1 for ratio in self.time_of_bfloat16)
 
     def described(self) -> str:
+        """Returns the library and the speeds in a line of text."""
         times = (
             f"{rows} rows {' / '.join(f'{self.gflops(dtype, index):.0f}' for dtype in ('float32', 'bfloat16'))}"
             for index, rows in enumerate(NUM_ROWS)
@@ -69,6 +70,7 @@ class CPUProducts:
         return f"{self.library or 'plain XLA'}; GFLOP/s in float32 / bfloat16: {', '.join(times)}"
 
     def gflops(self, dtype: str, index: int) -> float:
+        """Returns the speed of a product, in GFLOP/s."""
         return 2e-9 * NUM_ROWS[index] * INNER * OUTER / self.seconds[dtype][index]
 
 

@@ -33,9 +33,11 @@ class Logits(NamedTuple):
 
     @property
     def are_divided(self) -> bool:
+        """Returns whether each device has only a part of the vocabulary."""
         return self.own_RU.shape[1] != self.vocab_size
 
     def whole(self) -> Float[Array, "R V"]:
+        """Returns the logits over the whole vocabulary, gathered from all devices."""
         return (
             gathered(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
             if self.are_divided

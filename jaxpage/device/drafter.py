@@ -108,11 +108,13 @@ class HeadDrafter:
     aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns True: the heads draft in every step."""
         return True
 
     def step(
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array, KVPages]:
+        """Returns the tokens [B, J, W] that the heads predict, and the pages as they were."""
         hidden_BD = target.hidden_TD[target.inputs.drawn_token_R[target.last_B]]
         top_ids = functools.partial(
             nnx.merge(self.graph, parameters["drafter"]).top_ids, hidden_BD, self.num_candidates
@@ -132,15 +134,18 @@ class TopIdsDrafter:
     aux_layers: ClassVar[tuple[int, ...]] = ()
 
     def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns True: every step has draws."""
         return True
 
     def step(
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array, KVPages]:
+        """Returns the most likely tokens [R, W] after each draw, and the pages as they were."""
         return _if_wanted(target, lambda: top_ids(target.logits.whole(), self.num_ids)), pages
 
 
 def top_ids(logits_RV: Float[Array, "R V"], count: int) -> Int[Array, "R W"]:
+    """Returns the most likely tokens of each row, the best first."""
     return jax.lax.top_k(logits_RV, count)[1].astype(jnp.int32)
 
 

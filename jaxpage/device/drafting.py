@@ -70,10 +70,12 @@ class ModelDrafter:
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of the drafter's layers."""
         return len(self.layer_groups)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """Returns which hidden states of the target it takes; an empty tuple if it takes none."""
         return self.own_aux_layers or ()
 
     @property
@@ -82,6 +84,7 @@ class ModelDrafter:
         return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
     def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns whether there are scratch blocks for all rows of the shape."""
         return bucket.num_rows <= self.shape.most_rows
 
     def step(

@@ -70,6 +70,7 @@ class CompiledStep(NamedTuple):
         packed: Any,
         processor_inputs: ProcessorInputs | None = None,
     ) -> tuple[StepOutput, KVPages]:
+        """Runs the step, and returns its output and the pages of all layers."""
         filled = self.neutral
         if processor_inputs is not None:
             filled = ProcessorInputs(
@@ -252,6 +253,7 @@ class Executables:
         pool.shutdown(wait=False)
 
     def close(self) -> None:
+        """Drops all executables."""
         for executable in self._table.values():
             if isinstance(executable, Future):
                 executable.cancel()
@@ -305,6 +307,7 @@ def _compile_step(
 
 
 def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
+    """Compiles a function for arguments of these shapes."""
     return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
 

@@ -41,6 +41,7 @@ class HostPages:
         )
 
     def store(self, blocks: Blocks, contents: Contents) -> None:
+        """Writes contents into blocks."""
         self._rows[blocks] = contents
 
     def load(self, blocks: Blocks) -> Contents:

@@ -31,6 +31,8 @@ DETECTION_SECONDS = 60
 
 @dataclass(frozen=True)
 class DeviceMesh:
+    """Holds the devices of an engine, and puts arrays on them."""
+
     devices: tuple[jax.Device, ...]
 
     @property
@@ -42,6 +44,7 @@ class DeviceMesh:
 
     @property
     def size(self) -> int:
+        """Returns the number of devices."""
         return len(self.devices)
 
     @functools.cached_property

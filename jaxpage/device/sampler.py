@@ -85,6 +85,7 @@ class Stream:
 def noise_key(
     seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None
 ) -> jax.Array:
+    """Returns the key of a draw's noise, or that of another stream's noise for the same draw."""
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     if stream is not None:
         key = jax.random.fold_in(key, stream)
@@ -163,6 +164,7 @@ def are_finite(logits_BV: Float[Array, "B V"]) -> Bool[Array, "B"]:
 
 
 def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
+    """Applies a function to each row, in a loop or to all rows at once."""
     if by_row:
         return jax.lax.map(lambda row: function(*row), rows)
     return jax.vmap(function)(*rows)

@@ -58,4 +58,5 @@ def _found(backend: Backend) -> SelectionKernels | None:
 
 
 def bound_kernels() -> SelectionKernels | None:
+    """Returns the kernels that are bound now, or None."""
     return _kernels.get()

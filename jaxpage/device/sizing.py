@@ -45,6 +45,7 @@ class WindowBlocks(NamedTuple):
 
     @property
     def described(self) -> str:
+        """Returns the name of the group's row in the table."""
         return "state blocks" if self.is_state else f"KV blocks, window {self.sliding_window:,}"
 
 
@@ -73,6 +74,7 @@ class MemoryPlan:
 
     @property
     def pool_bytes(self) -> int:
+        """Returns the bytes of the pools of all cache groups."""
         return self.bytes_of(self.num_blocks)
 
     @property
@@ -107,6 +109,7 @@ class MemoryPlan:
 
     @property
     def host_pool_bytes(self) -> int:
+        """Returns the bytes of the host blocks of all devices; 0 if nothing is swapped."""
         return (
             self.num_devices * self.bytes_of(self.num_host_blocks + 1)
             if self.num_host_blocks
@@ -131,6 +134,7 @@ class MemoryPlan:
         return min(-(-length // self.block_size), self.most_sequence_blocks or length)
 
     def rows(self) -> list[tuple[str, str]]:
+        """Returns the rows of the table for start-up: names and values."""
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}{' in a file' if self.swaps_to_file else ''}"
         counts = self.blocks_of_groups(self.num_blocks)[1:]
@@ -160,6 +164,7 @@ class MemoryPlan:
 
 
 def gib(num_bytes: int) -> str:
+    """Returns a number of bytes as text, in GiB, MiB, KiB or B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -180,6 +185,7 @@ def available_bytes(device: Any, utilization: float) -> int:
 
 
 def available_host_bytes() -> int:
+    """Returns the bytes of host memory that are free and that the control group allows."""
     return min(psutil.virtual_memory().available, _cgroup_bytes())
 
 

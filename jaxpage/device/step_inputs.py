@@ -139,6 +139,7 @@ def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> Proces
 
 
 def packed_size(bucket: Bucket, tables: TableShape) -> int:
+    """Returns the length of a step's packed vector."""
     return max(place.stop for place, _ in _slices(bucket, tables).values())
 
 

@@ -76,6 +76,7 @@ class Costs:
         return shape in self._at_start
 
     def of(self, shape: Shape, depth: int | None = None) -> float:
+        """Returns the seconds of a step at a draft depth; None is without a device drafter."""
         known = self._at_start[shape]
         return (
             self.pace
@@ -110,6 +111,7 @@ class Acceptance:
         self._own: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
+        """Counts what came of one place of a sequence's drafts."""
         for counts in (self._all, self._own.setdefault(sequence_id, [])):
             counts += [[0.0, 0.0] for _ in range(len(counts), 1 + place)]
             counts[place][0] += accepted - counts[place][0] / MEMORY
@@ -137,6 +139,7 @@ class Acceptance:
         return [*rates, *average[len(rates) :]]
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forgets sequences that have ended."""
         for sequence_id in sequence_ids:
             self._own.pop(sequence_id, None)
 

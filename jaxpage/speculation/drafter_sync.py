@@ -59,9 +59,11 @@ class DrafterSync:
 
     @property
     def is_off(self) -> bool:
+        """Returns whether the drafter is off."""
         return self._steps_off > 0
 
     def is_stale(self, sequence_id: int) -> bool:
+        """Returns whether the drafter has missed tokens of a sequence."""
         return sequence_id in self._stale
 
     def depth(self, plan: StepPlan, others_wait: bool = False) -> int | None:
@@ -149,5 +151,6 @@ class DrafterSync:
             self._steps_off = self._lost / PROBE_SHARE
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forgets sequences that have ended."""
         for known in (self.ready, self._seen, self._stale):
             known.difference_update(sequence_ids)

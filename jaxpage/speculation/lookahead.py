@@ -49,6 +49,7 @@ class Pool:
         self._tails: OrderedDict[int, OrderedDict[tuple[int, ...], None]] = OrderedDict()
 
     def add(self, token_id: int, tail: tuple[int, ...]) -> None:
+        """Adds an n-gram, or makes a known one the latest."""
         tails = self._tails.setdefault(token_id, OrderedDict())
         tails[tail] = None
         tails.move_to_end(tail)
@@ -178,6 +179,7 @@ class LookaheadProposer(Proposer):
         )
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes in what was drawn after the drafts of a step."""
         for row, token_ids in verified_rows(plan, result):
             draft = Draft(row.token_ids[1:], tuple(parent - 1 for parent in row.parents))
             self.drawn(row.sequence_id, row.start + 1, draft, token_ids)
@@ -207,6 +209,7 @@ class LookaheadProposer(Proposer):
         )
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets a request that has ended, and its sequences."""
         self._pools.pop(group.request.request_id, None)
         for sequence_id in group.sequence_ids:
             self._drafted.pop(sequence_id, None)

@@ -104,6 +104,7 @@ class MedusaProposer(DeviceProposer):
         self._ranks = np.array([path[-1] for path in choices])
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Drafts the first `num_drafts` drafts of the tree."""
         candidates_JW = self.candidates_behind(sequence)
         if candidates_JW is None:
             return None

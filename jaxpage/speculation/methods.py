@@ -28,6 +28,8 @@ class DraftedModel(NamedTuple):
 
 
 class Method(NamedTuple):
+    """Says how a method makes its proposer, and what it needs on the device besides the model."""
+
     make: Callable[[SpeculativeConfig, DraftedModel], Proposer]
     drafter: DrafterKind | None = None  # None: it drafts on the host
 

@@ -31,6 +31,7 @@ class NGramProposer(Proposer):
         self._known: dict[int, _Known] = {}  # by sequence id
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Drafts what followed the longest match."""
         known = self._known.get(sequence.sequence_id)
         if known is None:
             known = self._known[sequence.sequence_id] = _Known()
@@ -41,6 +42,7 @@ class NGramProposer(Proposer):
         )
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets the sequences of a request that has ended."""
         for sequence_id in group.sequence_ids:
             self._known.pop(sequence_id, None)
 

@@ -57,6 +57,7 @@ class DeviceProposer(Proposer):
         self._candidates: dict[int, tuple[int, npt.NDArray[np.int32]]] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Keeps the candidates of a step."""
         if not plan.draft_depth or result.draft_candidates is None:
             return
         last = (
@@ -73,6 +74,7 @@ class DeviceProposer(Proposer):
         return candidates if num_known_tokens == len(sequence.token_ids) else None
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets the sequences of a request that has ended."""
         for sequence_id in group.sequence_ids:
             self._candidates.pop(sequence_id, None)
 

@@ -79,6 +79,7 @@ class RecyclingProposer(Proposer):
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Takes in what is likely after each draw of a step."""
         # The candidates are the tokens that are likely after each draw.
         if plan.draft_depth and result.draft_candidates is not None:
             token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]

@@ -51,9 +51,11 @@ class NoSpeculation:
     """Drafts nothing."""
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """Returns no drafts."""
         return NO_DRAFTS
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns None: there is no device drafter."""
         return None
 
     def observe(self, report: StepReport) -> None:
@@ -201,11 +203,13 @@ class ProposingSpeculator:
         self.has_failed = True
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns `StepPlan.draft_depth` for a plan; see `Speculator`."""
         if self._sync is None:
             return 1 if self._learns_top_ids else None
         return self._sync.depth(plan, others_wait)
 
     def observe(self, report: StepReport) -> None:
+        """Tells the proposer, the controller and the switch of the drafter what came of a step."""
         if not self.has_failed:
             try:
                 self.proposer.observe(report.plan, report.result)
@@ -247,6 +251,7 @@ class ProposingSpeculator:
             controller.verified(sequence_id, draft.parents, path)
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets a request that has ended."""
         if not self.has_failed:
             try:
                 self.proposer.forget(group)

@@ -86,6 +86,7 @@ class SuffixProposer(Proposer):
         self._left = at_once  # tokens that may still be taken in this round
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Returns the best draft of the sequence's own tree and of those that it shares."""
         own = self._asked(sequence)
         salt, token_ids = request.params.cache_salt, sequence.token_ids
         self._left -= self._shared.take(salt, sequence, self._left)
@@ -97,6 +98,7 @@ class SuffixProposer(Proposer):
         return best_draft.draft if best_draft.token_ids else None
 
     def forget(self, group: SequenceGroup) -> None:
+        """Keeps the answers of a request that has ended, and forgets its sequences."""
         for sequence in group.sequences:
             if sequence.sequence_id in self._own:
                 self._shared.take(group.request.params.cache_salt, sequence, self._at_once)

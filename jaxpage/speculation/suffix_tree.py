@@ -33,6 +33,7 @@ class ScoredDraft(NamedTuple):
 
     @property
     def draft(self) -> Draft:
+        """Returns the tokens as a draft."""
         token_ids = tuple(self.token_ids)
         return chain(token_ids) if self.parents is None else Draft(token_ids, tuple(self.parents))
 
@@ -86,6 +87,7 @@ class SuffixTree:
         self._ends[text] = None
 
     def size(self, text: int) -> int:
+        """Returns how many tokens of a text are in the tree."""
         return self._sizes[text]
 
     def grow(self, text: int, size: int) -> None:
