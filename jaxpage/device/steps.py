@@ -252,7 +252,7 @@ def _multi_step(
 
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
-    """Returns what the layers of the model take in a pass over tokens with adapters in these slots."""
+    """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
     kernels = make_product_kernels(options.attention_backend)
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
@@ -349,7 +349,7 @@ def pooled_step(
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
-    """Returns the model, its hidden states, its pages, and the hidden states that a drafter takes."""
+    """Returns the model, its hidden states, its pages, and the states that a drafter takes."""
     model = nnx.merge(options.graph, parameters)
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(
