@@ -1,1 +1,4 @@
-"""The device's side of a step: pages, step functions, buckets and the table of compiled executables. Never sees a request."""
+"""Runs steps on the device: pages, step functions, buckets, and the table of executables.
+
+Nothing in this room sees a request.
+"""

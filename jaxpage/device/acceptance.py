@@ -1,7 +1,8 @@
-"""Rules of acceptance: which drafts become tokens, and what is drawn after the last of them.
+"""Decides which drafts become tokens, and what is drawn after the last accepted one.
 
-"coupled" compares drafts with what is drawn anyway. The other two look at the distribution p of every draw, after all that its request
-asks for; of a greedy request all of p is on one token, so that each rule gives its greedy text.
+The rule "coupled" compares drafts with the tokens that are drawn anyway. The rules "rejection" and
+"typical" look at the distribution p of each draw, after all that its request asks for. A greedy
+request has all of p on one token, so that each rule gives its greedy text.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ def decide(
     *,
     by_row: bool,
 ) -> tuple[Int[Array, "R"], Int[Array, "B Q"]]:
-    """Returns, for a step that verifies, the token after each draw and the paths of right drafts, as `verify.accept` does.
+    """Returns the token after each draw, and each row's path of accepted drafts.
 
-    Other rules than "coupled" draw only after the last token of each path. The token after the others of a path is its next
-    draft, and the token after what is on no path is 0.
+    The step is one that verifies, and the paths are like those of `verify.accept`. The rules other
+    than "coupled" draw only after the last token of each path: after an earlier token of a path the
+    token is the next draft, and after a token on no path it is 0.
     """
     if rule.name == "coupled":
         drawn_R = draw(logits_RV, inputs, processor_inputs, by_row=by_row)
@@ -64,7 +66,10 @@ def decide(
 
 
 def _key(inputs: StepInputs, place: jax.Array, stream: int | None = None) -> jax.Array:
-    """Returns the key of the noise for the token after one of the stream: a step that verifies draws after each."""
+    """Returns the key of the noise for the token after a token of the stream.
+
+    A step that verifies draws after every token, so a place in the stream is also that of a draw.
+    """
     return noise_key(
         inputs.seed_R2[place], inputs.sample_index_R[place], inputs.drawn_position_R[place], stream
     )
@@ -81,25 +86,28 @@ def _behind_each(
 
 
 class _Walk(NamedTuple):
-    """The state of one row on its way down the tree of its drafts."""
+    """Holds the state of a walk down the tree of one row's drafts."""
 
     path_Q: jax.Array
-    depth: jax.Array  # of the last token of the path
-    p_V: jax.Array  # what that is followed by, less the drafts behind it that were rejected
-    tried_V: jax.Array  # those drafts
+    depth: jax.Array  # the depth of the path's last token
+    p_V: jax.Array  # distribution of the next token, less what rejected drafts took
+    tried_V: jax.Array  # the rejected drafts
     num_tried: jax.Array
 
 
 def rejection(
     log_p_RV: Float[Array, "R V"], inputs: StepInputs, max_query_len: int, *, by_row: bool
 ) -> tuple[Int[Array, "B Q"], Int[Array, "B"]]:
-    """Returns the paths of drafts that are not rejected, and the token that is drawn after the last of each.
+    """Returns the paths of drafts that are not rejected, and the token drawn after each path.
 
-    Leviathan, Kalman, Matias 2023 (arXiv:2211.17192) and Chen et al. 2023 (arXiv:2302.01318): a draft that was drawn from q stays with
-    probability min(1, p / q); where it does not, what remains of p is max(p - q, 0). Several drafts after one token are tried in their
-    order, each against what the ones before have left, as in SpecInfer (Miao et al. 2023, arXiv:2305.09781); they were drawn without
-    replacement, so q loses them too. The text then has the distribution that it has without drafts; it is a function of the request's
-    seed and of the drafts, and where there are none it is what it would be.
+    A draft that was drawn from q stays with probability min(1, p / q). Where it is rejected, what
+    remains of p is max(p - q, 0) (Leviathan, Kalman, Matias 2023, arXiv:2211.17192; Chen et al.
+    2023, arXiv:2302.01318). Several drafts after one token are tried in their order, each against
+    what the ones before it left of p (SpecInfer, Miao et al. 2023, arXiv:2305.09781). They were
+    drawn without replacement, so q loses the rejected ones, too.
+
+    The text has the distribution that it has without drafts. It is a function of the request's seed
+    and of the drafts; where nothing is drafted it is the text without drafts.
     """
     walk = functools.partial(_walk, log_p_RV=log_p_RV, inputs=inputs, max_query_len=max_query_len)
     paths: tuple[jax.Array, jax.Array] = each_row(
@@ -116,18 +124,21 @@ def _walk(
     inputs: StepInputs,
     max_query_len: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Goes once over a row. Drafts come after their parents, so the children of a token are yet to come when it is accepted."""
+    """Walks once over the tokens of a row, from the first to the last.
+
+    Drafts come after their parents, so the children of an accepted token are still ahead.
+    """
 
     def visit(place: jax.Array, walk: _Walk) -> _Walk:
         is_next = inputs.parents_T[place] == walk.path_Q[walk.depth]
         return jax.lax.cond(is_next, lambda: _try(place, walk, log_p_RV, inputs), lambda: walk)
 
-    first = jnp.minimum(start, log_p_RV.shape[0] - 1)  # of rows that are padding any
+    first = jnp.minimum(start, log_p_RV.shape[0] - 1)  # padding may begin beyond the last
     path_Q = jnp.full(max_query_len, -1, jnp.int32).at[0].set(jnp.where(stop > start, start, -1))
     walk = _Walk(path_Q, jnp.int32(0), *_begin(log_p_RV[first]))
     walk = jax.lax.fori_loop(start + 1, stop, visit, walk)
     last = walk.path_Q[walk.depth]
-    # Where nothing was drafted nothing is different.
+    # Without rejected drafts the noise is that of a step that drafts nothing.
     key = jax.lax.cond(
         walk.num_tried > 0, lambda: _key(inputs, last, Stream.RESIDUAL), lambda: _key(inputs, last)
     )
@@ -135,7 +146,7 @@ def _walk(
 
 
 def _begin(log_p_V: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the state of a walk after a token that was just accepted."""
+    """Returns p, the rejected drafts and their number after a token that was just accepted."""
     return jnp.exp(log_p_V), jnp.zeros(log_p_V.shape, bool), jnp.int32(0)
 
 
@@ -145,7 +156,8 @@ def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs)
     ids_W = inputs.q_ids_TW[place]
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
     q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
-    q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))  # 0: the same draft once more
+    # It is 0 where the same draft was rejected before.
+    q = jnp.sum(jnp.where(ids_W == token_id, q_W, 0.0))
     uniform = jax.random.uniform(
         jax.random.fold_in(_key(inputs, before, Stream.ACCEPT), walk.num_tried)
     )
@@ -180,10 +192,12 @@ def typical(
     *,
     by_row: bool,
 ) -> Bool[Array, "T"]:
-    """Returns which drafts are on their row's best path, by typical acceptance (Cai et al. 2024, arXiv:2401.10774).
+    """Returns which drafts are on the best path of their row, by typical acceptance.
 
-    It is lossy: texts do not follow p. A draft is acceptable where p(draft) > min(threshold, alpha * exp(-entropy of p)). The
-    best path is the longest of acceptable drafts, of equally long ones the most likely, of equally likely ones the first.
+    The rule is lossy: texts do not follow p (Cai et al. 2024, arXiv:2401.10774). A draft is
+    acceptable where p(draft) > min(threshold, alpha * exp(-entropy of p)). The best path is the
+    longest one of acceptable drafts; of equally long paths it is the most likely one, and of
+    equally likely ones the first.
     """
     parents_T = inputs.parents_T
     num_tokens, num_rows = parents_T.shape[0], inputs.query_start.shape[0] - 1
@@ -195,14 +209,14 @@ def typical(
     is_fine_T = is_draft_T & (jnp.exp(log_p_T) > threshold_T)
 
     def deepen(_: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        depth_T, likelihood_T = state  # depth -1: not acceptable, or behind one that is not
+        depth_T, likelihood_T = state  # depth -1: not acceptable, or after one that is not
         goes_on_T = is_fine_T & (depth_T[parents_T] >= 0)
         depth_T = jnp.where(is_draft_T, jnp.where(goes_on_T, depth_T[parents_T] + 1, -1), 0)
         return depth_T, jnp.where(goes_on_T, likelihood_T[parents_T] + log_p_T, 0.0)
 
     begin = jnp.where(is_draft_T, -1, 0), jnp.zeros(num_tokens)
     depth_T, likelihood_T = jax.lax.fori_loop(1, max_query_len, deepen, begin)
-    # Padding stands in no row.
+    # Padding belongs to no row.
     row_T = jnp.searchsorted(inputs.query_start, place_T, side="right", method="compare_all") - 1
     best = functools.partial(jax.ops.segment_max, segment_ids=row_T, num_segments=num_rows)
     is_best_T = depth_T == best(depth_T)[row_T]

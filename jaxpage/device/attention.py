@@ -1,6 +1,7 @@
-"""Binds the kernels to the layers: the seam `attend` writes a layer's new keys and values, then reads through the block tables.
+"""Binds the kernels to the layers: attention over pages, and products with weights.
 
-And to products with weights of few bits."""
+The seam `attend` writes a layer's new keys and values, then reads through the block tables.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ logger = logging.getLogger(__name__)
 def make_attend(
     inputs: StepInputs, *, backend: Backend, bucket: Bucket, layer_groups: tuple[int, ...]
 ) -> Attend:
-    """Returns the seam for one step. A kernel set may write and read in one kernel; the layers do not know.
+    """Returns the function `attend` for the layers of one step.
 
-    layer_groups: the cache group of each layer.
+    A kernel set may write and read in one kernel; the layers do not know.
+
+    Args:
+        inputs: The step's inputs.
+        backend: The kernels.
+        bucket: The step's shape.
+        layer_groups: The cache group of each layer.
     """
     tree_mask_TQ = (
         unpack_tree_mask(inputs.tree_mask_TU, bucket.max_query_len) if bucket.trees else None
@@ -72,8 +79,11 @@ def make_attend(
 
 
 def make_product_kernels(backend: Backend) -> ProductKernels:
-    """Returns the kernels for products with weights of few bits, look-ups in a table of them,
-    products of few rows, and products of rows by the weights of their experts."""
+    """Returns the kernels for products with weights.
+
+    They multiply by weights of few bits, look up rows in a table of such weights, multiply few
+    rows, and multiply rows by the weights of their experts.
+    """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
         return quantized_product(x_TI, QuantizedWeight(*weight), result=result, **backend.options)

@@ -1,4 +1,4 @@
-"""The choice of the kernel set that an engine runs on its device."""
+"""Chooses the kernel set that an engine runs on its device."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, 
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
-BFLOAT16_CAPABILITY = (8, 0)  # of NVIDIA's GPUs; earlier ones have float16 alone
+BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
 
 
 class Backend(NamedTuple):
-    """The kernels that compute attention, and that write and move keys and values."""
+    """Names the kernels that compute attention, and that write and move keys and values."""
 
-    name: str  # of a kernel set, or "auto"
-    interpret: bool = False  # a kernel on CPU, operation by operation
-    few_rows: bool = False  # products of few rows by a kernel, where it has XLA's bits
+    name: str  # a kernel set, or "auto"
+    interpret: bool = False  # kernels run on CPU, operation by operation
+    few_rows: bool = False  # a kernel multiplies few rows where it has XLA's bits
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of every operation of `pallas_kernels`."""
+        """Returns the keyword arguments of every operation of `pallas_kernels`."""
         return {"backend": self.name, "interpret": self.interpret}
 
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
-    """Returns what an engine on a `jax.Device` uses for a value of the setting `attention_backend`.
+    """Returns the backend for a value of the setting `attention_backend` on a `jax.Device`.
 
-    "auto" chooses call by call. Kernels for GPUs are interpreted on a CPU; kernels for CPUs are compiled here, unless they
-    are there already.
+    "auto" chooses call by call. Kernels for GPUs are interpreted on a CPU; kernels for CPUs are
+    compiled here, unless they are there already.
 
     Raises:
-        UnsupportedError: the device does not run that kernel set; the text says what it needs.
+        UnsupportedError: The device does not run that kernel set; the text says what it needs.
     """
     if name == "auto":
         return Backend(name, few_rows=device.platform == "cpu" and not load_cpu_library().reason)
@@ -67,11 +67,21 @@ def attention_sets(
     num_heads: int,
     dtype: DTypeLike,
 ) -> str:
-    """Returns which kernel sets compute attention in which kinds of step, before anything is loaded or compiled.
+    """Returns which kernel sets compute attention in which kinds of step.
 
-    layers: shapes of each layer's pages, and its sliding window; recurrent layers attend to nothing. num_heads, dtype: of the queries.
+    The answer is there before anything is loaded or compiled.
 
-    Raises UnsupportedError with each set's reason where none takes a call.
+    Args:
+        backend: The chosen kernels.
+        device: The `jax.Device` of the engine.
+        layers: The shapes of each layer's pages, and its sliding window. Recurrent layers attend to
+            nothing.
+        buckets: The shapes of the steps.
+        num_heads: The number of query heads.
+        dtype: The type of the queries.
+
+    Raises:
+        UnsupportedError: No kernel set takes a call; the text has the reason of each.
     """
     chosen: dict[str, set[str]] = {}  # kind of step -> sets
     attending = {(pages, window) for pages, window in layers if isinstance(pages, LayerPages)}
@@ -158,9 +168,16 @@ def _attention_set(
 def unaddressable_blocks(
     name: str, platform: str, block_elements: int, dtype: DTypeLike
 ) -> tuple[int, int]:
-    """Returns the numbers of blocks, from and up to, with which the kernel set tried first cannot address a layer's keys.
+    """Returns the numbers of blocks with which a kernel set cannot address a layer's keys.
 
-    block_elements: numbers of one block in one layer's keys. dtype: the pages' type.
+    Args:
+        name: The kernel set; of "auto", the one that is tried first.
+        platform: The platform of the device.
+        block_elements: The elements of one block in one layer's keys.
+        dtype: The type of the pages.
+
+    Returns:
+        The first such number, and the next number of blocks that it can address.
     """
     elements = candidates(name, platform)[0].unaddressable(dtype)
     return -(-elements.start // block_elements), -(-elements.stop // block_elements)
@@ -173,7 +190,7 @@ def has_bfloat16(device: Any) -> bool:
 
 
 def cpu_kernels() -> str:
-    """Returns the instruction set that the kernels for CPUs are compiled for, or why there are none."""
+    """Returns the instruction set that the kernels for CPUs use, or why there are none."""
     library = load_cpu_library()
     return (
         library.instruction_set
@@ -182,6 +199,9 @@ def cpu_kernels() -> str:
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:
-    """Returns whether a kernel set computes decodes and prompt chunks best in one step. "auto": the set that is tried first."""
+    """Returns whether a kernel set computes decodes and prompt chunks best in one step.
+
+    "auto" is here the kernel set that is tried first.
+    """
     chosen = candidates(name, platform)[0]
     return chosen.prefers_mixed_steps and chosen.runs_on(platform)

@@ -1,11 +1,15 @@
-"""The only place that decides a shape. A step fits the smallest bucket of a small menu; every bucket is compiled before service."""
+"""Decides the shape of every step; no other module decides a shape.
+
+A step takes the smallest bucket that holds it out of a small menu. Every bucket is compiled before
+service.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 # A token alone would be computed as a matrix-vector product, which XLA rounds differently from a
-# matrix product: no step has fewer.
+# matrix product: no step has fewer rows.
 SMALLEST_ROWS = 2
 SMALLEST_CHUNK = 64  # tokens; with fewer a step is hardly shorter, since it reads all weights
 CHUNK_ROWS = 16  # sequences that share one prompt step, at most
@@ -17,13 +21,19 @@ MOST_SWAPPED = 64
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """The static shape of a step.
+    """Holds the static shape of a step.
 
-    num_tokens: T, query tokens of the stream. num_rows: B, sequences. max_query_len: the longest row, a promise.
-    verifies: rows are a token and drafts of what follows, and every token is drawn from; otherwise there are as many draws as rows.
-    trees: drafts may branch; chains are trees too.
-    q_width: W, tokens of what a draft was drawn from; 0 where it is not used.
-    num_steps: decode steps one after the other, each with the tokens that the one before it drew. A row has a place for each of them.
+    Attributes:
+        num_tokens: T, the query tokens of the stream.
+        num_rows: B, the sequences.
+        max_query_len: Q, the most tokens of a row.
+        verifies: A row is a token and drafts of what follows it, and there is a draw after every
+            token. In other steps there are as many draws as rows.
+        trees: Drafts may branch; a chain is a tree, too.
+        q_width: W, the tokens in the distribution that a draft was drawn from; 0 where it is not
+            used.
+        num_steps: The decode steps that follow each other, each with the tokens that the one before
+            it drew. A row has a place in the stream for each of them.
     """
 
     num_tokens: int
@@ -36,17 +46,23 @@ class Bucket:
 
     @property
     def num_mask_words(self) -> int:
-        """Returns the words of a token's mask, which has a bit for each token of its row; 0 where drafts cannot branch."""
+        """Returns the 32-bit words of a token's tree mask; 0 where drafts cannot branch.
+
+        The mask has a bit for each token of the token's row.
+        """
         return -(-self.max_query_len // 32) if self.trees else 0
 
     @property
     def num_draws(self) -> int:
-        """R."""
+        """Returns R, the number of draws."""
         return self.num_tokens if self.verifies or self.num_steps > 1 else self.num_rows
 
     @property
     def num_processed(self) -> int:
-        """Draws whose logits can be processed: of several steps in one, those of one."""
+        """Returns the number of draws whose logits can be processed.
+
+        Where a bucket has several steps, these are the draws of one step.
+        """
         return self.num_rows if self.num_steps > 1 else self.num_draws
 
     @property
@@ -64,7 +80,16 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketMenu:
-    """All shapes that a step can have, from small to large, and how many blocks are copied, or swapped, at once."""
+    """Holds all shapes that a step can have, from small to large.
+
+    Attributes:
+        decode: The buckets for rows of one token.
+        chunk: The buckets for prompt chunks.
+        verify: The buckets that verify drafts.
+        multi_step: The buckets of several decode steps.
+        num_copies: The blocks that are copied in one call.
+        num_swapped: The blocks that are swapped in one call; 0 if nothing is swapped.
+    """
 
     decode: tuple[Bucket, ...]
     chunk: tuple[Bucket, ...]
@@ -75,10 +100,12 @@ class BucketMenu:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """Returns all buckets of the menu."""
         return self.decode + self.multi_step + self.verify + self.chunk
 
     @property
     def max_chunk_rows(self) -> int:
+        """Returns the most sequences that share a chunk step."""
         return self.chunk[-1].num_rows
 
     def choose(
@@ -91,11 +118,20 @@ class BucketMenu:
         branches: bool = False,
         multi_step: bool = False,
     ) -> Bucket:
-        """The smallest bucket for rows of these lengths and so many draws. Only chunk buckets score tokens.
-
-        branches: drafts that are verified are no chains. multi_step: see `StepPlan.is_multi_step`.
+        """Returns the smallest bucket for rows of these lengths.
 
         A step that fits none is a bug of the scheduler, not a reason to compile.
+
+        Args:
+            query_lens: The number of tokens of each row.
+            num_draws: The number of draws.
+            scores: The step scores tokens, which only chunk buckets do.
+            verifies: The step verifies drafts.
+            branches: The drafts are not only chains.
+            multi_step: The value of `StepPlan.is_multi_step`.
+
+        Raises:
+            ValueError: No bucket holds the step.
         """
         longest, num_rows = (
             max(query_lens),
@@ -128,14 +164,22 @@ def make_menu(
     q_width: int = 0,
     num_steps: int = 1,
 ) -> BucketMenu:
-    """Decode buckets by doubling rows, chunk buckets by doubling tokens: few shapes, little padding.
+    """Returns decode buckets by doubling rows, and chunk buckets by doubling tokens.
 
-    mixed: a chunk step holds a row of every sequence, since those that decode take part.
-    num_drafts: how many drafts a row has on average: for each, buckets by doubling rows, from 1, up to `max_verified_tokens` tokens. One
-        row may have more than another, up to the most of them: attention takes a tile of queries for each row in any case.
-    trees: whether drafts may branch. Then all of those buckets take trees, which cost a little more than chains alone.
-    q_width: of those buckets.
-    num_steps: where it is more than 1, how many decode steps an executable makes one after the other.
+    There are few shapes, and little padding.
+
+    Args:
+        max_num_seqs: The most rows of a step.
+        max_num_batched_tokens: The most tokens of a chunk step.
+        mixed: A chunk step holds a row of every sequence, since those that decode take part.
+        num_drafts: Numbers of drafts that a row has on average. For each there are buckets by
+            doubling rows, from 1. A row may have more drafts than another, up to the largest of
+            these numbers: attention takes a tile of queries for each row in any case.
+        max_verified_tokens: The most tokens of a bucket that verifies.
+        trees: Drafts may branch. Then all buckets that verify take trees, which cost a little more
+            than chains alone.
+        q_width: The `q_width` of the buckets that verify.
+        num_steps: The decode steps of an executable, if there is more than one.
     """
     rows = max(SMALLEST_ROWS, max_num_seqs)
     decode = tuple(Bucket(size, size, 1) for size in _ladder(SMALLEST_ROWS, rows))
@@ -171,12 +215,12 @@ def make_menu(
 
 
 def swapped_at_once(block_bytes: int) -> int:
-    """Blocks of a batch to or from the host: a power of two."""
+    """Returns how many blocks are moved to or from the host in one call: a power of two."""
     return min(MOST_SWAPPED, 1 << max(0, (SWAPPED_BYTES // block_bytes).bit_length() - 1))
 
 
 def _ladder(first: int, last: int) -> list[int]:
-    """Doubled from first on, and last exactly."""
+    """Returns the doubles of `first` that are less than `last`, and `last` itself."""
     sizes = []
     while first < last:
         sizes.append(first)

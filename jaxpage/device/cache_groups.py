@@ -1,7 +1,8 @@
-"""Cache groups: layers that see equally far back share block tables, and have blocks of their own.
+"""Sorts layers into cache groups: layers that see equally far back share block tables.
 
-Recurrent layers are a group of kind `state`. They need their blocks as layers with a window do: the block that is computed, the one before
-it, whose state it goes on from, and those whose inputs a convolution reaches back to.
+Each group has blocks of its own. Recurrent layers are a group of kind `state`. They need their
+blocks as layers with a window do: the block that is computed, the block before it, whose state is
+continued, and the blocks with the inputs that a convolution reaches back to.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from jaxpage.models.base import KVSpec
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """The layers that share block tables. Their heads may differ: every layer has arrays of its own.
+    """Holds the layers that share block tables.
 
-    layers: places among the model's layers, followed by a drafter's.
-    sliding_window: positions that the layers see, a token's own included; None: all.
-    block_bytes: bytes of one block in all these layers.
-    array_elements: numbers of one block in the largest array of keys or values.
-    is_state: whether the layers are recurrent; then `state_window` says what the window is.
+    Their heads may differ, because every layer has arrays of its own.
+
+    Attributes:
+        layers: The places among the model's layers, which a drafter's layers follow.
+        sliding_window: The positions that the layers see, a token's own included; None for all.
+        block_bytes: The bytes of one block in all these layers.
+        array_elements: The elements of one block in the largest array of keys or values.
+        is_state: The layers are recurrent; `state_window` says what their window is.
     """
 
     layers: tuple[int, ...]
@@ -37,7 +41,10 @@ class CacheGroup:
 
 
 def state_window(state: StateSpec, block_size: int) -> int:
-    """Up to so many positions before it, its own included, a token needs something of: see `device.recurrence`."""
+    """Returns how many positions a token of a recurrent layer needs, its own included.
+
+    See `device.recurrence`.
+    """
     return block_size + max(1, state.lookback)
 
 
@@ -47,10 +54,12 @@ def cache_groups(
     """Returns the cache groups of a model; the group whose layers see most comes first.
 
     Args:
-        kvs: what the layers of the model keep, and those of a drafter.
-        longest: positions of the longest sequence: a window that is no shorter is none.
-        dtype: the pages' type.
-        num_shards: shards of the model on a device, each with arrays of its own; `kvs` has what one of them keeps.
+        kvs: What the layers of the model keep, and those of a drafter.
+        longest: The positions of the longest sequence; a window that is no shorter counts as none.
+        block_size: The slots of a block (S).
+        dtype: The type of the pages.
+        num_shards: The shards of the model on a device, each with arrays of its own; `kvs` has what
+            one of them keeps.
     """
     kinds = _kinds(kvs, longest, block_size)
     layer_bytes = [
@@ -72,7 +81,12 @@ def cache_groups(
 
 
 class _Kind(NamedTuple):
-    """The kind of a layer: layers of one kind share a cache group. reach: positions that it sees; infinite: all."""
+    """Identifies a kind of layer; layers of one kind share a cache group.
+
+    Attributes:
+        reach: The positions that the layer sees; infinite for all.
+        is_state: The layer is recurrent.
+    """
 
     reach: float
     is_state: bool
@@ -93,7 +107,7 @@ def _kinds(kvs: Sequence[KVSpec], longest: int, block_size: int) -> list[_Kind]:
 
 
 def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
-    """The group's place, of each layer."""
+    """Returns the place of each layer's cache group."""
     places = {layer: place for place, group in enumerate(groups) for layer in group.layers}
     return tuple(places[layer] for layer in sorted(places))
 
@@ -101,7 +115,13 @@ def group_of_layers(groups: Sequence[CacheGroup]) -> tuple[int, ...]:
 def in_groups(
     pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]
 ) -> KVPages:
-    """The pages of all layers after `move(place of a group, pages of its layers)` for each group that has any."""
+    """Moves the pages of each cache group that has layers, and returns the pages of all layers.
+
+    Args:
+        pages: The pages of all layers.
+        layer_groups: The cache group of each layer.
+        move: Takes the place of a group and the pages of its layers, and returns their new pages.
+    """
     if len(set(layer_groups)) == 1:
         return move(layer_groups[0], pages)
     moved = list(pages)

@@ -1,7 +1,9 @@
-"""Measures how XLA multiplies by weights on this CPU: with which library, and whether bfloat16 is faster than float32.
+"""Measures how XLA multiplies by weights on this CPU.
 
-That depends on the processor and on the version of JAX: on one with AVX512_BF16 jax 0.12 takes a third to a half of float32's time
-in bfloat16, and jax 0.10.2 takes longer (docs/lab-log.md). So it is measured, once, and remembered in the user's cache.
+The measurement says which library XLA uses, and whether bfloat16 is faster than float32. That
+depends on the processor and on the version of JAX: on a processor with AVX512_BF16 jax 0.12 takes a
+third to a half of float32's time in bfloat16, and jax 0.10.2 takes longer (docs/lab-log.md). So it
+is measured once, and remembered in the user's cache.
 """
 
 from __future__ import annotations
@@ -26,19 +28,21 @@ from jaxpage.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
-INNER, OUTER = 768, 4096  # of a weight that does not fit into the caches next to a core
+INNER, OUTER = 768, 4096  # a weight that does not fit into the caches next to a core
 NUM_ROWS = (2, 32)  # a few sequences that decode, and many
 REPEATS, ROUNDS = 5, 15
-# by what compiled code calls
+# The key is in the names of the functions that compiled code calls.
 _LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}
 
 
 @dataclass(frozen=True)
 class CPUProducts:
-    """The result of the measurement.
+    """Holds the result of the measurement.
 
-    library: the library that takes a float32 product of a few rows; "" where XLA's own code does.
-    seconds: the time of a product with each of NUM_ROWS, by dtype.
+    Attributes:
+        library: The library that takes a float32 product of a few rows; "" where XLA's own code
+            does.
+        seconds: The time of a product with each of NUM_ROWS; the key is the dtype.
     """
 
     library: str
@@ -58,6 +62,7 @@ class CPUProducts:
         return all(ratio < 1 for ratio in self.time_of_bfloat16)
 
     def described(self) -> str:
+        """Returns the library and the speeds in a line of text."""
         times = (
             f"{rows} rows {' / '.join(f'{self.gflops(dtype, index):.0f}' for dtype in ('float32', 'bfloat16'))}"
             for index, rows in enumerate(NUM_ROWS)
@@ -65,12 +70,13 @@ class CPUProducts:
         return f"{self.library or 'plain XLA'}; GFLOP/s in float32 / bfloat16: {', '.join(times)}"
 
     def gflops(self, dtype: str, index: int) -> float:
+        """Returns the speed of a product, in GFLOP/s."""
         return 2e-9 * NUM_ROWS[index] * INNER * OUTER / self.seconds[dtype][index]
 
 
 @functools.cache
 def cpu_products() -> CPUProducts:
-    """Measured, which takes a second, or remembered."""
+    """Returns the measurement: the remembered one, or a new one, which takes a second."""
     products = remembered().get(_conditions())
     if products is None:
         products = _measure()
@@ -79,7 +85,7 @@ def cpu_products() -> CPUProducts:
 
 
 def remembered() -> dict[str, CPUProducts]:
-    """Returns what was measured before, by its conditions; nothing where the file is not there or not ours."""
+    """Returns the earlier measurements by their conditions; nothing if the file is not valid."""
     try:
         known = {
             key: CPUProducts(**value) for key, value in json.loads(_file().read_text()).items()
@@ -105,7 +111,7 @@ def remembered() -> dict[str, CPUProducts]:
 
 
 def remember(products: CPUProducts) -> None:
-    """Keeps what was measured, for this processor, this version of JAX and these flags of XLA."""
+    """Keeps a measurement for this processor, this version of JAX, and these flags of XLA."""
     known = {**remembered(), _conditions(): products}
     path = _file()
     try:
@@ -115,7 +121,7 @@ def remember(products: CPUProducts) -> None:
             json.dumps({key: asdict(value) for key, value in known.items()}, indent=1)
         )
         temporary.replace(path)
-    except OSError as error:  # measured again at the next start
+    except OSError as error:  # it is measured again at the next start
         logger.debug("cannot write %s: %s", path, error)
 
 
@@ -129,7 +135,10 @@ def _conditions() -> str:
 
 
 def _measure() -> CPUProducts:
-    """The types take turns, so that other programs slow all of them alike."""
+    """Measures products in both types.
+
+    The types take turns, so that other programs slow both alike.
+    """
     runs: list[Callable[[], Any]] = []
     library = ""
     for dtype in ("float32", "bfloat16"):
@@ -149,7 +158,10 @@ def _measure() -> CPUProducts:
 
 
 def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:
-    """Seconds of the fastest of some calls, the device's work included; the first, which may pay for more, does not count."""
+    """Returns the seconds of the fastest of some calls, the device's work included.
+
+    One call before them does not count, because the first call may have more to do.
+    """
     jax.block_until_ready(run())
     found = []
     for _ in range(repeats):
@@ -160,7 +172,7 @@ def fastest(run: Callable[[], Any], repeats: int = REPEATS) -> float:
 
 
 def processor_lines() -> list[str]:
-    """Its name and what it can do, as Linux says it."""
+    """Returns the processor's name and its features, as Linux lists them."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -169,7 +181,7 @@ def processor_lines() -> list[str]:
 
 
 def processor() -> str:
-    """Its name; "" where Linux has none."""
+    """Returns the processor's name; "" where Linux has none."""
     return next(
         (
             line.partition(":")[2].strip()

@@ -1,4 +1,7 @@
-"""Logits of which each device has a part of the vocabulary. They are gathered in steps that ask for more than the largest of a row."""
+"""Draws from logits of which each device has a part of the vocabulary.
+
+The logits are gathered only in steps that ask for more than the largest of each row.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,13 @@ from jaxpage.shapes import NOT_FINITE, NOTHING_ALLOWED
 
 
 class Logits(NamedTuple):
-    """The logits of a step's draws.
+    """Holds the logits of a step's draws.
 
-    own_RU: this device's columns, with padding after the last; or all V, where a model divides no head.
+    Attributes:
+        own_RU: This device's columns, with padding after the last; all V columns where a model does
+            not divide its head.
+        vocab_size: V, the columns of the whole.
+        sharding: The division of the model.
     """
 
     own_RU: Float[Array, "R U"]
@@ -26,9 +33,11 @@ class Logits(NamedTuple):
 
     @property
     def are_divided(self) -> bool:
+        """Returns whether each device has only a part of the vocabulary."""
         return self.own_RU.shape[1] != self.vocab_size
 
     def whole(self) -> Float[Array, "R V"]:
+        """Returns the logits over the whole vocabulary, gathered from all devices."""
         return (
             gathered(self.own_RU, 1, self.sharding)[:, : self.vocab_size]
             if self.are_divided
@@ -37,7 +46,10 @@ class Logits(NamedTuple):
 
 
 def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
-    """Returns whether a draw of the step has log probabilities, something that processes its logits, or a cut-off."""
+    """Returns whether a draw of the step needs the logits of the whole vocabulary.
+
+    It does if it asks for log probabilities, for processed logits, or for a cut-off.
+    """
     kinds = (Flags.LOGPROBS, Flags.MASKED, Flags.BIASED, Flags.PENALISED)
     cuts_R = (
         ((inputs.top_k_R > 0) & (inputs.top_k_R < vocab_size))
@@ -50,10 +62,10 @@ def need_whole_rows(inputs: StepInputs, vocab_size: int) -> Bool[Array, ""]:
 
 
 def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[Array, "R"]:
-    """Returns what `sampler.draw` does, in a step that does not need whole rows.
+    """Draws a token for each row, as `sampler.draw` does, in a step that needs no whole rows.
 
-    The devices exchange the largest logit that each has, and its place. The noise is that of a whole row, of which each device
-    takes its part.
+    The devices exchange the largest logit that each has, and its place. The noise is that of a
+    whole row, of which each device takes its part.
     """
     own_RU, vocab_size, sharding = logits
     size, draws = own_RU.shape[1], draws_of(inputs)
@@ -89,7 +101,7 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
 def _first_of_all(
     own_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
 ) -> Int[Array, "R"]:
-    """Returns the best token of what each device has found, in one exchange of a few numbers."""
+    """Returns the best token of those that the devices found, in one exchange of a few numbers."""
     are_numbers_R, are_any_R = jnp.all(own_RU < jnp.inf, axis=1), jnp.any(own_RU > -jnp.inf, axis=1)
     own_4R = jnp.stack(
         [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]

@@ -1,8 +1,15 @@
-"""A model that drafts for another inside the other's step: first over the same tokens, then ahead of them.
+"""Runs a draft model inside the steps of its target: over the same tokens, then ahead of them.
 
-Its keys and values are further layers of the same pool, in the same blocks and slots. So whatever happens to a sequence (a found prefix,
-forks, swapping, preemption, wrong drafts) happens to them, and no step has to catch up. What it computes ahead goes to scratch
-blocks after those of the pool, which only its own layers have: it takes no block of a sequence, and a fork or a copy never sees it.
+Its keys and values are further layers of the same pool, in the same blocks and slots. So whatever
+happens to a sequence (a prefix hit, forks, swapping, preemption, wrong drafts) happens to them,
+too, and no step has to catch up.
+
+What it computes ahead goes to scratch blocks after the P blocks of the pool, which only its own
+layers have. So it takes no block of a sequence, and a fork or a copy never sees it:
+
+    block table of a row that ends in block 9     [ 7  3  9   ]
+    block table of its first branch               [ 7  3  P   P+1 ]     block 9 is copied to P
+    block table of its second branch              [ 7  3  P+2 P+3 ]     block 9 is copied to P+2
 """
 
 from __future__ import annotations
@@ -28,18 +35,18 @@ from jaxpage.layers.context import ForwardContext
 from jaxpage.models.drafter import Drafter, join
 from jaxpage.shapes import MOST_CANDIDATES
 
-# How a drafter chooses: as the target will draw, with its noise; the likeliest, whatever the noise;
-# or by a draw of its own.
+# A drafter chooses as the target will draw, with the target's noise; or the most likely token; or
+# by a draw of its own.
 Choice = Literal["coupled", "likeliest", "drawn"]
 
 
 class TreeShape(NamedTuple):
-    """The largest depth and width of a drafter's trees."""
+    """Holds the largest depth and width of a drafter's trees."""
 
     num_levels: int  # J: tokens ahead
-    # X: of the tokens of a level, how many are followed, and how many follow each; 1: a chain
+    # X: the branches that go on from a level, and the candidates after each of them; 1: a chain
     num_branches: int
-    most_rows: int  # of a step whose sequences are drafted for
+    most_rows: int  # a step with more rows has no drafts
 
     def scratch_blocks(self, block_size: int) -> int:
         """Returns the scratch blocks of one branch, which may begin anywhere in a block."""
@@ -63,27 +70,30 @@ class ModelDrafter:
 
     @property
     def num_layers(self) -> int:
+        """Returns the number of the drafter's layers."""
         return len(self.layer_groups)
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
+        """Returns which hidden states of the target it takes; an empty tuple if it takes none."""
         return self.own_aux_layers or ()
 
     @property
     def num_fields(self) -> int:
-        """G: numbers of each candidate."""
+        """Returns G, the numbers of each candidate."""
         return 3 + 2 * MOST_CANDIDATES * (self.choice == "drawn")
 
     def drafts_in(self, bucket: Bucket) -> bool:
+        """Returns whether there are scratch blocks for all rows of the shape."""
         return bucket.num_rows <= self.shape.most_rows
 
     def step(
         self, parameters: Any, target: TargetStep, pages: KVPages
     ) -> tuple[jax.Array | None, KVPages]:
-        """Returns candidates [B, J, G, Y], see `_draft_ahead`, and the pages."""
+        """Returns candidates [B, J, G, Y], as `_draft_ahead` makes them, and the pages."""
         drafting = _DraftStep(join(self.graph, parameters), self, target)
         output_TD, pages = _extend(drafting, pages)
-        if target.bucket.trees:  # the right drafts of a chain are in place
+        if target.bucket.trees:  # the accepted drafts of a chain are in place
             slots = moves(target.paths_BQ, target.inputs.slots_ZT[0], target.inputs.query_start)
             pages = copy_slots(pages, *slots, target.backend)
         if not self.drafts_in(target.bucket):
@@ -92,30 +102,30 @@ class ModelDrafter:
 
 
 class Ends(NamedTuple):
-    """The places where drafting begins: after the token that was drawn for each row."""
+    """Says where drafting begins: after the token that was drawn for each row."""
 
     block_table_ZBM: Int[Array, "Z B M"]
-    position_B: Int[Array, "B"]  # of that token
+    position_B: Int[Array, "B"]  # the position of that token
     token_id_B: Int[Array, "B"]
-    draws: Draws  # what it was drawn with
-    # of a drafter that takes features: what it made of the token before
+    draws: Draws  # the parameters that it was drawn with
+    # The drafter's output for the token before it, if the drafter takes features.
     output_BD: Float[Array, "B D"] | None
 
 
 class _Tree(NamedTuple):
-    """Drafts as they grow: the branches that are followed, and every candidate of every level."""
+    """Holds drafts as they grow: the branches that go on, and the candidates of every level."""
 
     pages: KVPages
-    token_id_BX: jax.Array  # the last of each branch
-    branch_BX: jax.Array  # whose continuation it is
-    output_BXD: jax.Array  # what the drafter made of the branch before it
+    token_id_BX: jax.Array  # the last token of each branch
+    branch_BX: jax.Array  # the branch of the level before that it continues
+    output_BXD: jax.Array  # the drafter's output for the branches of the level before
     score_BX: jax.Array  # log probability of the branch
     node_BX: jax.Array  # its last token's place among the candidates
     candidates_BJGY: jax.Array
 
 
 class _DraftStep(NamedTuple):
-    """A drafter, its options, and the step of its target in which it drafts."""
+    """Groups a drafter, its options, and the step of its target in which it drafts."""
 
     drafter: Drafter
     options: ModelDrafter
@@ -125,7 +135,7 @@ class _DraftStep(NamedTuple):
 def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], KVPages]:
     """Computes the drafter's layers over the step's own stream, after the target's.
 
-    Where the step asks for no drafts, nothing is done, and the result is zeros.
+    Where the draft depth is None nothing is done, and the result is zeros.
     """
     drafter, options, target = drafting
     inputs, token_ids_R = target.inputs, target.token_ids_R
@@ -148,12 +158,15 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
 
 
 def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array, "T"]:
-    """Returns the token after each token of a step that verifies nothing. If several are drawn after one, any of them counts."""
+    """Returns the token after each token of the stream, in a step that verifies nothing.
+
+    If several tokens are drawn after one, it returns any of them.
+    """
     num_tokens = inputs.token_ids_T.shape[0]
     end_B = jnp.where(
         inputs.query_start[1:] > inputs.query_start[:-1], inputs.query_start[1:] - 1, num_tokens
     )
-    # padding draws for position 0
+    # Padding draws for position 0.
     drawn_R = jnp.where(inputs.drawn_position_R > 0, inputs.drawn_token_R, num_tokens)
     next_T = jnp.roll(inputs.token_ids_T, -1).at[end_B].set(inputs.next_token_B, mode="drop")
     return next_T.at[drawn_R].set(token_ids_R, mode="drop")
@@ -178,19 +191,22 @@ def _draft_ahead(
 ) -> tuple[Int[Array, "B J G Y"], KVPages]:
     """Grows a tree of drafts after each of `target.last_B`, level by level.
 
-    The best X candidates of a level are followed, each by its own best X.
-
-    Dynamic trees as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch it is a chain. A candidate's
-    score is its branch's log probability under the drafter, and if the choice is coupled also under the row's own noise: drafts are then
-    right wherever the target draws what the drafter would draw (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
+    The best X candidates of a level are continued, each by its own best X. These are dynamic trees
+    as in EAGLE-2 (Li et al. 2024, arXiv:2406.16858), for any drafter; with one branch a tree is a
+    chain. A candidate's score is its branch's log probability under the drafter, and if the choice
+    is "coupled" also under the row's own noise. Drafts are then right wherever the target draws
+    what the drafter would draw (Daliri, Musco, Suresh 2024, arXiv:2408.07978).
 
     Args:
-        output_TD: from `_extend`.
+        drafting: The drafter and the step.
+        pages: The pages of the drafter's layers.
+        output_TD: The output of `_extend`.
 
     Returns:
-        For each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one before it (-1: none), and
-        the bits of its score, which is -inf for what is no candidate. For drafts that were drawn also the ids [W] and the bits
-        of the probabilities [W] of what each was drawn from. Only so many levels as the draft depth asks for are made.
+        For each of the Y = X * X candidates of a level: the token, the place in [J * Y] of the one
+        before it (-1 for none), and the bits of its score, which is -inf for what is no candidate.
+        A draft that was drawn also has the ids [W] and the bits of the probabilities [W] that it
+        was drawn from. Only as many levels as the draft depth are filled. And the pages.
     """
     options, depth = drafting.options, drafting.target.depth
     takes_features = drafting.drafter.aux_layers is not None
@@ -203,12 +219,12 @@ def _draft_ahead(
         tree = tree._replace(
             pages=_fork_last_blocks(tree.pages, ends, options, drafting.target.backend)
         )
-        if takes_features:  # they have made something of the token that was drawn
+        if takes_features:  # its output is already for the drawn token
             tree = _grow(drafting, ends, tree, 0)
         stop = jnp.minimum(depth, options.shape.num_levels)
         return jax.lax.fori_loop(int(takes_features), stop, follow_and_grow, tree)
 
-    # As in `_extend`: where nothing is wanted, nothing is done.
+    # A loop of one round or none, for the same reason as in `_extend`.
     tree = jax.lax.fori_loop(
         0, (depth > 0).astype(jnp.int32), draft, _root(ends, output_TD, pages, options)
     )
@@ -216,7 +232,7 @@ def _draft_ahead(
 
 
 def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafter) -> _Tree:
-    """The token that was drawn, as the first of all branches, and the only one."""
+    """Returns a tree in which every branch is the drawn token, and only the first one counts."""
     num_rows, width = ends.token_id_B.shape[0], options.shape.num_branches
     zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
     output_BD = (
@@ -264,7 +280,11 @@ def _grow(drafting: _DraftStep, ends: Ends, tree: _Tree, level: Any) -> _Tree:
 def _best(
     drafting: _DraftStep, logits: jax.Array, draws: Draws
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Returns for each branch the X tokens that may follow it, their log probabilities, and what they were drawn from, if they were."""
+    """Returns the X tokens that may follow each branch, with their log probabilities.
+
+    The last result has the ids and the probabilities that each was drawn from, for the choice
+    "drawn"; otherwise it is empty. Scores of drawn tokens are 0.
+    """
     width, choice, target = (
         drafting.options.shape.num_branches,
         drafting.options.choice,
@@ -282,7 +302,7 @@ def _best(
 
 
 def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
-    """One pass over the last token of each branch, the `index`-th of those that stand in scratch."""
+    """Runs the drafter over the last token of each branch, the `index`-th token in its scratch."""
     drafter, options, target = drafting
     backend = target.backend
     num_rows, width = tree.token_id_BX.shape
@@ -321,7 +341,7 @@ def _inherit(
     options: ModelDrafter,
     backend: Backend,
 ) -> KVPages:
-    """A branch goes on from what stands in the scratch of the one that it continues."""
+    """Copies to each branch the scratch of the branch that it continues."""
     block_size, place_J = tree.pages[0][0].shape[1], jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
     num_groups = len(options.num_blocks)
@@ -342,7 +362,7 @@ def _inherit(
 
 
 def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[Array, "Z B X"]:
-    """Returns the first of each branch's scratch blocks, which follow each other."""
+    """Returns the first scratch block of each branch; its other ones follow it."""
     branches = jnp.arange(num_rows * options.shape.num_branches, dtype=jnp.int32).reshape(
         num_rows, -1
     )
@@ -354,7 +374,10 @@ def _first_blocks(num_rows: int, options: ModelDrafter, block_size: int) -> Int[
 def _fork_last_blocks(
     pages: KVPages, ends: Ends, options: ModelDrafter, backend: Backend
 ) -> KVPages:
-    """Copies the block in which each row ends to each of its branches, so that what they write stays out of the row's own."""
+    """Copies the block in which each row ends to each of its branches.
+
+    What a branch writes then stays out of the row's own block.
+    """
     block_size, last = pages[0][0].shape[1], ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
     source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
@@ -374,11 +397,13 @@ def _fork_last_blocks(
 def _scratch_tables(
     ends: Ends, first_block_ZBX: jax.Array, options: ModelDrafter, block_size: int
 ) -> Int[Array, "Z BX M"]:
-    """Block tables of the branches: the row's own up to the block in which it ends, and scratch from there on."""
+    """Returns the block tables of the branches.
+
+    A table is the row's own up to the block in which the row ends, and scratch from there on.
+    """
     num_scratch = options.shape.scratch_blocks(block_size)
-    table_ZBM = jnp.pad(
-        ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch))
-    )  # a draft may go beyond the longest sequence
+    # A draft may go beyond the longest sequence.
+    table_ZBM = jnp.pad(ends.block_table_ZBM, ((0, 0), (0, 0), (0, num_scratch)))
     num_groups, _, table_width = table_ZBM.shape
     place_B1M = jnp.arange(table_width) - (ends.position_B // block_size)[:, None, None]
     scratch_ZBXM = first_block_ZBX[..., None] + place_B1M

@@ -1,6 +1,7 @@
-"""Hidden states of whole prompts, pooled into one vector each: `LLM.embed`.
+"""Computes embeddings of whole prompts: their hidden states, pooled into one vector (`LLM.embed`).
 
-A prompt runs by itself, in chunks of one shape, over pages of its own: nothing of the scheduler, its pool or its steps is touched.
+A prompt runs by itself, in chunks of one shape, over pages of its own. It touches nothing of the
+scheduler, its pool or its steps.
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from jaxpage.models.sharding import kv_of_shard
 
 Pooling = Literal["last", "mean"]
 CHUNK_TOKENS = 128
-# of the pages; longer prompts have twice that, and so on, each compiled when it is first needed
+# The positions of the smallest pages. Longer prompts take twice as many, and so on; each size is
+# compiled when it is first needed.
 LEAST_POSITIONS = 512
 
 
 class Embedder:
-    """`compile` may be called on another thread than `embed`; none of the two on several at once."""
+    """Runs prompts through the model and pools their hidden states.
+
+    `compile` may be called on another thread than `embed`, but neither on several threads at once.
+    """
 
     def __init__(
         self,
@@ -39,7 +44,16 @@ class Embedder:
         page_dtype: Any,
         mesh: DeviceMesh,
     ):
-        """parameters: of the model, for their shapes and places."""
+        """Prepares the shapes; nothing is compiled yet.
+
+        Args:
+            options: The options of the engine's steps.
+            parameters: The parameters of the model, for their shapes and places.
+            kv: What the layers of the model keep.
+            block_size: The slots of a block (S).
+            page_dtype: The type of the pages.
+            mesh: The devices.
+        """
         self._parameters = shapes_of(parameters)
         sharding = options.sharding
         self._options = options._replace(
@@ -53,9 +67,12 @@ class Embedder:
     def embed(
         self, parameters: Any, token_ids: Sequence[int], pooling: Pooling
     ) -> npt.NDArray[np.float32]:
-        """The hidden state [D] behind the final norm: of the last token, or the mean of all.
+        """Returns the hidden state [D] after the final norm: of the last token, or the mean of all.
 
-        parameters: of the model, as they are on the device.
+        Args:
+            parameters: The parameters of the model on the device.
+            token_ids: The tokens of the prompt.
+            pooling: "last" or "mean".
         """
         width = self.compile(len(token_ids))
         pages = self._mesh.zeros(self._page_shapes(width))
@@ -69,7 +86,11 @@ class Embedder:
         return last_D if pooling == "last" else (total / len(token_ids)).astype(np.float32)
 
     def compile(self, num_tokens: int) -> int:
-        """The step for prompts of this length is there. Returns the width of their block tables."""
+        """Compiles the step for prompts of this length if it is not there yet.
+
+        Returns:
+            The width of the block table of such a prompt.
+        """
         positions = LEAST_POSITIONS
         while positions < num_tokens:
             positions *= 2
@@ -101,7 +122,7 @@ class Embedder:
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Each of the vectors [..., D] with a length of 1."""
+    """Returns the vectors [..., D], each scaled to length 1."""
     lengths: npt.NDArray[np.float32] = np.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / lengths
 
@@ -109,7 +130,10 @@ def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 def packed_chunk(
     token_ids: Sequence[int], start: int, bucket: Bucket, tables: TableShape, block_size: int
 ) -> npt.NDArray[np.int32]:
-    """A step of one sequence whose tokens before `start` are computed. Its blocks are those from 1 on."""
+    """Packs a step of one sequence whose tokens before `start` are computed.
+
+    Its block table has the blocks from 1 on.
+    """
     count = len(token_ids)
     packed = np.zeros(packed_size(bucket, tables), np.int32)
     fields: dict[str, Any] = views(packed, bucket, tables)

@@ -1,4 +1,4 @@
-"""The table of compiled executables. Everything is compiled ahead of time; the hot path only looks up, it cannot compile."""
+"""Keeps the table of executables, which are compiled ahead of time; the hot path only looks up."""
 
 from __future__ import annotations
 
@@ -50,9 +50,13 @@ IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
 
 
 class CompiledStep(NamedTuple):
-    """The executable of a bucket. `neutral` lies on the device and stands in for what no logits processor of a step uses.
+    """Holds the executable of a bucket.
 
-    off: the drafter whose parameters and layers it does not take: it is the target's alone.
+    Attributes:
+        executable: The executable.
+        neutral: Arrays on the device for the inputs of logits processors that a step does not use.
+        off: The drafter whose parameters and layers the executable does not take: it is the
+            target's alone. None if nothing is left out.
     """
 
     executable: Any
@@ -66,6 +70,7 @@ class CompiledStep(NamedTuple):
         packed: Any,
         processor_inputs: ProcessorInputs | None = None,
     ) -> tuple[StepOutput, KVPages]:
+        """Runs the step, and returns its output and the pages of all layers."""
         filled = self.neutral
         if processor_inputs is not None:
             filled = ProcessorInputs(
@@ -82,11 +87,11 @@ class CompiledStep(NamedTuple):
 
 
 class Executables:
-    """One executable per bucket; for each cache group one that copies blocks and, if the menu swaps, two that swap them.
+    """Holds an executable for each bucket, and for each cache group those that move blocks.
 
-    Where a drafter may be off there is a second one for each bucket without drafts: that of the target alone.
-
-    A shape that is not in the table is an error, never a compilation.
+    A group has one that copies blocks and, if the menu swaps, two that swap them. Where a drafter
+    may be off, each bucket without drafts has a second executable: that of the target alone. A
+    shape that is not in the table is an error, never a compilation.
     """
 
     def __init__(
@@ -101,11 +106,18 @@ class Executables:
         stored: StoredExecutables | None = None,
         progress: bool,
     ):
-        """
+        """Compiles all executables, or finds them as files.
+
         Args:
-            parameters, pages: shapes, types and shardings; arrays and `jax.ShapeDtypeStruct` both do.
-            target_only: the drafter may be off.
-            stored: where executables of earlier starts are; None: nowhere.
+            menu: The buckets, and the numbers of blocks that are moved in one call.
+            parameters: The parameters' shapes, types and shardings; arrays and
+                `jax.ShapeDtypeStruct` both do.
+            pages: The same of the pages.
+            options: The constants of the steps.
+            mesh: The devices.
+            target_only: The drafter may be off.
+            stored: The executables of earlier starts; None if there are none and none are kept.
+            progress: Shows a progress bar.
         """
         self.options = options
         self._mesh = mesh
@@ -119,7 +131,7 @@ class Executables:
             for bucket in menu.buckets
         }
         alone = menu.decode + menu.chunk if target_only and options.drafter is not None else ()
-        # keys of the table
+        # By bucket: the key of its second executable in the table.
         self._target_only = {bucket: f"target only {bucket}" for bucket in alone}
         for bucket, key in self._target_only.items():
             target = {**parameters, "drafter": None}, split_layers(pages, options.drafter)[0]
@@ -158,21 +170,30 @@ class Executables:
 
     @property
     def compile_total(self) -> int:
-        """Returns how many compilations JAX made in this process since these executables were begun: it must not grow in service."""
+        """Returns how many compilations JAX has made since these executables were begun.
+
+        It counts those of the whole process, and must not grow in service.
+        """
         return self._compilations.count - self._num_before
 
     @property
     def found(self) -> tuple[int, int]:
-        """Returns how many executables were in a cache, and of how many.
+        """Returns how many executables were in a cache, and how many there are.
 
-        They are these executables where they are files, else all that JAX compiled.
+        They are these executables where they are kept as files, else all that JAX compiled.
         """
         if self._stored is not None:
             return self._stored.num_found, len(self._table)
         return self._compilations.num_found - self._num_found_before, self.compile_total
 
     def step(self, bucket: Bucket, draft_depth: int | None = None) -> CompiledStep:
-        """Returns the step of a bucket. draft_depth: see `StepPlan`; None: without a drafter, where there is such a step."""
+        """Returns the step of a bucket.
+
+        Args:
+            bucket: The shape.
+            draft_depth: The value of `StepPlan.draft_depth`. With None the step runs without a
+                drafter, where there is such a step.
+        """
         neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
         is_off = draft_depth is None or (
             draft_depth == 0 and drafter is not None and not drafter.num_layers
@@ -182,23 +203,23 @@ class Executables:
         return CompiledStep(self._executable(bucket), neutral)
 
     def copy(self, pages: KVPages, group: int, pairs: Any) -> KVPages:
-        """Copies blocks of a cache group: see `copy_step`."""
+        """Copies blocks of a cache group; see `copy_step`."""
         return self._moved(pages, group, f"copy {group}", pairs)
 
     def gather(self, pages: KVPages, group: int, blocks: Any) -> Any:
-        """The blocks' contents that are on devices of this process."""
+        """Returns the contents of blocks, as far as they are on devices of this process."""
         return self._mesh.of_process(
             self._executable(f"gather {group}")(self._of_group(pages, group), blocks), 1
         )
 
     def scatter(self, pages: KVPages, group: int, blocks: Any, contents: Any) -> KVPages:
-        """Writes contents into blocks, as `gather` gave them."""
+        """Writes contents into blocks, as `gather` returned them."""
         return self._moved(
             pages, group, f"scatter {group}", blocks, self._mesh.from_process(contents, 1)
         )
 
     def _moved(self, pages: KVPages, group: int, name: str, *arguments: Any) -> KVPages:
-        """All layers, after an executable moved blocks of those of one group."""
+        """Runs an executable that moves blocks of one group; returns the pages of all layers."""
         move = self._executable(name)
         return in_groups(
             pages,
@@ -214,14 +235,17 @@ class Executables:
         )
 
     def _executable(self, key: Bucket | str) -> Any:
-        """Returns an executable. In the first second after a start from files a step may wait until its own is read."""
+        """Returns an executable.
+
+        In the first second after a start from files a step may wait until its own is loaded.
+        """
         executable = self._table[key]
         if isinstance(executable, Future):
             self._table[key] = executable = executable.result()
         return executable
 
     def _load_in_background(self, keys: Iterable[Bucket | str]) -> None:
-        """Loads what was found as files in the background, in this order."""
+        """Loads the executables that were found as files on other threads, in this order."""
         pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="executables")
         for key in keys:
             if isinstance(found := self._table[key], Found):
@@ -229,6 +253,7 @@ class Executables:
         pool.shutdown(wait=False)
 
     def close(self) -> None:
+        """Drops all executables."""
         for executable in self._table.values():
             if isinstance(executable, Future):
                 executable.cancel()
@@ -236,12 +261,12 @@ class Executables:
         self._neutral = {}
 
     def workspace_bytes(self) -> int:
-        """The most temporary memory that one executable takes, as XLA planned it."""
+        """Returns the most temporary memory that one executable takes, as XLA planned it."""
         return self._workspace_bytes
 
 
 class _Compilations:
-    """Counts what JAX compiles in this process and what it found compiled, by JAX's own monitoring."""
+    """Counts what JAX compiles and finds compiled in this process, by JAX's own monitoring."""
 
     def __init__(self) -> None:
         self.count = self.num_found = 0
@@ -263,7 +288,10 @@ def _watch_compilations() -> _Compilations:
 def step_call(
     parameters: Any, pages: KVPages, bucket: Bucket, options: StepOptions, mesh: DeviceMesh
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Returns the jitted step of a bucket, and the shapes of what it takes after the parameters and the pages, which are donated."""
+    """Returns the jitted step of a bucket, and the shapes of its last two arguments.
+
+    The parameters and the pages come before them; the pages are donated.
+    """
     packed = jax.ShapeDtypeStruct((packed_size(bucket, options.tables),), jnp.int32)
     rest = mesh.whole((packed, _processor_shapes(bucket.num_processed, options)))
     of_device = functools.partial(model_step, bucket=bucket, options=options)
@@ -279,14 +307,16 @@ def _compile_step(
 
 
 def compiled(function: Any, *shapes: Any, graphs: GraphSettings = USUAL_GRAPHS) -> Any:
+    """Compiles a function for arguments of these shapes."""
     return function.lower(*shapes).compile(compiler_options(jax.default_backend(), graphs))
 
 
 def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dict[str, str]:
     """Returns XLA's options for all executables.
 
-    On a GPU a whole step is one CUDA graph: by default XLA leaves loops out of it, and the host waits in the middle of the step
-    for what holds one. XLA_FLAGS has the last word.
+    On a GPU a whole step is one CUDA graph. By default XLA leaves loops out of graphs, and the host
+    waits in the middle of a step that has one. What XLA_FLAGS says of the contents of graphs has
+    precedence.
     """
     if platform != "gpu":
         return {}
@@ -301,7 +331,15 @@ def compiler_options(platform: str, graphs: GraphSettings = USUAL_GRAPHS) -> dic
 
 
 def check_graphs(graphs: GraphSettings, platform: str) -> None:
-    """Raises UnsupportedError, with the setting's name, for what would have no effect and for what this XLA does not know."""
+    """Refuses settings of CUDA graphs that would have no effect, or that this XLA does not know.
+
+    Args:
+        graphs: The settings.
+        platform: The platform of the device.
+
+    Raises:
+        UnsupportedError: A setting is refused; the text has its name.
+    """
     asked = {
         f"cudagraph_update_mode {graphs.update_mode!r}": (
             graphs.update_mode != "auto",
@@ -360,7 +398,10 @@ def _compile_scatter(pages: KVPages, num_blocks: int, backend: Backend, mesh: De
 
 
 def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[Any, Any]:
-    """Returns the shapes of the blocks' numbers and of their bytes: on each device those of its own heads."""
+    """Returns the shapes of the block ids and of the blocks' bytes.
+
+    Each device has the bytes of its own heads.
+    """
     block_bytes = sum(
         mesh.num_bytes_of_device(page) // page.shape[0] for page in jax.tree.leaves(pages)
     )
@@ -369,7 +410,7 @@ def _swapped_shapes(pages: KVPages, num_blocks: int, mesh: DeviceMesh) -> tuple[
 
 
 def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
-    """Returns trees with the structure of what a job's executable takes and gives; their leaves mean nothing."""
+    """Returns trees like a job's arguments and results; their leaves mean nothing."""
     if job.func is _compile_step:
         parameters, pages, bucket, options, mesh = job.args
         drafts = options.drafter is not None and options.drafter.drafts_in(bucket)
@@ -387,7 +428,10 @@ def _trees(job: functools.partial[Any]) -> tuple[Any, Any]:
 
 
 def _by_first_use(menu: BucketMenu) -> list[Bucket]:
-    """The smallest of each kind first: a first request is small, or the largest chunks of it come before the rest."""
+    """Returns the buckets in the order in which they are likely to be used first.
+
+    The smallest of each kind come first, since the first request is usually small.
+    """
     kinds = menu.chunk, menu.decode, menu.verify, menu.multi_step
     return [
         bucket for rank in itertools.zip_longest(*kinds) for bucket in rank if bucket is not None
@@ -403,7 +447,10 @@ def _workspace_bytes(executable: Any) -> int:
 def _run_all(
     jobs: dict[Bucket | str, functools.partial[Any]], progress: bool
 ) -> dict[Bucket | str, Any]:
-    """XLA compiles outside Python's lock, so a few threads help although tracing is serial."""
+    """Runs all jobs on a few threads.
+
+    XLA compiles outside Python's lock, so threads help although tracing is serial.
+    """
     table: dict[Bucket | str, Any] = {}
     with (
         ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool,
@@ -424,9 +471,12 @@ def _run_all(
 
 
 def use_compile_cache(directory: Path) -> bool:
-    """Keeps executables in `directory` across processes. They are code: only this user may own it and write there.
+    """Keeps executables in `directory` across processes.
 
-    Returns False, with a warning, where that cannot be had: everything is then compiled anew at each start.
+    Executables are code: only this user may own the directory and write there.
+
+    Returns:
+        False, with a warning, where that cannot be had; then everything is compiled at each start.
     """
     try:
         make_private(directory)

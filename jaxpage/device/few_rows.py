@@ -1,7 +1,8 @@
-"""Chooses the products of few rows that the kernel for CPUs takes: those with the bits of XLA's own product of more rows.
+"""Gives products of few rows to the kernel for CPUs where it has the bits of XLA's own product.
 
-A token's bits must not depend on how many tokens are computed with it. The order in which XLA adds is that of a library, and of its
-version: so it is asked, once for each shape of a weight, when a step that has it is traced. Sums of int8 are exact in any order.
+A token's bits must not depend on how many tokens are computed with it. The order in which XLA adds
+is that of a library and of its version. So XLA is asked, once for each shape of a weight, when a
+step with that weight is traced. Sums of int8 are exact in any order.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from jaxpage.layers.product import xla_product
 from pallas_kernels.cpu import library
 from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, multiply_rounded, takes
 
-SMALLEST_WEIGHT = 1 << 16  # numbers; to ask costs more than smaller ones gain
+SMALLEST_WEIGHT = 1 << 16  # elements; for smaller weights, asking costs more than the kernel gains
 ROWS_ASKED, MOST_OUTPUTS_ASKED = 8 * MOST_ROWS, 512
 _ASKING = threading.Lock()
 
 
 def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax.Array | None:
-    """Returns `x @ w.T` by the kernel; None: XLA has to take it."""
+    """Returns `x @ w.T` by the kernel; None where XLA has to take it."""
     if x_TI.dtype != w_OI.dtype or not _takes(x_TI, w_OI, result):
         return None
     with _ASKING:  # steps are traced by several threads
@@ -36,7 +37,7 @@ def few_rows_product(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> jax
 def few_rounded_product(
     x_TI: jax.Array, values_OI: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """Returns what `rounded_product` does, by the kernel; None: XLA has to take it."""
+    """Returns what `rounded_product` returns, by the kernel; None where XLA has to take it."""
     return multiply_rounded(x_TI, values_OI) if _takes(x_TI, values_OI, jnp.int32) else None
 
 
@@ -51,9 +52,9 @@ def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
 def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
     """Returns whether the kernel has the bits of XLA's product of many rows of random numbers.
 
-    The sums are compared as they are, and the result where something is computed of it.
-
-    In bfloat16 most differences of sums are lost, and XLA may pass a sum on without rounding it to the type of the result.
+    The products are compared in the type of the result and in float32: in bfloat16 most differences
+    of sums are lost, and XLA may pass a sum on without rounding it to the type of the result. So
+    that it can do so, something is computed of each product, as in a step.
     """
     rng = np.random.default_rng(0)
     x_TI, w_OI = (
@@ -78,7 +79,10 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
 
 
 def described() -> str:
-    """Returns a sentence on which types the kernel takes. The answer may be another for another shape of a weight."""
+    """Returns a sentence on which types the kernel takes.
+
+    For another shape of a weight the answer may be another one.
+    """
     types = library.load().few_rows
     taken = [dtype for dtype in types if dtype == "int8" or has_xlas_bits(768, 4096, dtype, dtype)]
     return f"products of up to {MOST_ROWS} rows: {' and '.join(taken) or 'none'}, asked of a weight of 4096 x 768"

@@ -1,4 +1,7 @@
-"""Sets how much of a GPU JAX's allocator may take. JAX reads that once, when it opens its devices: 0.75 of the card by default."""
+"""Sets how much of a GPU JAX's allocator may take.
+
+JAX reads that once, when it opens its devices; its default is 0.75 of the card.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ import os
 import jax
 from jax._src import xla_bridge  # JAX has no public name for whether its devices are open
 
-# JAX's; the second is the older name
+# JAX reads both; the second is the older name.
 VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-HEADROOM = 0.05  # of the card, beyond what an engine plans: for gaps between arrays
-MOST = 0.95  # of the card: CUDA itself, code and graphs take memory beside JAX's allocator
+HEADROOM = 0.05  # a share of the card for gaps between arrays, beyond what an engine plans
+MOST = 0.95  # the largest share: CUDA itself, code and graphs take memory, too
 
-_fraction: float | None = None  # of a GPU's memory that `open_devices` gave JAX; None: it gave none
+_fraction: float | None = None  # the share that `open_devices` gave JAX; None: it gave none
 
 
 def open_devices(utilization: float) -> None:
-    """Has JAX open its devices such that an engine can have `utilization` of a GPU. Without effect where JAX has opened them before, or
-    the user has set one of `VARIABLES`."""
+    """Has JAX open its devices so that an engine can have `utilization` of a GPU.
+
+    This has no effect where JAX has opened them before, or where the user has set one of
+    `VARIABLES`.
+    """
     global _fraction
     if any(name in os.environ for name in VARIABLES) or _are_open():
         return
@@ -34,13 +40,20 @@ def _are_open() -> bool:
 
 
 def share(limit: int, utilization: float) -> int:
-    """Bytes that an engine may have of a GPU of which JAX's allocator has `limit`: that share of the card where JAX has its limit from
-    here, else of the limit."""
+    """Returns the bytes that an engine may have of a GPU.
+
+    They are a share of the card where `open_devices` has set the allocator's limit, else a share of
+    that limit.
+
+    Args:
+        limit: The bytes that JAX's allocator may take.
+        utilization: The share, 0 to 1.
+    """
     return int(limit * (utilization if _fraction is None else min(1.0, utilization / _fraction)))
 
 
 def notice(utilization: float) -> str:
-    """Returns a sentence where `utilization` is a share of less than the card; else an empty one."""
+    """Returns a sentence if `utilization` is a share of less than the card, else ""."""
     if _fraction is not None:
         return ""
     given = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]

@@ -1,4 +1,4 @@
-"""The host's pool of KV blocks: where preempted sequences keep their keys and values while others use the device."""
+"""Keeps the KV blocks of preempted sequences in host memory while others use the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ Contents = npt.NDArray[np.uint8]
 
 
 class HostPages:
-    """A cache group's pages in host memory: one row of bytes per block.
+    """Holds a cache group's pages in host memory: one row of bytes for each block.
 
-    Blocks 1 .. num_blocks hold content; block 0 is the null block, for padding.
-
-    Memory that was never written to is not taken from the system. Ids are not checked here: the batch builder does.
+    Blocks 1 to num_blocks hold content; block 0 is the null block, for padding. Memory that was
+    never written is not taken from the system. Ids are not checked here: the batch builder does
+    that.
     """
 
     def __init__(self, num_blocks: int, block_bytes: int, directory: Path | None = None):
         """Reserves the blocks.
 
-        directory: where a file has the blocks, of which the system keeps in memory what it has room for; None: all in memory.
+        Args:
+            num_blocks: The number of blocks without the null block.
+            block_bytes: The bytes of a block.
+            directory: The place of a file with the blocks, of which the system keeps in memory what
+                it has room for; nobody else sees the file, and it ends with the process. None keeps
+                all blocks in memory.
 
-        The file is seen by nobody else and ends with the process. Raises OSError where the disk has no room for it.
+        Raises:
+            OSError: The disk has no room for the file.
         """
         shape = num_blocks + 1, block_bytes
         self._rows: Contents = (
@@ -35,10 +41,14 @@ class HostPages:
         )
 
     def store(self, blocks: Blocks, contents: Contents) -> None:
+        """Writes contents into blocks."""
         self._rows[blocks] = contents
 
     def load(self, blocks: Blocks) -> Contents:
-        """A copy, so that a transfer to the device that is still under way does not see what is stored next."""
+        """Returns a copy of the blocks' contents.
+
+        A transfer to the device that is still under way then does not see what is stored next.
+        """
         return self._rows[blocks]
 
     def close(self) -> None:
@@ -49,6 +59,6 @@ class HostPages:
 def _mapped(shape: tuple[int, int], directory: Path) -> Contents:
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tempfile.TemporaryFile(dir=directory) as file:
-        # Taken now: a full disk would end the process at a write to mapped memory.
+        # Take the space now: a full disk would end the process at a write to mapped memory.
         os.posix_fallocate(file.fileno(), 0, shape[0] * shape[1])
         return np.memmap(file, np.uint8, "r+", shape=shape)

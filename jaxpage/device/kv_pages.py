@@ -1,6 +1,7 @@
-"""The keys and values on the device: one donated pytree, two arrays per layer and two of scales where they are quantised. Latents, which
-have values within the keys, are one array and one of scales. A recurrent layer has three arrays: see `StatePages`.
+"""Defines the keys and values on the device: one donated pytree with the arrays of each layer.
 
+A layer has two arrays, and two of scales where they are quantised. Latents, whose values lie within
+the keys, have one array and one of scales. A recurrent layer has three arrays: see `StatePages`.
 Block 0 is the null block, which takes padding.
 """
 
@@ -18,13 +19,13 @@ from jaxpage.device.mesh import DeviceMesh
 from jaxpage.models.base import KVSpec
 from pallas_kernels import is_quantized
 
-KV_HEAD_AXIS = 2  # of pages, and of their scales
-# types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits
+KV_HEAD_AXIS = 2  # the axis of K in pages and in their scales
+# The types of pages by kv_cache_dtype; float8_e4m3fn is kept as its bits.
 QUANTIZED = {"int8": "int8", "fp8": "uint8"}
 
 
 class LayerPages(NamedTuple):
-    """One layer's blocks, in the layout of the kernels."""
+    """Holds one layer's blocks, in the layout of the kernels."""
 
     k_pages: jax.Array  # [P, S, K, H]
     v_pages: jax.Array | None  # [P, S, K, H]; None: values are within the keys
@@ -33,10 +34,10 @@ class LayerPages(NamedTuple):
 
 
 class StatePages(NamedTuple):
-    """One recurrent layer's blocks: see `device.recurrence`."""
+    """Holds one recurrent layer's blocks; see `device.recurrence`."""
 
-    inputs: jax.Array  # [P, S, E], of tokens
-    state: jax.Array  # [P, ...] in float32, behind the last computed token of a block
+    inputs: jax.Array  # [P, S, E], the inputs of tokens
+    state: jax.Array  # [P, ...] in float32, after the last computed token of a block
     num_seen: jax.Array  # [P] in int32: the tokens of its sequence that the state has seen
 
 
@@ -44,7 +45,7 @@ KVPages = tuple[LayerPages | StatePages, ...]
 
 
 def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
-    """The type of the pages' arrays for a value of the setting; "auto" is the model's own."""
+    """Returns the type of the pages for a value of `kv_cache_dtype`; "auto" is the model's own."""
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
@@ -61,7 +62,14 @@ def num_bytes(pages: KVPages) -> int:
 def page_shapes(
     kv: KVSpec, num_blocks: int | Sequence[int], block_size: int, dtype: DTypeLike
 ) -> KVPages:
-    """The pages as shapes, for compiling ahead of time. num_blocks: P of every layer, or of each."""
+    """Returns the pages as shapes, for compiling ahead of time.
+
+    Args:
+        kv: What the layers keep.
+        num_blocks: P of every layer, or a list with the P of each.
+        block_size: The slots of a block (S).
+        dtype: The type of the pages.
+    """
     of_layers = [num_blocks] * kv.num_layers if isinstance(num_blocks, int) else num_blocks
     shapes: list[LayerPages | StatePages] = []
     for layer, count in enumerate(of_layers):
@@ -82,9 +90,12 @@ def page_shapes(
 
 
 def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPages:
-    """Returns the shapes on all devices: each layer's pages in each of the `num_local` shards of a device.
+    """Returns the shapes of the pages on all devices: each layer's pages in each shard of a device.
 
-    of_shard: shapes of all layers, in one shard.
+    Args:
+        of_shard: The shapes of all layers in one shard.
+        num_local: The shards of the model on a device.
+        mesh: The devices.
     """
     each = tuple(layer for layer in of_shard for _ in range(num_local))
     return tuple(

@@ -1,7 +1,8 @@
-"""Changes the logits of a draw by what its request asks, before temperature and truncation: masks, biases and penalties, in this order.
+"""Changes the logits of a draw as its request asks, before temperature and truncation.
 
-The order and the meaning are vLLM's. Each part is computed only in steps where a row asks for it, and a row that asks for nothing keeps
-its logits to the last bit.
+Masks, biases and penalties apply in this order. The order and the meaning are vLLM's. Each part is
+computed only in steps in which a row asks for it, and a row that asks for nothing keeps its logits
+to the last bit.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jaxpage.step.token_masks import MASK_BITS
 
 
 class Penalties(NamedTuple):
-    """The numbers that penalties take, besides a draw's history: an entry for each draw."""
+    """Holds the numbers that penalties take besides the history, with an entry for each draw."""
 
     num_prompt_tokens_R: jax.Array
     repetition_R: jax.Array
@@ -26,7 +27,7 @@ class Penalties(NamedTuple):
 
 
 def penalties_of(inputs: StepInputs) -> Penalties:
-    """Returns those of the step's draws."""
+    """Returns the penalties of the step's draws."""
     return Penalties(
         inputs.num_prompt_tokens_R,
         inputs.repetition_penalty_R,
@@ -47,9 +48,9 @@ def process_logits(
     *,
     by_row: bool,
 ) -> Float[Array, "B V"]:
-    """The logits that are drawn from.
+    """Returns the logits that are drawn from.
 
-    by_row: a loop over rows instead of one wide computation.
+    With `by_row` it loops over rows instead of one wide computation.
     """
 
     def processed() -> jax.Array:
@@ -68,7 +69,7 @@ def process_rows(
     *,
     by_row: bool,
 ) -> Float[Array, "B V"]:
-    """The logits that are drawn from, of some rows of a step in which any asks for something."""
+    """Returns the logits that are drawn from, for some rows of a step that processes logits."""
 
     def process_row(logits_V: jax.Array, given: ProcessorInputs, own: Penalties) -> jax.Array:
         logits_V = jax.lax.cond(
@@ -108,7 +109,10 @@ def _penalised(
     frequency: jax.Array,
     presence: jax.Array,
 ) -> jax.Array:
-    """Repetition is over prompt and output, frequency and presence over the output alone, as vLLM has it."""
+    """Applies the penalties of a draw.
+
+    As in vLLM, repetition is over prompt and output, frequency and presence over the output alone.
+    """
     is_output_C = jnp.arange(history_C.shape[0]) >= num_prompt_tokens
 
     def count(weights_C: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
-"""The devices of an engine, and the only place that puts arrays on them. One device is a mesh of one.
+"""Holds the devices of an engine, and is the only place that puts arrays on them.
 
-On several devices a step is one program that each of them runs on its own part of the weights and of the pages (`shard_map`), so that
-layers and kernels see arrays of the size that a device holds. What is not divided is the same on all.
+One device is a mesh of one. On several devices a step is one program that each of them runs on its
+own part of the weights and of the pages (`shard_map`), so that layers and kernels see arrays of the
+size that a device holds. What is not divided is the same on all devices.
 """
 
 from __future__ import annotations
@@ -24,33 +25,36 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import DEVICE_AXIS
 
-# for the address of a job's first process, which a cluster may not know at once
+# A cluster may not know the address of a job's first process at once.
 DETECTION_SECONDS = 60
 
 
 @dataclass(frozen=True)
 class DeviceMesh:
+    """Holds the devices of an engine, and puts arrays on them."""
+
     devices: tuple[jax.Device, ...]
 
     @property
     def first(self) -> jax.Device:
-        """Returns this process's first device. All devices of a mesh are of one kind."""
+        """Returns this process's first device; all devices of a mesh are of one kind."""
         return next(
             device for device in self.devices if device.process_index == jax.process_index()
         )
 
     @property
     def size(self) -> int:
+        """Returns the number of devices."""
         return len(self.devices)
 
     @functools.cached_property
     def is_one_process(self) -> bool:
-        """Returns whether this process has all devices of the mesh, and can read what is on them."""
+        """Returns whether this process has all devices of the mesh, and can read their arrays."""
         return self.num_local == self.size
 
     @property
     def num_local(self) -> int:
-        """Devices of this process."""
+        """Returns how many of the devices belong to this process."""
         return sum(device.process_index == jax.process_index() for device in self.devices)
 
     @functools.cached_property
@@ -58,13 +62,19 @@ class DeviceMesh:
         return jax.sharding.Mesh(np.array(self.devices), (DEVICE_AXIS,))
 
     def _along(self, axis: int | None) -> Any:
-        """Returns the placement of an array that is divided along an axis; None: the whole of it is on every device."""
+        """Returns the placement of an array that is divided along an axis.
+
+        With None the whole array is on every device.
+        """
         if self.size == 1:
             return self.first
         return NamedSharding(self._mesh, PartitionSpec() if axis is None else _spec(axis))
 
     def put(self, array: Any) -> jax.Array:
-        """An array of the host, on every device. Each process has the same one, and puts it on its own devices."""
+        """Puts an array of the host on every device.
+
+        Each process has the same array, and puts it on its own devices.
+        """
         if self.is_one_process:
             return jax.device_put(array, self._along(None))
         held = np.asarray(array)
@@ -75,7 +85,13 @@ class DeviceMesh:
     def put_shards(
         self, shape: tuple[int, ...], dtype: Any, make: Callable[[int], np.ndarray]
     ) -> jax.Array:
-        """An array of which each device has a part of this shape, `make(place of the device)`, one below the other."""
+        """Makes an array of which each device has a part, joined along the first axis.
+
+        Args:
+            shape: The shape of a part.
+            dtype: The type.
+            make: Makes the part for the place of a device.
+        """
         if self.size == 1:
             return self.put(make(0))
 
@@ -95,7 +111,7 @@ class DeviceMesh:
         return np.concatenate([np.asarray(part.data) for part in parts], axis)
 
     def from_process(self, array: np.ndarray, axis: int) -> Any:
-        """The whole array, of which each process has what `of_process` gave it."""
+        """Returns the whole array of which each process has what `of_process` gave it."""
         return (
             array
             if self.is_one_process
@@ -103,7 +119,7 @@ class DeviceMesh:
         )
 
     def num_bytes_of_device(self, arrays: Any) -> int:
-        """Returns the bytes that a device has of a tree of arrays or shapes."""
+        """Returns the bytes that one device holds of a tree of arrays or shapes."""
         return sum(
             math.prod(array.shape)
             * array.dtype.itemsize
@@ -112,11 +128,14 @@ class DeviceMesh:
         )
 
     def whole(self, shapes: Any) -> Any:
-        """Shapes and types, in a tree, of arrays that are the same on every device."""
+        """Returns shapes and types, in a tree, of arrays that are the same on every device."""
         return self.divided(shapes, None)
 
     def divided(self, shapes: Any, axis: int | None) -> Any:
-        """Returns the shapes of whole arrays, of which each device has a part of these shapes, joined along an axis."""
+        """Returns the shapes of whole arrays of which each device has a part of these shapes.
+
+        The parts are joined along `axis`; with None every device has the whole.
+        """
         if self.size == 1:
             return shapes
 
@@ -129,7 +148,10 @@ class DeviceMesh:
         return jax.tree.map(of_all, shapes)
 
     def zeros(self, shapes: Any) -> Any:
-        """Arrays of these shapes, types and places, in a tree as theirs: in one call, since one for each takes up to ten times as long."""
+        """Makes arrays of zeros of these shapes, types and places, in a tree like theirs.
+
+        One call makes all of them: a call for each array takes up to ten times as long.
+        """
         leaves, tree = jax.tree.flatten(shapes)
         alike = tuple(jax.ShapeDtypeStruct(shape.shape, shape.dtype) for shape in leaves)
         one = SingleDeviceSharding(self.first)
@@ -139,7 +161,13 @@ class DeviceMesh:
     def zero_shards(
         self, parts: Sequence[tuple[tuple[int, ...], bool]], dtype: Any
     ) -> list[jax.Array]:
-        """Arrays of zeros. parts: the shape that a device has of each, and whether each has a part of its own (see `put_shards`)."""
+        """Makes arrays of zeros.
+
+        Args:
+            parts: For each array, the shape that a device has of it, and whether each device has a
+                part of its own (see `put_shards`).
+            dtype: The type of all arrays.
+        """
         shapes = [
             self.divided(jax.ShapeDtypeStruct(shape, dtype), 0 if is_divided else None)
             for shape, is_divided in parts
@@ -150,9 +178,13 @@ class DeviceMesh:
     def on_each(
         self, function: Callable[..., Any], arguments: Any, results: Any
     ) -> Callable[..., Any]:
-        """The function of whole arrays that runs `function` on the part that each device has of them.
+        """Returns a function of whole arrays that runs `function` on each device's part of them.
 
-        arguments, results: trees of arrays or shapes, or trees that begin as these do; None: the same on every device.
+        Args:
+            function: The function of a device's parts.
+            arguments: Trees of arrays or shapes, or trees that begin as these do; None for
+                arguments that are the same on every device.
+            results: The same for the results.
         """
         if self.size == 1:
             return function
@@ -169,7 +201,10 @@ class DeviceMesh:
 def _zeros(
     shapes: tuple[jax.ShapeDtypeStruct, ...], places: tuple[Any, ...]
 ) -> Callable[[], list[jax.Array]]:
-    """Compiled once for the same shapes: a pool that is lost is made again in service."""
+    """Returns a function that makes zeros, compiled once for the same shapes.
+
+    A pool that is lost is made again in service, where nothing may be compiled.
+    """
     return jax.jit(
         lambda: [jnp.zeros(shape.shape, shape.dtype) for shape in shapes],
         out_shardings=list(places),
@@ -186,7 +221,12 @@ def _spec_of(array: Any) -> PartitionSpec:
 
 
 def make_mesh(size: int = 1) -> DeviceMesh:
-    """Returns a mesh of the first devices that JAX has, equally many of each process. Raises ConfigError where JAX has too few."""
+    """Returns a mesh of the first devices that JAX has, equally many of each process.
+
+    Raises:
+        ConfigError: JAX has too few devices, or their number cannot be divided by that of
+            processes.
+    """
     devices = _in_turn(jax.devices())
     if len(devices) < size:
         hint = (
@@ -216,7 +256,8 @@ class JobProcess(NamedTuple):
 def find_job(seconds: int = DETECTION_SECONDS) -> JobProcess | None:
     """Returns what JAX detects of the job that this process belongs to, or None.
 
-    seconds: how long it may ask for what a cluster does not know at once.
+    Args:
+        seconds: The time in which a cluster may answer what it does not know at once.
     """
     find = ClusterEnv.auto_detect_unset_distributed_params
     coordinator, num_processes, process_id, local_ids = find(None, None, None, None, None, seconds)
@@ -230,19 +271,28 @@ def join_processes(
 ) -> None:
     """Has JAX see the devices of several processes, before it has opened any.
 
-    coordinator: HOST:PORT, of an interface of process 0, which listens there alone. leave_seconds: at the end, for the others.
-    Until `leave_processes` is called, the process ends with status 1 at its exit, without the others: JAX would wait for those that are
-    gone, and abort. Raises RuntimeError if they do not come together in time.
+    Until `leave_processes` is called, this process ends with status 1 at its exit, without the
+    others: JAX would wait for processes that are gone, and abort.
+
+    Args:
+        coordinator: HOST:PORT of an interface of process 0, which listens there alone.
+        num_processes: The number of processes.
+        process_id: The number of this process.
+        join_seconds: The time in which all must come together.
+        leave_seconds: The time to wait for the others at the end.
+
+    Raises:
+        RuntimeError: The processes do not come together in time.
     """
-    atexit.register(_end_alone)  # it runs before JAX's own, which is registered on import
+    atexit.register(_end_alone)  # it runs before JAX's own, which was registered on import
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # it keeps SIGTERM from ending a process
+    # The service would keep SIGTERM from ending a process.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         coordinator,
         num_processes,
         process_id,
-        # in a job of Slurm JAX would take one device of this machine and leave the others
+        # In a job of Slurm JAX would take one device of this machine and leave the others.
         cluster_detection_method="deactivate",
         coordinator_bind_address=coordinator,
         initialization_timeout=int(join_seconds),
@@ -251,7 +301,10 @@ def join_processes(
 
 
 def leave_processes() -> None:
-    """Lets the process wait at its exit for the others, which are asked to end too. Without others nothing changes."""
+    """Lets the process wait at its exit for the others, which are asked to end, too.
+
+    Without other processes nothing changes.
+    """
     atexit.unregister(_end_alone)
 
 
@@ -260,7 +313,7 @@ def _end_alone() -> None:
 
 
 def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
-    """The first of each process, then the second of each, ..."""
+    """Returns the first device of each process, then the second of each, and so on."""
     seen: Counter[int] = Counter()
     places = {}
     for device in devices:
@@ -270,7 +323,7 @@ def _in_turn(devices: list[jax.Device]) -> list[jax.Device]:
 
 
 def shapes_of(arrays: Any) -> Any:
-    """A tree of arrays as shapes, types and places, for compiling: it holds nothing on the device."""
+    """Returns a tree of arrays as shapes, types and places, which hold nothing on the device."""
     return jax.tree.map(
         lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=one.sharding), arrays
     )

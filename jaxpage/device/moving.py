@@ -1,4 +1,7 @@
-"""Moves blocks and slots of all layers of a cache group: the model's, and a drafter's, which have scratch blocks beyond the pool's."""
+"""Moves blocks and slots of all layers of a cache group.
+
+They are the model's layers and a drafter's, which have scratch blocks after those of the pool.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +21,19 @@ from jaxpage.device.kv_pages import KVPages
 def copy_blocks(
     pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend
 ) -> KVPages:
-    """See `pallas_kernels.copy_blocks`."""
+    """Copies blocks of all layers; see `pallas_kernels.copy_blocks`."""
     return _each(pallas_kernels.copy_blocks, pages, source, destination, **backend.options)
 
 
 def copy_slots(
     pages: KVPages, source: jax.Array, destination: jax.Array, backend: Backend
 ) -> KVPages:
-    """See `pallas_kernels.copy_slots`."""
+    """Copies slots of all layers; see `pallas_kernels.copy_slots`."""
     return _each(pallas_kernels.copy_slots, pages, source, destination, **backend.options)
 
 
 def gather_blocks(pages: KVPages, blocks: jax.Array, backend: Backend) -> jax.Array:
-    """See `pallas_kernels.gather_blocks`."""
+    """Returns the contents of blocks of all layers; see `pallas_kernels.gather_blocks`."""
     contents = [
         pallas_kernels.gather_blocks(group, blocks, **backend.options)
         for group in _by_length(pages)
@@ -41,7 +44,7 @@ def gather_blocks(pages: KVPages, blocks: jax.Array, backend: Backend) -> jax.Ar
 def scatter_blocks(
     pages: KVPages, blocks: jax.Array, contents: jax.Array, backend: Backend
 ) -> KVPages:
-    """See `pallas_kernels.scatter_blocks`."""
+    """Writes the contents of blocks of all layers; see `pallas_kernels.scatter_blocks`."""
     layers: list[Any] = []
     start = 0
     for group in _by_length(pages):
@@ -62,6 +65,6 @@ def _each(move: Callable[..., KVPages], pages: KVPages, *arguments: Any, **optio
 
 
 def _by_length(pages: KVPages) -> list[KVPages]:
-    """Layers of as many blocks can be moved in one go."""
+    """Returns the layers in runs of equally many blocks, which can be moved in one call."""
     groups = itertools.groupby(pages, key=lambda layer: layer[0].shape[0])
     return [tuple(layers) for _, layers in groups]

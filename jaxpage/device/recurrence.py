@@ -1,12 +1,21 @@
-"""Binds recurrent layers to their pages: the seam `recur` writes the inputs of new tokens, then updates states through the block tables.
+"""Binds recurrent layers to their pages.
 
-A slot holds the input of its token, as a slot of keys and values does. A block holds the state after the last of its tokens that was
-computed, with the number of tokens that the state has seen. A row goes on from the state in the block of the token before it if that has
-seen exactly the tokens before the row. Else (drafts were rejected, or a token is computed again) it begins with the state of the block
-before, which is full, and updates it with the inputs that its own block holds. So what a step has written after a row's tokens is of no
-account, and copying, swapping or finding blocks is all that a fork, a preemption or a prefix hit needs.
+The seam `recur` writes the inputs of new tokens, then updates states through the block tables. A
+slot holds the input of its token, as a slot of keys and values does. A block holds the state after
+the last of its tokens that was computed, with the number of tokens that the state has seen:
 
-Each state is updated token by token in one order, however the tokens are cut into steps: the bits are the same.
+    inputs    [ x0 x1 x2 x3 ] [ x4 x5 x6 .. ]     blocks of 4 slots
+    states    [ after x3: 4 ] [ after x6: 7 ]
+
+A row goes on from the state in the block of the token before it if that state has seen exactly the
+tokens before the row. Otherwise (drafts were rejected, or a token is computed again) it begins with
+the state of the block before, which is full, and updates it with the inputs that its own block
+holds: a row from position 6 begins with the state after x3, and updates it with x4 and x5. So it
+does not matter what a step has written after a row's tokens, and copying, swapping or finding
+blocks is all that a fork, a preemption or a prefix hit needs.
+
+Each state is updated token by token in one order, however the tokens are divided into steps, so the
+bits are the same.
 """
 
 from __future__ import annotations
@@ -22,10 +31,13 @@ from jaxpage.layers.context import Recur, Recurrence
 
 
 class _Rows(NamedTuple):
-    """The rows of a step.
+    """Holds the rows of a step.
 
-    first_B, stop_B: positions that are computed anew.
-    start_B: place of the first of them in the stream.
+    Attributes:
+        table_BM: The block tables.
+        first_B: The first position that is computed anew.
+        stop_B: The position after the last one that is computed.
+        start_B: The place of the first position in the stream.
     """
 
     table_BM: jax.Array
@@ -35,10 +47,13 @@ class _Rows(NamedTuple):
 
 
 def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: bool) -> Recur:
-    """Returns the seam for one step.
+    """Returns the function `recur` for the recurrent layers of one step.
 
-    layer_groups: the cache group of each layer.
-    by_row: computes one row after the other, in shapes that do not depend on their number; else all at once.
+    Args:
+        inputs: The step's inputs.
+        layer_groups: The cache group of each layer.
+        by_row: Computes one row after the other, in shapes that do not depend on their number;
+            otherwise all rows at once.
     """
 
     @jax.named_scope("recurrence")
@@ -63,7 +78,7 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
             own = jax.tree.map(lambda of_rows: jax.lax.dynamic_slice_in_dim(of_rows, row, 1), rows)
             return _updated(own, *carry, recurrence)
 
-        # padding is behind
+        # Rows of padding come last.
         num_rows = jnp.max(jnp.where(length_B > 0, 1 + jnp.arange(len(length_B)), 0))
         return jax.lax.fori_loop(0, num_rows, one, (out_TO, pages))
 
@@ -94,12 +109,11 @@ def _updated(
 ) -> tuple[jax.Array, StatePages]:
     """Returns `out_TO` with the outputs of the rows' tokens, and the pages with their states.
 
-    It goes block by block, and in each token by token.
-
-    What a token's update takes is prepared in the turn before: XLA on CPU would compute it anew for each number of the state.
+    It goes block by block, and in each token by token. The inputs of a token's update are prepared
+    in the turn before: XLA on CPU would compute them anew for each number of the state.
     """
     block_size, num_tokens = pages.inputs.shape[1], out_TO.shape[0]
-    is_one = len(rows.first_B) == 1  # then no turn of a loop is another row's
+    is_one = len(rows.first_B) == 1  # then no turn of a loop belongs to another row
     begin_B = _begin(rows, pages)
     state = pages.state[_block_at(rows.table_BM, (begin_B - 1) // block_size)]
     state = jnp.where(_along(begin_B > 0, state), state, 0.0)
@@ -136,7 +150,7 @@ def _updated(
 
         carry = state, out_TO, prepared(from_B)
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
-        # else the null block
+        # A row without tokens in this turn writes to the null block.
         block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)
         pages = pages._replace(
             state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B)
@@ -148,7 +162,7 @@ def _updated(
 
 
 def _begin(rows: _Rows, pages: StatePages) -> jax.Array:
-    """Returns the position of each row's first update: a state for all positions before it is in place."""
+    """Returns the position of each row's first update; there is a state for all before it."""
     block_size = pages.inputs.shape[1]
     num_seen_B = pages.num_seen[_block_at(rows.table_BM, (rows.first_B - 1) // block_size)]
     return jnp.where(

@@ -1,8 +1,10 @@
-"""Draws a token per row inside the step.
+"""Draws a token for each row inside the step.
 
-The noise of a draw is a function of (request seed, sample index, position) alone, and a token is the argmax of logits plus Gumbel
-noise, so a draw ignores its batch neighbours and whatever happened to the request before. Whatever else needs noise has a stream of its
-own (`Stream`). Temperature, top-k, top-p and min-p act in the order of Hugging Face's processors (`truncation`).
+The noise of a draw is a function of (request seed, sample index, position) alone, and a token is
+the argmax of logits plus Gumbel noise. So a draw depends neither on the other rows of its batch nor
+on what happened to the request before. Everything else that needs noise has a stream of its own
+(`Stream`). Temperature, top-k, top-p and min-p act in the order of Hugging Face's processors
+(`truncation`).
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_CANDIDATES = 64
-# Rows, where rows are computed at once: what processing them keeps is several times as large as
-# their logits.
+# The rows that are processed together, where rows are computed at once: processing takes several
+# times the memory of their logits.
 PROCESSED_AT_ONCE = 16
 
 
 class Draws(NamedTuple):
-    """The sampling parameters of each draw, and what its noise follows from."""
+    """Holds the sampling parameters of each draw, and what its noise depends on."""
 
     temperature_R: jax.Array
     top_k_R: jax.Array
@@ -42,18 +44,21 @@ class Draws(NamedTuple):
     min_p_R: jax.Array
     seed_R2: jax.Array
     sample_index_R: jax.Array
-    position_R: jax.Array  # the place that the drawn token takes
+    position_R: jax.Array  # the position of the drawn token
 
 
 class DrawnFrom(NamedTuple):
-    """The distributions that drafts were drawn from: probabilities of W tokens, and 0 of all others."""
+    """Holds the distributions that drafts were drawn from: the probabilities of W tokens.
+
+    All other tokens have the probability 0.
+    """
 
     ids_RW: jax.Array
     q_RW: jax.Array
 
 
 def draws_of(inputs: StepInputs) -> Draws:
-    """The step's own."""
+    """Returns the parameters of the step's own draws."""
     return Draws(
         inputs.temperature_R,
         inputs.top_k_R,
@@ -66,17 +71,21 @@ def draws_of(inputs: StepInputs) -> Draws:
 
 
 class Stream:
-    """Noise that is none of a draw's own: folded into the seed before all else, where no sample index reaches."""
+    """Names the noise that is not a draw's own.
 
-    DRAFT = 0xFFFFFFFF  # for draws of drafts
-    # whether a draft is rejected; also by its place among those behind the same token
+    The number of a stream is folded into the seed before all else; no sample index is as large.
+    """
+
+    DRAFT = 0xFFFFFFFF  # draws drafts
+    # Decides whether a draft is rejected; its number among those after the same token is folded in.
     ACCEPT = 0xFFFFFFFE
-    RESIDUAL = 0xFFFFFFFD  # what is drawn where all of them were
+    RESIDUAL = 0xFFFFFFFD  # draws the token after rejected drafts
 
 
 def noise_key(
     seed_2: jax.Array, sample_index: jax.Array, position: jax.Array, stream: int | None = None
 ) -> jax.Array:
+    """Returns the key of a draw's noise, or that of another stream's noise for the same draw."""
     key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
     if stream is not None:
         key = jax.random.fold_in(key, stream)
@@ -90,9 +99,10 @@ def draw(
     *,
     by_row: bool,
 ) -> Int[Array, "B"]:
-    """One token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
+    """Returns one token id per row; NOT_FINITE or NOTHING_ALLOWED where none can be chosen.
 
-    by_row: a loop over rows instead of one wide computation: on CPU greedy rows then cost no noise, and a row's sums have one shape.
+    With `by_row` it loops over rows instead of one wide computation: on CPU greedy rows then cost
+    no noise, and a row's sums have one shape.
     """
     is_finite_B = are_finite(logits_BV)
     if by_row:
@@ -118,15 +128,15 @@ def _drawn_at_once(
 ) -> jax.Array:
     """Draws from rows that are computed at once, without a second array as large as the logits.
 
-    Processed logits are drawn from some rows at a time.
+    Where logits are processed, it draws from some rows at a time.
     """
     num_rows = logits_RV.shape[0]
     at_once = min(PROCESSED_AT_ONCE, num_rows)
     rows = logits_RV, processor_inputs, penalties_of(inputs), draws_of(inputs)
 
     def processed(index: jax.Array, token_ids_R: jax.Array) -> jax.Array:
-        # Places, because XLA keeps a loop that takes slices out of CUDA graphs.
-        # the last may be drawn twice, and alike
+        # Rows are taken by place, because XLA keeps a loop that takes slices out of CUDA graphs.
+        # The last rows may be drawn twice, with the same result.
         first = jnp.minimum(index * at_once, num_rows - at_once)
         place = first + jnp.arange(at_once)
         some_RV, given, penalties, draws = jax.tree.map(lambda leaf: jnp.asarray(leaf)[place], rows)
@@ -146,11 +156,15 @@ def _drawn_at_once(
 
 
 def are_finite(logits_BV: Float[Array, "B V"]) -> Bool[Array, "B"]:
-    """Comparisons, because a wide maximum of XLA:CPU loses a NaN."""
+    """Returns which rows have no NaN, no positive infinity, and a logit above minus infinity.
+
+    It makes comparisons, because a wide maximum of XLA:CPU loses a NaN.
+    """
     return jnp.all(logits_BV < jnp.inf, axis=-1) & jnp.any(logits_BV > -jnp.inf, axis=-1)
 
 
 def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
+    """Applies a function to each row, in a loop or to all rows at once."""
     if by_row:
         return jax.lax.map(lambda row: function(*row), rows)
     return jax.vmap(function)(*rows)
@@ -159,8 +173,11 @@ def each_row(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: boo
 def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: bool) -> Any:
     """Applies a function to each draw.
 
-    rows: logits, temperature, top-k, top-p, min-p, and more. The function also gets `by_row`, `asked`, and `least`: the least
-        logit that stays, where a kernel has found it.
+    Args:
+        function: Takes the entries of `rows`, and `by_row`, `asked` and `least`: the least logit
+            that stays, where a kernel has found it.
+        rows: Logits, temperature, top-k, top-p, min-p, and more.
+        by_row: Loops over the draws.
     """
     if by_row:
         return each_row(
@@ -193,9 +210,8 @@ def perturbed(
 ) -> Float[Array, "R V"]:
     """Returns the numbers of which `draw` takes the largest.
 
-    They are cut off and have noise where a draw is random, and are the logits themselves where it is greedy.
-
-    is_random: whether any draw is.
+    They are cut off and have noise where a draw is random, and are the logits themselves where it
+    is greedy. `is_random` says whether any draw is random.
     """
 
     def perturb(
@@ -214,9 +230,10 @@ def perturbed(
 def draw_draft(
     logits_RV: Float[Array, "R V"], draws: Draws, *, by_row: bool
 ) -> tuple[Int[Array, "R"], DrawnFrom]:
-    """Returns tokens for acceptance by rejection, from noise of their own, and the distributions that they were drawn from.
+    """Draws drafts for acceptance by rejection, and returns what they were drawn from, too.
 
-    These are the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; of a greedy row the most likely alone.
+    A distribution has the most likely `MOST_CANDIDATES` tokens of what `draw` draws from; that of a
+    greedy row has the most likely one alone. The noise has a stream of its own.
     """
 
     def draw_row(
@@ -270,7 +287,7 @@ def _perturb(
 
 
 def with_noise(logits_V: Float[Array, "V"], key: jax.Array) -> Int[Array, ""]:
-    """A token drawn from these logits; NOTHING_ALLOWED if there is none."""
+    """Returns a token drawn from these logits; NOTHING_ALLOWED if there is none."""
     return _first_of_the_largest(logits_V + jax.random.gumbel(key, logits_V.shape, jnp.float32))
 
 
@@ -281,7 +298,10 @@ def distributions(
     *,
     by_row: bool,
 ) -> Float[Array, "B V"]:
-    """Log probabilities of what `draw` draws: of a greedy row 0 for its token. All -inf where no token can be chosen."""
+    """Returns the log probabilities of what `draw` draws; a greedy row has 0 for its token.
+
+    They are all -inf where no token can be chosen.
+    """
     is_finite_B = are_finite(logits_BV)
     logits_BV = process_logits(logits_BV, inputs, processor_inputs, by_row=by_row)
     rows = (logits_BV, inputs.temperature_R, inputs.top_k_R, inputs.top_p_R, inputs.min_p_R)
@@ -316,21 +336,27 @@ def _scaled(
     least: jax.Array | None,
     **options: Any,
 ) -> jax.Array:
-    """Divided by the temperature, and cut off."""
+    """Returns the logits divided by the temperature, and cut off."""
     if least is None:
         return truncate(logits_V / temperature, *cuts, **options)
     return jnp.where(logits_V >= least, logits_V / temperature, -jnp.inf)
 
 
 def largest_of(logits_V: Float[Array, "V"]) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """The largest and the first place that has it, as two plain reductions, which XLA vectorises on CPU."""
+    """Returns the largest logit and the first place that has it.
+
+    These are two plain reductions, which XLA vectorises on CPU.
+    """
     largest = jnp.max(logits_V)
     index_V = jnp.arange(logits_V.shape[0], dtype=jnp.int32)
     return largest, jnp.min(jnp.where(logits_V == largest, index_V, logits_V.shape[0]))
 
 
 def _first_in_one_pass(logits_V: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns what `largest_of` does, in one reduction: for two of them, XLA on a GPU would write the changed logits to memory."""
+    """Returns what `largest_of` returns, in one reduction.
+
+    For two reductions XLA on a GPU would write the changed logits to memory.
+    """
 
     def larger(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         takes_one = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
@@ -343,7 +369,7 @@ def _first_in_one_pass(logits_V: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _first_of_the_largest(logits_V: jax.Array, *, in_one_pass: bool = False) -> jax.Array:
-    """NOTHING_ALLOWED if there is none."""
+    """Returns the first place of the largest logit; NOTHING_ALLOWED if that is not finite."""
     largest, first = (_first_in_one_pass if in_one_pass else largest_of)(logits_V)
     return jnp.where(jnp.isfinite(largest), first, NOTHING_ALLOWED)
 
@@ -354,7 +380,10 @@ LogProbabilities = tuple[Float[Array, "B"], Int[Array, "B"], Int[Array, "B W"], 
 def log_probabilities(
     logits_BV: Float[Array, "B V"], token_ids_B: Int[Array, "B"], *, by_row: bool
 ) -> LogProbabilities:
-    """Returns the chosen token's log probability and rank, and the W most likely tokens with theirs, in the model's own distribution."""
+    """Returns the log probability and rank of each chosen token, and the W most likely tokens.
+
+    The probabilities are the model's own, without temperature and cut-offs.
+    """
     if by_row:
         alone = (logits_BV[:, None], token_ids_B[:, None])
         rows: LogProbabilities = jax.lax.map(lambda row: _log_probabilities(*row), alone)
@@ -369,7 +398,7 @@ def _selected_log_probabilities(
     token_ids_B: jax.Array,
     likeliest: Callable[..., tuple[jax.Array, jax.Array]],
 ) -> LogProbabilities:
-    """The same, by a kernel: nothing as large as the logits is made."""
+    """Returns what `log_probabilities` returns, without an array as large as the logits."""
     largest_B1 = jnp.max(logits_BV, axis=1, keepdims=True)
     log_sum_B1 = jnp.log(jnp.sum(jnp.exp(logits_BV - largest_B1), axis=1, keepdims=True))
     own_B1 = jnp.take_along_axis(logits_BV, jnp.maximum(token_ids_B, 0)[:, None], axis=1)
@@ -377,7 +406,7 @@ def _selected_log_probabilities(
     ranks_B = 1 + jnp.sum(logits_BV - largest_B1 - log_sum_B1 > chosen_B1, axis=1, dtype=jnp.int32)
     count = min(NUM_CANDIDATES, logits_BV.shape[1])
     some_BW, some_ids_BW = likeliest(logits_BV, largest_B1[:, 0], log_sum_B1[:, 0], count)
-    top_BW, order_BW = jax.lax.top_k(some_BW, count)  # a sort of so few is one launch
+    top_BW, order_BW = jax.lax.top_k(some_BW, count)  # sorting so few takes one launch
     return chosen_B1[:, 0], ranks_B, jnp.take_along_axis(some_ids_BW, order_BW, axis=1), top_BW
 
 

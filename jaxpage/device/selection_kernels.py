@@ -1,4 +1,7 @@
-"""Binds the kernels that select in rows of logits to the sampler: cut-offs of top-k, top-p and min-p, and the most likely tokens."""
+"""Binds the kernels that select in rows of logits to the sampler.
+
+They find the cut-offs of top-k, top-p and min-p, and the most likely tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,13 @@ from pallas_kernels import Call, candidates
 
 
 class SelectionKernels(NamedTuple):
-    """The kernels of one set.
+    """Holds the selecting kernels of one kernel set.
 
-    cutoffs: (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R) -> the least logit of each row that stays.
-    likeliest: (logits_RV, largest_R, log_sum_R, count) -> log probabilities and ids, in the order of the ids where they are equal.
+    Attributes:
+        cutoffs: Takes (logits_RV, largest_R, temperature_R, top_k_R, top_p_R, min_p_R), and returns
+            the least logit of each row that stays.
+        likeliest: Takes (logits_RV, largest_R, log_sum_R, count), and returns log probabilities and
+            ids, in the order of the ids where they are equal.
     """
 
     cutoffs: Callable[..., jax.Array]
@@ -30,7 +36,10 @@ _kernels: ContextVar[SelectionKernels | None] = ContextVar("selection_kernels", 
 
 @contextmanager
 def selection_kernels(backend: Backend) -> Iterator[None]:
-    """Lets the sampler, where rows are computed at once, select with the kernels of this set, if it has any, in what is traced inside."""
+    """Lets the sampler select with the kernels of this set, in what is traced inside.
+
+    The sampler uses them where rows are computed at once.
+    """
     token = _kernels.set(_found(backend))
     try:
         yield
@@ -49,4 +58,5 @@ def _found(backend: Backend) -> SelectionKernels | None:
 
 
 def bound_kernels() -> SelectionKernels | None:
+    """Returns the kernels that are bound now, or None."""
     return _kernels.get()

@@ -1,8 +1,9 @@
-"""Computes how many KV blocks fit, before anything is loaded, and prints the table that says so at start-up.
+"""Computes how many KV blocks fit, before anything is loaded.
 
-The number of blocks is part of the shape of every executable. So a default does not follow what happens to be free: it is fixed by the
-model and the settings on CPU, and halved where it does not fit; on an accelerator it is rounded. Then the next start finds what this
-one compiled.
+It also makes the table that says so at start-up. The number of blocks is part of the shape of every
+executable. So a default does not follow what happens to be free: on CPU it is fixed by the model
+and the settings, and halved where it does not fit; on an accelerator it is rounded. Then the next
+start finds the executables that this one compiled.
 """
 
 from __future__ import annotations
@@ -18,57 +19,62 @@ import psutil
 from jaxpage.device import gpu_memory
 from jaxpage.errors import CapacityError
 
-# of the free host memory that a pool may take there, where other programs live too
+# The share of the free host memory that a pool may take; other programs need memory, too.
 HOST_SHARE = 0.5
 TOKENS_ON_HOST = (
-    # of each of `max_num_seqs` sequences, that a pool on CPU holds by default: ShareGPT's have 500
-    # on average
+    # A pool on CPU holds by default so many of each of `max_num_seqs` sequences; ShareGPT's have
+    # 500 on average.
     512
 )
-MOST_BYTES_ON_HOST = 4 * 2**30  # of a pool on CPU by default
-_SIGNIFICANT_BITS = 6  # of the number of blocks on an accelerator: at most 3 % are lost
+MOST_BYTES_ON_HOST = 4 * 2**30  # the largest default of a pool on CPU
+_SIGNIFICANT_BITS = 6  # the number of blocks on an accelerator has no more: at most 3 % are lost
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 class WindowBlocks(NamedTuple):
-    """A cache group whose layers see a window, in a model with others that see more. is_state: the layers are recurrent."""
+    """Describes a cache group whose layers see a window, in a model with others that see more.
+
+    The layers are recurrent if `is_state`.
+    """
 
     sliding_window: int  # tokens
     block_bytes: int
-    sequence_blocks: int  # that one sequence holds at most at a time
-    most_blocks: int  # that all sequences can hold at most at a time: no pool of it is larger
+    sequence_blocks: int  # the most that one sequence holds at a time
+    most_blocks: int  # the most that all sequences hold at a time: its pool is no larger
     is_state: bool = False
 
     @property
     def described(self) -> str:
+        """Returns the name of the group's row in the table."""
         return "state blocks" if self.is_state else f"KV blocks, window {self.sliding_window:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The plan of where the memory goes: bytes, except where the name says otherwise."""
+    """Holds the plan of where the memory goes, in bytes except where a name says otherwise."""
 
     device: str
     available_bytes: int  # for everything that this engine will allocate
     weights_bytes: int
     workspace_bytes: int  # temporary memory of the largest step
-    block_bytes: int  # of all layers
+    block_bytes: int  # one block in all layers
     block_size: int
-    num_blocks: int  # of the first cache group, the null block included
+    num_blocks: int  # the blocks of the first cache group, the null block included
     max_model_len: int
-    # that one sequence holds at a time, where a window slides
+    # The most that one sequence holds at a time, where a window slides.
     most_sequence_blocks: int | None = None
     windows: tuple[WindowBlocks, ...] = ()  # the other cache groups
     # Numbers of blocks that the attention kernels do not take: the first, and the next that they
     # take.
     unaddressable: tuple[int, int] = (0, 0)
-    num_devices: int = 1  # that are all as this one says; the host has the blocks of all
-    # for swapping, beside the null block of the host; 0: nothing is swapped
+    num_devices: int = 1  # the plan is that of each; the host has the blocks of all
+    # The blocks for swapping, without the null block of the host; 0: nothing is swapped.
     num_host_blocks: int = 0
-    swaps_to_file: bool = False  # they lie in a file, since the host's memory has no room for them
+    swaps_to_file: bool = False  # host blocks lie in a file, since memory has no room for them
 
     @property
     def pool_bytes(self) -> int:
+        """Returns the bytes of the pools of all cache groups."""
         return self.bytes_of(self.num_blocks)
 
     @property
@@ -77,18 +83,21 @@ class MemoryPlan:
         return self.block_bytes - sum(window.block_bytes for window in self.windows)
 
     def blocks_of_groups(self, num_blocks: int) -> tuple[int, ...]:
-        """Returns the blocks of every group, null blocks included, where the first has so many."""
+        """Returns the blocks of every group, null blocks included; the first has `num_blocks`."""
         return (num_blocks, *(min(num_blocks, 1 + window.most_blocks) for window in self.windows))
 
     def bytes_of(self, num_blocks: int) -> int:
-        """Returns the bytes of all groups, where the first has so many blocks, the null block included."""
+        """Returns the bytes of all groups, null blocks included; the first has `num_blocks`."""
         sizes = (self.first_block_bytes, *(window.block_bytes for window in self.windows))
         return sum(
             math.prod(pair) for pair in zip(sizes, self.blocks_of_groups(num_blocks), strict=True)
         )
 
     def most_blocks(self, num_bytes: int) -> int:
-        """Returns the most blocks of the first group, null block included, with which all groups fit in so many bytes."""
+        """Returns the most blocks of the first group with which all groups fit in `num_bytes`.
+
+        The null block is included.
+        """
         least = num_bytes // self.block_bytes
         most = num_bytes // self.first_block_bytes
         return least + bisect.bisect_right(range(least + 1, most + 1), num_bytes, key=self.bytes_of)
@@ -100,6 +109,7 @@ class MemoryPlan:
 
     @property
     def host_pool_bytes(self) -> int:
+        """Returns the bytes of the host blocks of all devices; 0 if nothing is swapped."""
         return (
             self.num_devices * self.bytes_of(self.num_host_blocks + 1)
             if self.num_host_blocks
@@ -112,7 +122,7 @@ class MemoryPlan:
         return (self.num_blocks - 1) * self.block_size
 
     def num_users(self, length: int) -> int:
-        """Sequences of `length` tokens that the pool holds at once: each takes whole blocks."""
+        """Returns how many sequences of `length` tokens the pools hold at once, in whole blocks."""
         first, *further = self.blocks_of_groups(self.num_blocks)
         users = [(first - 1) // self.blocks_for(length)]
         for window, num_blocks in zip(self.windows, further, strict=True):
@@ -120,10 +130,11 @@ class MemoryPlan:
         return min(users)
 
     def blocks_for(self, length: int) -> int:
-        """Blocks of the first group that a sequence of `length` tokens holds, at most at a time."""
+        """Returns the most blocks of the first group that `length` tokens take at a time."""
         return min(-(-length // self.block_size), self.most_sequence_blocks or length)
 
     def rows(self) -> list[tuple[str, str]]:
+        """Returns the rows of the table for start-up: names and values."""
         sequences = (self.num_blocks - 1) / self.blocks_for(self.max_model_len)
         host = f"{self.num_host_blocks:,}, {gib(self.host_pool_bytes)}{' in a file' if self.swaps_to_file else ''}"
         counts = self.blocks_of_groups(self.num_blocks)[1:]
@@ -153,6 +164,7 @@ class MemoryPlan:
 
 
 def gib(num_bytes: int) -> str:
+    """Returns a number of bytes as text, in GiB, MiB, KiB or B."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
@@ -160,7 +172,10 @@ def gib(num_bytes: int) -> str:
 
 
 def available_bytes(device: Any, utilization: float) -> int:
-    """Returns what may be allocated on a `jax.Device`: its share of an accelerator; on a CPU a part of what is free now."""
+    """Returns how many bytes may be allocated on a `jax.Device`.
+
+    On an accelerator it is the engine's share less the bytes in use, on a CPU all that is free now.
+    """
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics and "bytes_limit" in statistics:
         return gpu_memory.share(statistics["bytes_limit"], utilization) - int(
@@ -170,6 +185,7 @@ def available_bytes(device: Any, utilization: float) -> int:
 
 
 def available_host_bytes() -> int:
+    """Returns the bytes of host memory that are free and that the control group allows."""
     return min(psutil.virtual_memory().available, _cgroup_bytes())
 
 
@@ -182,13 +198,19 @@ def choose_num_blocks(
     narrower_dtype: str | None = None,
     utilization: float = 1.0,
 ) -> MemoryPlan:
-    """The plan with `num_blocks` filled in: the caller's number or bytes, else a default.
+    """Returns the plan with `num_blocks` filled in: the caller's number or bytes, else a default.
 
     Args:
-        narrower_dtype: of half the width that the weights have, if there is one; for the advice.
-        utilization: share of the device that `available_bytes` is; for the advice.
+        plan: The plan without the number of blocks.
+        wanted: The caller's number of blocks, or None.
+        pool_bytes: The caller's bytes for the pools, or None.
+        max_num_seqs: The most sequences that run at once.
+        narrower_dtype: A type of half the width that the weights have, if there is one, for the
+            advice.
+        utilization: The share of the device that `available_bytes` is, for the advice.
 
-    Raises CapacityError with the numbers and what would help.
+    Raises:
+        CapacityError: The blocks do not fit; the text has the numbers and what would help.
     """
     least = 1 + -(-2 // plan.block_size)  # the null block, and two slots
     free = plan.free_bytes
@@ -234,7 +256,10 @@ def choose_num_blocks(
 
 
 def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
-    """Blocks for `max_num_seqs` sequences of usual length, and at least for one of `max_model_len`, if 4 GiB hold them."""
+    """Returns how many blocks are of use on a CPU, at most as many as 4 GiB hold.
+
+    They are for `max_num_seqs` sequences of usual length, and at least for one of `max_model_len`.
+    """
     usual = max_num_seqs * plan.blocks_for(min(plan.max_model_len, TOKENS_ON_HOST))
     return max(
         1,
@@ -246,27 +271,35 @@ def _useful_on_host(plan: MemoryPlan, max_num_seqs: int) -> int:
 
 
 def _halved(number: int, most: int) -> int:
-    """The number, or half of it as often as needed to come to `most`."""
+    """Returns the number, halved as often as needed to be at most `most`."""
     while number > most:
         number //= 2
     return number
 
 
 def _rounded(number: int) -> int:
-    """Down to a few significant bits."""
+    """Returns the number rounded down to a few significant bits."""
     return number >> (shift := max(0, number.bit_length() - _SIGNIFICANT_BITS)) << shift
 
 
 def choose_num_host_blocks(
     plan: MemoryPlan, *, wanted: int | None, available: int, on_disk: int = 0
 ) -> MemoryPlan:
-    """The plan with `num_host_blocks` filled in: the caller's number, else as many as the device has, halved until half of what is free
-    holds them.
+    """Returns the plan with `num_host_blocks` filled in: the caller's number, else a default.
 
-    available: unused bytes of the host; on CPU the weights, the workspace and the KV pool will take their part of them.
-    on_disk: bytes that a file may take, for the caller's number where memory does not hold it.
+    The default is the number of blocks on the device, halved until half of the free memory holds
+    them.
 
-    Raises CapacityError with the numbers if the caller's number does not fit.
+    Args:
+        plan: The plan with the number of blocks on the device.
+        wanted: The caller's number of host blocks, or None.
+        available: The unused bytes of the host. On CPU the weights, the workspace and the KV pool
+            will take their part of them.
+        on_disk: The bytes that a file may take, for the caller's number where memory does not hold
+            it.
+
+    Raises:
+        CapacityError: The caller's number does not fit; the text has the numbers.
     """
     taken = (
         plan.weights_bytes + plan.workspace_bytes + plan.pool_bytes
@@ -301,7 +334,7 @@ def _does_not_fit(plan: MemoryPlan, reason: str, advice: str) -> str:
 def _how_to_make_room(
     plan: MemoryPlan, missing: int, narrower_dtype: str | None, utilization: float
 ) -> str:
-    """Returns the ways that would make room for `missing` bytes, and no other ones."""
+    """Returns the ways that would make room for `missing` bytes, and no other ways."""
     ways = []
     if narrower_dtype and plan.weights_bytes // 2 >= missing:
         ways.append(
@@ -325,7 +358,7 @@ def _how_to_make_room(
 
 
 def _cgroup_bytes() -> int:
-    """Returns the bytes that the control group still allows, if there is one."""
+    """Returns the bytes that the control group still allows; a huge number if it has no limit."""
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()
         used = int((_CGROUP / "memory.current").read_text())

@@ -1,4 +1,7 @@
-"""A step's metadata as one int32 vector: one transfer in, sliced again on the device. Floats and seeds travel as their bits."""
+"""Packs a step's metadata into one int32 vector: one transfer, which the device slices again.
+
+Floats and seeds travel as their bits.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,27 @@ NUM_FLAGS = 7
 
 
 class TableShape(NamedTuple):
-    """The shape of the block tables of a step."""
+    """Holds the shape of the block tables of a step."""
 
     num_groups: int  # Z: cache groups
     width: int  # M: blocks of the longest sequence
 
 
 class StepInputs(NamedTuple):
-    """The fields in the order in which they are packed. The builder writes them as numpy views, the step reads them as arrays."""
+    """Holds the fields of a step's metadata, in the order in which they are packed.
+
+    The batch builder writes them as numpy views, and the step reads them as arrays.
+    """
 
     token_ids_T: jax.Array
     positions_T: jax.Array
-    slots_ZT: jax.Array  # of each cache group where each token's key and value go: block * S + offset; padding goes to block 0
+    # The slot of each token's key and value in each cache group: block * S + offset. Padding goes
+    # to block 0.
+    slots_ZT: jax.Array
     block_table_ZBM: jax.Array
     context_len_B: jax.Array
     query_start: jax.Array  # [B + 1]
-    next_token_B: jax.Array  # what is known behind each row; -1: it is drawn
+    next_token_B: jax.Array  # the known token after each row; -1: it is drawn
     drawn_token_R: jax.Array  # index into the stream of the token whose logits are drawn from
     temperature_R: jax.Array  # 0 is greedy
     top_k_R: jax.Array  # 0 is off
@@ -42,34 +50,40 @@ class StepInputs(NamedTuple):
     min_p_R: jax.Array
     seed_R2: jax.Array  # the noise key's two words
     sample_index_R: jax.Array
-    drawn_position_R: jax.Array  # the place that the drawn token takes in its sequence
+    drawn_position_R: jax.Array  # the position of the drawn token
     repetition_penalty_R: jax.Array  # 1 is off
     frequency_penalty_R: jax.Array
     presence_penalty_R: jax.Array
-    num_prompt_tokens_R: jax.Array  # of the history: what follows is output
-    parents_T: jax.Array  # of steps that verify: where in the stream the token before this one stands; -1: before the step
-    # of trees: which tokens of its row a token sees, itself included: a bit each
+    num_prompt_tokens_R: jax.Array  # tokens of the history before the output
+    # The place in the stream of the token before this one, in steps that verify; -1: it was
+    # computed before the step.
+    parents_T: jax.Array
+    # A bit for each token of the row that a token sees, itself included, in steps with trees.
     tree_mask_TU: jax.Array
-    q_ids_TW: jax.Array  # of drafts that may be rejected: what each was drawn from, padded with -1
-    q_TW: jax.Array  # and the probabilities; of drafts that were chosen, 1 for the draft
-    # the token whose log probability after this token is wanted; 0 where none is
+    q_ids_TW: jax.Array  # the tokens that each draft was drawn from, padded with -1
+    q_TW: jax.Array  # their probabilities; 1 for a draft that was not drawn
+    # The token whose log probability after this token is wanted; 0 where none is.
     scored_T: jax.Array
-    lora_slot_T: jax.Array  # of the adapter; 0: none
+    lora_slot_T: jax.Array  # the slot of its adapter; 0: none
     flags: jax.Array  # see `Flags`
 
 
 class Flags:
-    """Places in `StepInputs.flags`: what any row of the step asks for. The rest of the step's work is not done.
+    """Names the places in `StepInputs.flags`, which say what any row of the step asks for.
 
-    SCORED is a number: of the tokens of the stream, up to the last whose `scored_T` is wanted. So is DRAFT_DEPTH: `StepPlan.draft_depth`,
-    and -1 for None.
+    Work that no row asks for is not done. Two flags are numbers: SCORED counts the tokens of the
+    stream up to the last whose `scored_T` is wanted, and DRAFT_DEPTH is `StepPlan.draft_depth`, or
+    -1 for None.
     """
 
     RANDOM, LOGPROBS, MASKED, BIASED, PENALISED, SCORED, DRAFT_DEPTH = range(NUM_FLAGS)
 
 
 class ProcessorInputs(NamedTuple):
-    """The wide arrays that change a draw's logits. They are rarely wanted, and do not travel when no draw of a step asks."""
+    """Holds the wide arrays that change a draw's logits.
+
+    They are rarely wanted, and do not travel when no draw of a step asks for them.
+    """
 
     mask_RU: Any  # uint32: a bit per token id: see jaxpage/step/token_masks.py
     bias_ids_RE: Any  # padded with V
@@ -112,7 +126,10 @@ def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
 
 
 def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> ProcessorInputs:
-    """Shapes and types of a step's inputs of logits processors, for so many draws. `context`: C, positions of the longest sequence."""
+    """Returns the shapes and types of the logits processors' inputs for `num_draws` draws.
+
+    `context` is C, the positions of the longest sequence.
+    """
     return ProcessorInputs(
         mask_RU=jax.ShapeDtypeStruct((num_draws, num_mask_words(vocab_size)), jnp.uint32),
         bias_ids_RE=jax.ShapeDtypeStruct((num_draws, min(MAX_BIASES, vocab_size)), jnp.int32),
@@ -122,6 +139,7 @@ def processor_shapes(num_draws: int, *, vocab_size: int, context: int) -> Proces
 
 
 def packed_size(bucket: Bucket, tables: TableShape) -> int:
+    """Returns the length of a step's packed vector."""
     return max(place.stop for place, _ in _slices(bucket, tables).values())
 
 
@@ -138,7 +156,7 @@ def _slices(bucket: Bucket, tables: TableShape) -> dict[str, tuple[slice, tuple[
 def views(
     packed: npt.NDArray[np.int32], bucket: Bucket, tables: TableShape
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """The fields of a host vector, to be written in place."""
+    """Returns the fields of a host vector, to be written in place."""
     fields: dict[str, npt.NDArray[np.generic]] = {}
     for name, (place, shape) in _slices(bucket, tables).items():
         dtype = np.float32 if name in _FLOATS else np.uint32 if name in _WORDS else np.int32
@@ -147,7 +165,7 @@ def views(
 
 
 def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
-    """The fields on the device."""
+    """Returns the fields of a packed vector on the device."""
     fields = {}
     for name, (place, shape) in _slices(bucket, tables).items():
         dtype = jnp.float32 if name in _FLOATS else jnp.uint32 if name in _WORDS else jnp.int32
@@ -156,7 +174,10 @@ def unpack(packed: jax.Array, bucket: Bucket, tables: TableShape) -> StepInputs:
 
 
 def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> StepInputs:
-    """The inputs of step `index` of several: those of a decode bucket, whose rows are these tokens at their places."""
+    """Returns the inputs of step `index` of several decode steps.
+
+    They are those of a decode bucket whose rows are these tokens, at their places.
+    """
     first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
     place_B = jnp.minimum(
         first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1

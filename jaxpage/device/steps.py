@@ -1,4 +1,4 @@
-"""The pure functions that are compiled: a step of the model over paged memory, and what copies blocks before it."""
+"""Defines the pure functions that are compiled: steps of the model, and copies of blocks."""
 
 from __future__ import annotations
 
@@ -43,18 +43,21 @@ SCORED_AT_ONCE = 64
 
 
 class StepOptions(NamedTuple):
-    """The constants of a step function that are fixed for the life of an engine; the bucket is the other one."""
+    """Holds the constants of a step function that are fixed for the life of an engine.
+
+    The bucket is the only other constant.
+    """
 
     graph: Any  # the model's nnx graph definition
     vocab_size: int  # V
     context: int  # C: positions of the longest sequence
     tables: TableShape
-    # The cache group of each layer; of a divided model, of the layer's pages in each shard. A
-    # drafter's come after the model's.
+    # The cache group of each layer, and in a divided model that of the layer's pages in each shard.
+    # A drafter's layers come after the model's.
     layer_groups: tuple[int, ...]
     attention_backend: Backend
     sample_by_row: bool
-    drafter: DeviceDrafter | None = None  # whose target is the model
+    drafter: DeviceDrafter | None = None  # its target is the model
     acceptance: AcceptanceRule = AcceptanceRule()
     max_loras: int = 0  # slots of adapters
     sharding: Sharding = UNDIVIDED
@@ -62,16 +65,19 @@ class StepOptions(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """The arrays of int32 that leave the device after a step, for `unpack_drawn` or as they are."""
+    """Holds the int32 arrays that leave the device after a step, some for `unpack_drawn`."""
 
-    drawn: jax.Array  # [R, 3 + 2 W], of the draws
-    scored: jax.Array  # [T, 3 + 2 W], of the scored tokens; empty where no token can be scored
-    paths: jax.Array  # [B, Q] of a step that verifies, from `decide`; empty otherwise
+    drawn: jax.Array  # [R, 3 + 2 W], the draws
+    scored: jax.Array  # [T, 3 + 2 W], the scored tokens; empty where no token can be scored
+    paths: jax.Array  # [B, Q] from `decide` in a step that verifies; empty otherwise
     draft_candidates: jax.Array | None = None  # see `DeviceDrafter.step`
 
 
 class Drawn(NamedTuple):
-    """Draws of a step on the host, or tokens that were given and scored. Log probabilities are zeros unless a row asked for them."""
+    """Holds draws of a step, or given tokens that were scored, on the host.
+
+    Log probabilities are zeros unless a row asked for them.
+    """
 
     token_ids: npt.NDArray[np.int32]  # [B]
     logprobs: npt.NDArray[np.float32]  # [B]
@@ -89,11 +95,17 @@ def model_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Computes the step's tokens, writes their keys and values, draws up to R tokens, and drafts after them. Donate `pages`.
+    """Computes the tokens of a step, draws up to R tokens, and drafts after them.
+
+    The keys and values of the step's tokens are written to `pages`, which are to be donated.
 
     Args:
         parameters: {"target": the model's, "drafter": its drafter's, or None}.
-        pages: those of all layers, a drafter's after the model's.
+        pages: The pages of all layers, a drafter's after the model's.
+        packed: The step's metadata; see `step_inputs`.
+        processor_inputs: The wide arrays of logits processors.
+        bucket: The shape of the step.
+        options: The other constants.
     """
     with selection_kernels(options.attention_backend):
         return _step(
@@ -145,7 +157,8 @@ def _target_step(
     scored = jnp.zeros((0, drawn.shape[1]), jnp.int32)
     if bucket.max_query_len > 1 and not bucket.verifies:
         scored = _score(model, hidden_TD, inputs, drawn.shape[1], bucket, options)
-    # the right drafts of a chain are in place; there are no windows, so there is one cache group
+    # The accepted drafts of a chain are in place. With trees there are no windows, so there is one
+    # cache group.
     if bucket.trees:
         source, destination = moves(paths, inputs.slots_ZT[0], inputs.query_start)
         pages = copy_slots(pages, source, destination, backend)
@@ -162,7 +175,7 @@ def _drawn(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the drawn tokens, the paths of right drafts, and the tokens with log probabilities as `unpack_drawn` takes them."""
+    """Returns the drawn tokens, the paths of accepted drafts, and what `unpack_drawn` takes."""
     by_row = options.sample_by_row
     no_paths = jnp.zeros((0, 0), jnp.int32)
 
@@ -206,9 +219,10 @@ def _multi_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, KVPages]:
-    """Computes steps of a decode bucket one after the other, as many as the longest row has places.
+    """Computes decode steps one after the other, as many as the longest row has places.
 
-    A row that has no place left computes its last token again, and what comes of it is dropped; the key and the value go to the null block.
+    A row that has no place left computes its last token again. What comes of it is dropped, and its
+    key and value go to the null block.
     """
     one, num_tokens = Bucket(bucket.num_rows, bucket.num_rows, 1), bucket.num_tokens
     first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
@@ -238,7 +252,7 @@ def _multi_step(
 
 
 def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = False) -> TraceScope:
-    """Returns what the layers of the model take in a pass over tokens with adapters in these slots."""
+    """Returns what the model's layers take in a pass over tokens with adapters in these slots."""
     kernels = make_product_kernels(options.attention_backend)
     return TraceScope(kernels, adapters_of(lora_slot_T, options.max_loras), divided_logits=divided)
 
@@ -246,7 +260,10 @@ def _scope(options: StepOptions, lora_slot_T: jax.Array, *, divided: bool = Fals
 def _drawn_logits(
     model: Any, hidden_TD: jax.Array, inputs: StepInputs, options: StepOptions, *, divided: bool
 ) -> jax.Array:
-    """Returns the logits [R, V] of the tokens to draw from; divided: each device's part of them, where a model is divided."""
+    """Returns the logits [R, V] of the tokens to draw from.
+
+    With `divided`, each device has its part of them, where the model is divided.
+    """
     rows_R = inputs.drawn_token_R
     return _logits(model, hidden_TD[rows_R], inputs.lora_slot_T[rows_R], options, divided=divided)
 
@@ -259,7 +276,10 @@ def _logits(
     *,
     divided: bool = False,
 ) -> jax.Array:
-    """Returns logits [B, V]; a family may multiply by linear layers there too, which take the rows' adapters (OPT-350m)."""
+    """Returns the logits [B, V] of hidden states.
+
+    A family may multiply by linear layers here, too, which take the rows' adapters (OPT-350m).
+    """
     with _scope(options, lora_slot_B, divided=divided).opened():
         return cast(jax.Array, model.logits(hidden_BD))
 
@@ -272,10 +292,10 @@ def _score(
     bucket: Bucket,
     options: StepOptions,
 ) -> jax.Array:
-    """Returns the scores of the given tokens [T, width], for `unpack_drawn`; zeros where a step scores none.
+    """Returns the scores [T, width] of given tokens, for `unpack_drawn`; zeros if none is scored.
 
-    It works in tiles, because the logits of a whole prompt would take more memory than the pool. Tiles after the last token
-    that is wanted are left out.
+    It works in tiles, because the logits of a whole prompt would take more memory than the pool.
+    Tiles after the last token that is wanted are left out.
     """
     tile = min(bucket.num_tokens, max(bucket.num_rows, SCORED_AT_ONCE))
     padding = -bucket.num_tokens % tile
@@ -301,7 +321,11 @@ def _score(
 def logits_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, *, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """Computes a step up to the draw: returns the logits [B, V] in float32 of the tokens to draw from, and the pages."""
+    """Computes a step up to the draw.
+
+    Returns:
+        The logits [B, V] in float32 of the tokens to draw from, and the pages.
+    """
     pages, own_pages = split_layers(pages, options.drafter)
     model, hidden_TD, pages, _ = _hidden(parameters["target"], pages, inputs, bucket, options)
     return _drawn_logits(model, hidden_TD, inputs, options, divided=False), pages + own_pages
@@ -310,9 +334,9 @@ def logits_step(
 def pooled_step(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[jax.Array, KVPages]:
-    """Returns, for a step with one row, the hidden state of its last token and the sum over all tokens, as float32 [2, D]; and the pages.
+    """Returns the last hidden state and the sum of all, as float32 [2, D], and the pages.
 
-    parameters: the model's, without a drafter's.
+    The step has one row. `parameters` are the model's alone, without a drafter's.
     """
     _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
     count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
@@ -325,7 +349,7 @@ def pooled_step(
 def _hidden(
     parameters: Any, pages: KVPages, inputs: StepInputs, bucket: Bucket, options: StepOptions
 ) -> tuple[Any, jax.Array, KVPages, tuple[jax.Array, ...]]:
-    """Returns the model, its hidden states, its pages, and the hidden states that a drafter takes."""
+    """Returns the model, its hidden states, its pages, and the states that a drafter takes."""
     model = nnx.merge(options.graph, parameters)
     groups = options.layer_groups[: len(pages) : options.sharding.num_local]
     attend = make_attend(
@@ -342,7 +366,7 @@ def _hidden(
 
 
 def _by_layer(pages: KVPages, sharding: Sharding) -> tuple[Any, ...]:
-    """Returns each layer's pages, or of a divided model those of each of its shards."""
+    """Returns each layer's pages; in a divided model, a layer's pages in each of its shards."""
     count = sharding.num_local
     return (
         tuple(pages[at : at + count] for at in range(0, len(pages), count))
@@ -356,7 +380,10 @@ def _in_a_row(by_layer: tuple[Any, ...], sharding: Sharding) -> KVPages:
 
 
 def copy_step(pages: KVPages, pairs: jax.Array, *, backend: Backend) -> KVPages:
-    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer of a cache group. Donate `pages`."""
+    """Copies block `pairs[i, 0]` to block `pairs[i, 1]` in every layer of a cache group.
+
+    The pages are to be donated.
+    """
     return copy_blocks(pages, pairs[:, 0], pairs[:, 1], backend)
 
 

@@ -1,9 +1,11 @@
-"""Executables as files: a start that finds them neither traces nor compiles.
+"""Keeps executables as files: a start that finds them neither traces nor compiles.
 
-JAX's own compile cache saves XLA's work alone. To find something in it, every function must be traced and lowered again, which takes longer
-than all else of a warm start. Here a function's name, its arguments and the code that it is traced from are the key.
+JAX's own compile cache saves XLA's work alone. To find something in it, every function must be
+traced and lowered again, which takes longer than all else of a warm start. Here the key is a
+function's name, its arguments, and the code that it is traced from.
 
-A file is code: it is read only from a directory of the user's own (`use_compile_cache`). What is damaged is compiled again.
+A file is code: it is read only from a directory of the user's own (`use_compile_cache`). A damaged
+file is compiled again.
 """
 
 from __future__ import annotations
@@ -31,12 +33,13 @@ from pallas_kernels.compat import without_compile_cache
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2 * 2**30  # of the directory: those that were not used for the longest time go first
+MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
+# A file has the digest of its name and of the rest, the workspace in bytes, and the executable.
 _DIGEST_BYTES, _SIZE_BYTES = (
     32,
     8,
-)  # a file: the digest of its name and the rest, the workspace in bytes, the executable
-# What steps are traced from.
+)
+# Steps are traced from the code in these folders.
 _TRACED = (
     "jaxpage/device",
     "jaxpage/layers",
@@ -48,30 +51,42 @@ _TRACED = (
 
 
 class Found(NamedTuple):
-    """An executable whose file is undamaged. load: takes 0.2 s for a step of 30 layers; nothing is compiled."""
+    """An executable whose file is undamaged.
+
+    Attributes:
+        load: Loads it without compiling; it takes 0.2 s for a step of 30 layers.
+        workspace_bytes: The temporary memory that it takes.
+    """
 
     load: Callable[[], Any]
     workspace_bytes: int
 
 
 class StoredExecutables:
-    """A directory of executables for these CPU devices. num_found: how many of those asked for were in it."""
+    """Holds a directory of executables for these CPU devices.
+
+    Attributes:
+        num_found: How many of the executables that were asked for were in it.
+    """
 
     def __init__(self, directory: Path, devices: Sequence[jax.Device]) -> None:
         self._directory, self._devices = directory, devices
         self._lock = threading.Lock()
         self.num_found = 0
-        self._is_full = False  # or cannot be written for another reason, which was said
-        # with what they are of, so that no other object gets its id
+        self._is_full = False  # or cannot be written for another reason, which was logged
+        # Each text is kept with its object, so that no other object gets the same id.
         self._texts: dict[int, tuple[Any, str]] = {}
 
     def get(self, compile_one: functools.partial[Any], arguments: Any, result: Any) -> Any:
-        """The stored executable as `Found`, or what this call compiles, which is then stored.
+        """Returns the stored executable as `Found`, or compiles it, stores it and returns it.
 
-        arguments, result: trees like those that the executable takes and gives, whatever the leaves are.
+        Args:
+            compile_one: The call that compiles it; the file's name follows from it.
+            arguments: A tree like the executable's arguments, whatever the leaves are.
+            result: A tree like its result.
         """
         trees = jax.tree.structure((arguments, {})), jax.tree.structure(result)
-        with self._lock:  # what the names have in common is made once, and not by each thread
+        with self._lock:  # one thread makes what all names have in common
             path = self._path(compile_one)
         if path is None:
             return compile_one()
@@ -86,9 +101,9 @@ class StoredExecutables:
         compiled = compile_one()
         try:
             _write(path, compiled, trees)
-        except Exception as error:  # compiled again at the next start
+        except Exception as error:  # it is compiled again at the next start
             if not self._is_full:
-                # JAX may print whole trees of arrays
+                # JAX may print whole trees of arrays, so the text is cut.
                 why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
                 logger.warning("cannot store executables in %s: %s", self._directory, why)
             self._is_full = True
@@ -96,13 +111,17 @@ class StoredExecutables:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Without JAX's own cache: what comes from there cannot be written as a file again (its functions are missing when it runs)."""
+        """Switches JAX's own cache off, and tidies the directory at the end.
+
+        An executable that comes from JAX's cache cannot be written as a file again: its functions
+        are missing when it runs.
+        """
         with without_compile_cache():
             yield
         self._tidy()
 
     def _tidy(self) -> None:
-        """Deletes what was not used for the longest time."""
+        """Deletes the files that were unused for the longest time, until the rest fits."""
         try:
             used = sorted(
                 ((entry.stat().st_mtime, entry) for entry in self._directory.iterdir()),
@@ -119,13 +138,13 @@ class StoredExecutables:
     def _described(self, leaf: Any) -> str:
         if hasattr(leaf, "dtype"):
             return f"{leaf.dtype}{leaf.shape}{getattr(leaf, 'sharding', None)}"
-        # a model is among them, in the call of every step; its text takes 50 ms
+        # The model is a leaf of the call of every step, and its text takes 50 ms.
         if id(leaf) not in self._texts:
             self._texts[id(leaf)] = leaf, repr(leaf)
         return self._texts[id(leaf)][1]
 
     def _path(self, call: functools.partial[Any]) -> Path | None:
-        """None where something in the call has no name but its address."""
+        """Returns the file of a call; None where something in it has no name but its address."""
         leaves, tree = jax.tree.flatten((call.args, call.keywords))
         arguments = [self._described(leaf) for leaf in leaves]
         text = f"{_surroundings()} {call.func.__qualname__} {tree} {arguments}"
@@ -136,7 +155,7 @@ class StoredExecutables:
 
 @functools.cache
 def _surroundings() -> str:
-    """All that an executable depends on besides its call."""
+    """Returns, as text, all that an executable depends on besides its call."""
     code = hashlib.sha256()
     for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
         for path in sorted(root.rglob("*")):
@@ -161,25 +180,25 @@ def _surroundings() -> str:
 
 
 def workspace_bytes(executable: Any) -> int:
-    """The temporary memory that it takes, as XLA planned it."""
+    """Returns the temporary memory that an executable takes, as XLA planned it."""
     analysis = executable.memory_analysis()
     return 0 if analysis is None else int(analysis.temp_size_in_bytes)
 
 
 def _digest(path: Path, contents: bytes | memoryview) -> bytes:
-    """Returns the digest of a file with its name, so that another executable in its place is seen."""
+    """Returns the digest of a file's name and contents, so that a renamed file is noticed, too."""
     digest = hashlib.sha256(path.name.encode())
     digest.update(contents)
     return digest.digest()
 
 
 def _read(path: Path) -> memoryview | None:
-    """Returns what was written after the digest."""
+    """Returns the contents after the digest; None if the file is missing or damaged."""
     try:
         contents = memoryview(path.read_bytes())
     except OSError:
         return None
-    with contextlib.suppress(OSError):  # of a read-only file system
+    with contextlib.suppress(OSError):  # the file system may be read-only
         os.utime(path)
     if _digest(path, contents[_DIGEST_BYTES:]) != contents[:_DIGEST_BYTES]:
         logger.warning("%s is compiled again: its contents are not those that were written", path)
@@ -220,14 +239,21 @@ def _write(path: Path, compiled: Any, trees: tuple[Any, ...]) -> None:
 
 
 def compile_cache_directory() -> Path:
-    """Returns $JAX_COMPILATION_CACHE_DIR, else the user's own directory for this version and platform, below $JAXPAGE_CACHE_DIR."""
+    """Returns the directory of the compile cache.
+
+    It is $JAX_COMPILATION_CACHE_DIR if that is set, else the user's own directory for this version
+    and platform, below $JAXPAGE_CACHE_DIR.
+    """
     if chosen := os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return Path(chosen)
     return user_cache() / "xla" / f"{jax.__version__}-{jax.default_backend()}"
 
 
 def stored_executables(mesh: DeviceMesh) -> StoredExecutables | None:
-    """Returns the executables that are files in our own cache, on CPUs of one process; None on other devices."""
+    """Returns the executables in our own cache, on CPUs of one process; None on other devices.
+
+    The cache is our own if the user has not chosen its directory.
+    """
     directory = compile_cache_directory()
     is_ours = getattr(jax.config, "jax_compilation_cache_dir", None) == str(directory)
     is_ours = is_ours and "JAX_COMPILATION_CACHE_DIR" not in os.environ

@@ -1,7 +1,8 @@
-"""Top-k, top-p and min-p of one row.
+"""Cuts off the logits of one row by top-k, top-p and min-p.
 
-Cut-offs are found by bisection over the bits of a float32, which is exact and needs no sort of the vocabulary; on CPU those of a
-small top-k among the most likely tokens, which is as exact. On a GPU a kernel finds the same (`selection`).
+Cut-offs are found by bisection over the bits of a float32, which is exact and needs no sort of the
+vocabulary. On CPU those of a small top-k are found among the most likely tokens, which is as exact.
+On a GPU a kernel finds the same cut-offs (`selection_kernels`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ NUM_LIKELIEST = 128  # a top-k up to this is found without bisecting the vocabul
 
 
 class Asked(NamedTuple):
-    """The cut-offs that any random draw of a step asks for, where all are computed at once: others are not computed."""
+    """Says which cut-offs any random draw of a step asks for, where all draws are computed at once.
+
+    Other cut-offs are not computed.
+    """
 
     top_k: jax.Array
     top_p: jax.Array
@@ -33,8 +37,12 @@ def where_wanted(
     work: Callable[[], jax.Array],
     otherwise: Callable[[], jax.Array],
 ) -> jax.Array:
-    """`work()` of a draw that wants it. A row's own condition becomes a selection, for which both are computed, where all rows are computed
-    at once (`asked`): there the condition is whether any draw wants it (the field `by_any`, "" for always), and then each draw selects."""
+    """Returns `work()` for a draw that wants it, and `otherwise()` for another one.
+
+    Where rows are computed at once (with `asked`) both are computed, and each draw selects one of
+    them. This happens only if any draw wants `work()`: `by_any` is the field of `asked` that says
+    so, or "" if it always happens.
+    """
     if asked is None:
         return jax.lax.cond(wanted, work, otherwise)
 
@@ -53,13 +61,19 @@ def truncate(
     by_row: bool,
     asked: Asked | None = None,
 ) -> Float[Array, "V"]:
-    """Sets to -inf what top-k, top-p and min-p leave out, in this order. Ties at a cut-off stay in, as in Hugging Face's top-k.
+    """Sets to -inf the logits that top-k, top-p and min-p leave out, in this order.
 
-    top_k: 0 keeps all.
-    top_p: keeps the most likely tokens until their mass, among those that top-k kept, reaches top_p.
-    min_p: keeps what is at least min_p times as likely as the most likely token.
-    by_row: on CPU a small top-k is found in less time than the bisection takes, and top-p is then a matter of a few tokens.
-    asked: what the draws ask for that are computed at once with this one.
+    Ties at a cut-off stay in, as in Hugging Face's top-k.
+
+    Args:
+        logits_V: The logits divided by the temperature.
+        top_k: The number of tokens to keep; 0 keeps all.
+        top_p: Keeps the most likely tokens until their mass, among those that top-k kept, reaches
+            this.
+        min_p: Keeps tokens that are at least this many times as likely as the most likely one.
+        by_row: Computes one row at a time. On CPU a small top-k is then found in less time than the
+            bisection takes, and top-p is a matter of a few tokens.
+        asked: The cut-offs that draws ask for which are computed at once with this one.
     """
 
     def bisected() -> jax.Array:
@@ -96,7 +110,7 @@ def _cut(
     *,
     by_row: bool,
 ) -> jax.Array:
-    """The logits that reach the cut-off, less what top-p and min-p leave out of them."""
+    """Returns the logits that the cut-off, top-p and min-p keep, and -inf for the others."""
     kept_V = where_wanted(
         (top_p < 1.0) | (min_p > 0.0),
         asked,
@@ -117,9 +131,10 @@ def _likely(
     *,
     by_row: bool,
 ) -> jax.Array:
-    """Returns what top-p and min-p leave in of the logits that reach the cut-off.
+    """Returns which logits reach the cut-off and are kept by top-p and min-p.
 
-    by_row: sums are of floats, in the order that XLA has for one row; else they are exact, and a kernel has the same.
+    With `by_row` sums are of floats, in the order that XLA has for one row. Otherwise they are
+    exact, and a kernel has the same.
     """
     largest = jnp.max(logits_V)
     add_up = jnp.sum if by_row else mass_of
@@ -139,7 +154,7 @@ def _likely(
         if likeliest_K is None:
             return bisected()
         reached_K = jnp.cumsum(relative(likeliest_K)) >= mass
-        return jax.lax.cond(  # ties may reach beyond the likeliest
+        return jax.lax.cond(  # ties may reach beyond the most likely tokens
             jnp.any(reached_K), lambda: logits_V >= likeliest_K[jnp.argmax(reached_K)], bisected
         )
 
@@ -147,11 +162,14 @@ def _likely(
         top_p < 1.0, asked, "top_p", nucleus, lambda: jnp.ones_like(logits_V, bool)
     )
     kept_V &= (logits_V >= cutoff) & (likelihood_V >= min_p)
-    return kept_V | (likelihood_V == 1.0)  # the likeliest stays, whatever the cut-offs
+    return kept_V | (likelihood_V == 1.0)  # the most likely token always stays
 
 
 def _largest_cutoff(values_V: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """The largest float32 x such that `enough(values_V >= x)`. `enough` must hold for more and more as x falls."""
+    """Returns the largest float32 x for which `enough(values_V >= x)` holds.
+
+    Where it holds for some x it must hold for every smaller one.
+    """
 
     def narrow(bit: jax.Array, prefix: jax.Array) -> jax.Array:
         candidate = prefix | (jnp.uint32(1) << (31 - bit).astype(jnp.uint32))
@@ -161,9 +179,10 @@ def _largest_cutoff(values_V: jax.Array, enough: Callable[[jax.Array], jax.Array
 
 
 def _from_order(order: jax.Array) -> jax.Array:
-    """The float32 with this place in the order of all float32: the bits are flipped such that integers compare as floats do.
+    """Returns the float32 with this place in the order of all float32.
 
-    The places of NaN, beyond both infinities, become those infinities.
+    The bits are flipped so that integers compare as floats do. The places of NaN, beyond both
+    infinities, become those infinities.
     """
     bits = jnp.where(order >> 31 == 1, order ^ jnp.uint32(0x80000000), ~order)
     value = jax.lax.bitcast_convert_type(bits, jnp.float32)

@@ -1,6 +1,7 @@
 """Finds the drafts that were right.
 
-Noise is a function of the position, so the draw after a right token is the draw that there would have been.
+Noise is a function of the position, so the draw after a right draft is the one that a step without
+drafts would make.
 """
 
 from __future__ import annotations
@@ -13,18 +14,30 @@ def accept(
     drawn_T: Int[Array, "T"],
     token_ids_T: Int[Array, "T"],
     parents_T: Int[Array, "T"],
-    query_start: Int[Array, "_"],  # [B + 1]: an axis that only a result may have by name
+    query_start: Int[Array, "_"],  # [B + 1], an axis that only a result may have by name
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
-    """Returns each row's path from its first token down to children that are what was drawn, with -1 after the last.
+    """Returns each row's path from its first token down to children that are what was drawn.
 
-    What was drawn at each of them is the row's text; at the last of them it is no draft, or a wrong one. Coupled acceptance
-    (Daliri, Musco, Suresh 2024, arXiv:2408.07978): the noise of a draw is the same with and without drafts.
+    Coupled acceptance (Daliri, Musco, Suresh 2024, arXiv:2408.07978): the noise of a draw is the
+    same with and without drafts. The tokens that were drawn after those of the path are the row's
+    text:
+
+        place       0   1   2   3         a ─┬─ b
+        token       a   b   c   d            └─ c ── d
+        parent     -1   0   0   2
+        drawn       c   .   d   e         path 0, 2, 3; text c, d, e
 
     Args:
-        drawn_T: the token that was drawn after each token of the stream.
-        parents_T: the place in the stream of the token before each draft; -1 for tokens that are no drafts. Of equal children
-            the first counts.
+        drawn_T: The token that was drawn after each token of the stream.
+        token_ids_T: The tokens of the stream.
+        parents_T: The place in the stream of the token before each draft; -1 for tokens that are no
+            drafts. Of equal children the first counts.
+        query_start: The place of each row's first token, and the end of the last row.
+        max_query_len: Q, the most tokens of a row.
+
+    Returns:
+        The places on each path, with -1 after the last.
     """
     return follow(
         (parents_T >= 0) & (drawn_T[parents_T] == token_ids_T),
@@ -40,10 +53,10 @@ def follow(
     query_start: Int[Array, "_"],
     max_query_len: int,
 ) -> Int[Array, "B Q"]:
-    """Returns each row's path from its first token down to children that are right, with -1 after the last.
+    """Returns each row's path from its first token down to children that are right.
 
-    Args:
-        parents_T: as for `accept`. Of several right children the first counts.
+    The places have -1 after the last. The arguments are those of `accept`; of several right
+    children the first counts.
     """
     num_tokens = parents_T.shape[0]
     place_T = jnp.arange(num_tokens)
@@ -63,12 +76,15 @@ def follow(
 
 
 def last_of(paths_BQ: Int[Array, "B Q"]) -> Int[Array, "B"]:
-    """Returns the last token of each path; 0 for rows that are padding."""
+    """Returns the last token of each path; 0 for rows of padding."""
     return paths_BQ.max(axis=1, initial=0)  # a token comes after its parent
 
 
 def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> Bool[Array, "T Q"]:
-    """Returns the mask for `paged_attention`: whether token t sees token j of its row is bit j % 32 of word j // 32."""
+    """Returns the mask for `paged_attention`.
+
+    Token t sees token j of its row if bit j % 32 of word j // 32 is set.
+    """
     place_Q = jnp.arange(max_query_len)
     return (tree_mask_TU[:, place_Q // 32] >> (place_Q % 32).astype(jnp.uint32) & 1).astype(bool)
 
@@ -76,10 +92,11 @@ def unpack_tree_mask(tree_mask_TU: UInt32[Array, "T U"], max_query_len: int) -> 
 def moves(
     paths_BQ: Int[Array, "B Q"], slots_T: Int[Array, "T"], query_start: Int[Array, "_"]
 ) -> tuple[Int[Array, "n"], Int[Array, "n"]]:
-    """Returns the slots (sources, destinations) whose copies bring the tokens of each path to their places in the text.
+    """Returns slots (sources, destinations) whose copies bring accepted drafts to their places.
 
-    A token's slot goes by its place in its row. The token at depth d of a path has at least d before it in its row, so it moves ahead or
-    not at all. What stays is padded with slots of the null block.
+    A token's slot goes by its place in its row. The token at depth d of a path has at least d
+    tokens before it in its row, so it moves ahead or not at all. Tokens that stay are replaced by
+    slots of the null block.
     """
     last = slots_T.shape[0] - 1
     target_BQ = query_start[:-1, None] + jnp.arange(paths_BQ.shape[1])

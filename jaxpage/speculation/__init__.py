@@ -1,4 +1,7 @@
-"""Drafts of what may follow, and how many of them are worth their cost. Never imports jax."""
+"""Makes drafts of what may follow, and decides how many of them are worth their cost.
+
+This room never imports jax.
+"""
 
 from jaxpage.speculation.methods import make_proposer
 from jaxpage.speculation.proposal import Proposer

@@ -1,4 +1,7 @@
-"""Drafts that the device made ahead of the text, in the step before: a draft model's, or an EAGLE head's."""
+"""Drafts from what the device made ahead of the text, in the step before.
+
+The device drafter is a draft model or an EAGLE head.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,19 @@ from jaxpage.step.request import Request, Sequence
 
 
 class AheadProposer(DeviceProposer):
-    """Its candidates are [J, G, Y]: of each candidate the token, the place in [J * Y] of the one before it, and the bits of its score;
-    and of one that was drawn the ids and the bits of the probabilities of what it was drawn from.
+    """Drafts the best candidates of the device drafter.
+
+    A sequence's candidates are an array [J, G, Y]. Each candidate has its token, the place in [J *
+    Y] of the one before it, and the bits of its score. One that was drawn also has the ids and the
+    bits of the probabilities that it was drawn from.
     """
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        """The candidates with the highest scores. None is above that of the one before it, so that they hang together (EAGLE-2)."""
+        """Drafts the candidates with the highest scores.
+
+        No score is above that of the candidate before, so that the best ones hang together
+        (EAGLE-2).
+        """
         candidates = self.candidates_behind(sequence)
         if candidates is None:
             return None

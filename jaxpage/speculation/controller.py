@@ -1,16 +1,23 @@
-"""How many drafts a step verifies: as many as give the most tokens per second, by what steps cost and how often drafts are accepted.
+"""Decides how many drafts a step verifies: as many as give the most tokens per second.
 
-*Costs.* Before the first request steps of every shape are timed (`assembly/step_costs.py`): rows by tokens in all and, with a drafter,
-by draft depth. Every step since then corrects its own shape, and a pace that all shapes have in common.
-*Acceptance.* Moving averages, by place in the draft: of all sequences, and of each sequence, which starts from that of all.
-*Choice.* Possible drafts are sorted by the chance to be accepted. Each shape is filled from the front, and the expected tokens are
-divided by its cost: goodput, as in SmartSpec (Liu et al. 2024, arXiv:2406.14066). The best shape is taken. Speculation is on from where
-that promises a few percent more than no drafts, and off from where it promises less.
-*Probes.* Now and then one step takes another shape: the one that is most overdue for what it is expected to lose. It waits until that
-loss is a small share of the time since the last probe. While speculation is off, a probe that gained time is repeated at once.
+*Costs.* Before the first request, steps of every shape are timed (`assembly/step_costs.py`): rows
+by tokens in all and, with a device drafter, by draft depth. Every step since then corrects its own
+shape, and a pace that all shapes have in common.
 
-There is no clock here: all follows from the calls. `drafter_sync.py` switches a device drafter, which has to run before its drafts are
-verified, on and off.
+*Acceptance.* Moving averages say how often drafts are accepted, by place in the draft: those of all
+sequences, and those of each sequence, which start from those of all.
+
+*Choice.* Possible drafts are sorted by the chance to be accepted. Each shape is filled from the
+front, and the expected tokens are divided by its cost: this is goodput, as in SmartSpec (Liu et al.
+2024, arXiv:2406.14066). The best shape is taken. Speculation is switched on where that promises a
+few percent more than no drafts, and off where it promises less.
+
+*Probes.* Now and then one step takes another shape: the one that is most overdue for what it is
+expected to lose. It waits until that loss is a small share of the time since the last probe. While
+speculation is off, a probe that gained time is repeated at once.
+
+There is no clock here: all follows from the calls. `drafter_sync.py` switches a device drafter,
+which has to run before its drafts are verified, on and off.
 """
 
 from __future__ import annotations
@@ -26,42 +33,50 @@ from jaxpage.step.draft import Draft
 from jaxpage.step.limits import StepLimits
 
 HYSTERESIS = (
-    # times the goodput without drafts, from which on speculation is switched on; below 1 it is
-    # switched off
+    # Speculation is switched on above this multiple of the goodput without drafts, and off where
+    # it is not above that goodput itself.
     1.04
 )
-PROBE_SHARE = 0.006  # of the time: what probes may lose
-# steps from one probe to the next, at least; and from one decision to the next while speculation is
-# off, at most
+PROBE_SHARE = 0.006  # the share of the time that probes may lose
+# The least number of steps from one probe to the next, and the greatest from one decision to the
+# next while speculation is off.
 PROBE_INTERVAL = 16
 MEMORY = 64  # drafts that an average of acceptance remembers
 PRIOR = 16  # drafts of its own with which the average of a sequence weighs as much as that of all
-# Drafts that the assumed rate weighs: one half; of a place that was seldom seen, the place before
-# it.
+# An assumed rate weighs as much as so many drafts. It is `first_rate` for the first draft, and
+# for a later place the rate of the place before.
 FIRST_WEIGHT = 4.0
-GAIN = 0.1  # of a moving average of costs: what one measurement counts
+GAIN = 0.1  # the weight of a measurement in a moving average of costs
 
 Shape = tuple[int, int]  # rows, query tokens in all; as many as rows where there are no drafts
 
 
 class Costs:
-    """Seconds of steps, by shape and by the depth to which a device drafter drafts in them (`StepPlan.draft_depth`)."""
+    """Keeps the seconds that steps take, by shape and by draft depth (`StepPlan.draft_depth`)."""
 
     def __init__(self) -> None:
-        self.prompt_token = 0.0  # that a device drafter adds for each token of a prompt
+        self.prompt_token = 0.0  # a device drafter adds it for each token of a prompt
         self._at_start: dict[Shape, tuple[float, ...]] = {}
-        self._factor: dict[Shape, float] = {}  # how many times as long as at the start: each shape
-        self.pace = 1.0  # and all of them
+        self._factor: dict[Shape, float] = {}  # times as long as at the start
+        self.pace = 1.0  # all shapes together: times as long as at the start
         self._num_measured: dict[Shape, int] = defaultdict(int)
 
     def at_start(self, shape: Shape, alone: float, by_depth: Sequence[float] = ()) -> None:
-        """Before the first request. alone: without a device drafter; by_depth: with it, at depth 0, 1, ...; the last: at all beyond."""
+        """Sets the costs of a shape, as measured before the first request.
+
+        Args:
+            shape: The shape.
+            alone: The seconds without a device drafter.
+            by_depth: The seconds with it at depth 0, 1, and so on; the last holds for all larger
+                depths.
+        """
         self._at_start[shape], self._factor[shape] = (max(alone, 1e-9), *by_depth), 1.0
 
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._at_start
 
     def of(self, shape: Shape, depth: int | None = None) -> float:
+        """Returns the seconds of a step at a draft depth; None is without a device drafter."""
         known = self._at_start[shape]
         return (
             self.pace
@@ -70,7 +85,11 @@ class Costs:
         )
 
     def add(self, shape: Shape, depth: int | None, seconds: float) -> None:
-        """A step took so long. What was seldom measured learns more of it; a pause of the host counts as twice the time."""
+        """Corrects the costs by the seconds of a step.
+
+        A shape that was seldom measured learns more of it. A pause of the host counts as twice the
+        expected time.
+        """
         surprise = math.log(min(max(seconds / self.of(shape, depth), 0.5), 2.0))
         self._num_measured[shape] += 1
         self._factor[shape] *= math.exp(
@@ -80,21 +99,26 @@ class Costs:
 
 
 class Acceptance:
-    """How often drafts are accepted, by place: 0 is whether any was found; 1 + i is draft i, where those before it were accepted."""
+    """Keeps how often drafts are accepted, by place.
+
+    Place 0 says whether any draft was found. Place 1 + i is draft i, where those before it were
+    accepted.
+    """
 
     def __init__(self, first_rate: float) -> None:
-        # accepted, seen
+        # By place: [accepted, seen].
         self._all = [[FIRST_WEIGHT, FIRST_WEIGHT], [FIRST_WEIGHT * first_rate, FIRST_WEIGHT]]
         self._own: dict[int, list[list[float]]] = {}
 
     def add(self, sequence_id: int, place: int, accepted: float) -> None:
+        """Counts what came of one place of a sequence's drafts."""
         for counts in (self._all, self._own.setdefault(sequence_id, [])):
             counts += [[0.0, 0.0] for _ in range(len(counts), 1 + place)]
             counts[place][0] += accepted - counts[place][0] / MEMORY
             counts[place][1] += 1.0 - counts[place][1] / MEMORY
 
     def average(self, num_places: int) -> list[float]:
-        """Of all sequences."""
+        """Returns the rates of all sequences together, by place."""
         rates: list[float] = []
         for place in range(num_places):
             accepted, seen = self._all[place] if place < len(self._all) else (0.0, 0.0)
@@ -106,7 +130,7 @@ class Acceptance:
         return rates
 
     def rates(self, sequence_id: int, average: Sequence[float]) -> list[float]:
-        """Of one sequence."""
+        """Returns the rates of one sequence, by place; it starts from the average of all."""
         own = self._own.get(sequence_id, [])
         rates = [
             (counts[0] + PRIOR * rate) / (counts[1] + PRIOR)
@@ -115,60 +139,67 @@ class Acceptance:
         return [*rates, *average[len(rates) :]]
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forgets sequences that have ended."""
         for sequence_id in sequence_ids:
             self._own.pop(sequence_id, None)
 
 
 class _Node(NamedTuple):
-    """A draft that could be verified; or a unit of drafts that are verified all or not at all."""
+    """A draft that could be verified, or a unit of drafts that are verified all or not at all."""
 
     sequence_id: int
     depth: int
-    chance: float  # that it is accepted, and all before it; of a unit, how many of it are
+    chance: float  # that it and all before it are accepted; of a unit, the number of them
     rank: float  # the least chance from the first to this one, since drafts are cut from the end
     weight: float  # the chance that it is found, if it is yet to be asked for
 
 
 class _Option(NamedTuple):
     goodput: float  # tokens per second
-    tokens: float  # expected of the step
+    tokens: float  # expected from the step
     shape: Shape
-    depth: int | None  # to which a device drafter drafts in it
+    depth: int | None  # the draft depth
     nodes: Sequence[_Node]
 
 
 class Controller:
-    """Decides twice in a step: `ask`, how many drafts of each sequence to ask for; and `cut`, how many of those that came to verify."""
+    """Decides twice in a step how many drafts there are.
+
+    `ask` says how many drafts of each sequence to ask for, and `cut` how many of those that came to
+    verify.
+    """
 
     def __init__(
         self, limits: StepLimits, *, unit: int = 1, warm_up: int = 1, depths: Sequence[int] = ()
     ) -> None:
-        """
+        """Begins with speculation off.
+
         Args:
-            unit: drafts of a sequence that are verified all or not at all.
-            warm_up: steps in a row that a method needs to show what its drafts are worth.
-            depths: to which a device drafter may draft; empty: there is none.
+            limits: The shapes of steps.
+            unit: The drafts of a sequence that are verified all or not at all.
+            warm_up: The steps in a row that a method needs to show what its drafts are worth.
+            depths: The depths to which a device drafter may draft; empty if there is none.
         """
         self.costs, self.acceptance = Costs(), Acceptance(0.5 if unit == 1 else 1.0)
-        self.drafts = False  # whether speculation is on
-        self.depth = 0  # to which a device drafter is to draft in this step, for the next
+        self.drafts = False  # speculation is on
+        self.depth = 0  # the draft depth of this step, whose drafts are for the next
         self.num_probes = 0
         self.depths = depths
         self._limits, self._unit, self._warm_up = limits, unit, warm_up
         self._shapes_by_rows: dict[int, list[Shape]] = {}
         self._step = self._next_decision = 0
         self._last_probe = -math.inf  # the first may come at once
-        self._last_run: dict[Shape, int] = {}  # by step
-        self._probe: Shape | None = None  # of this step
-        self._next_probe: Shape | None = None  # whose drafts a device drafter makes in this step
+        self._last_run: dict[Shape, int] = {}  # the step in which each shape ran last
+        self._probe: Shape | None = None  # the shape of this step, if it is a probe
+        self._next_probe: Shape | None = None  # a device drafter makes its drafts in this step
         self._repeats = False  # the next step probes too
         self._asking = 0.0  # seconds of the host for each node that it is asked for
         self._asked: Mapping[int, int] = {}
-        # of the last draft; the next is expected to have the same
+        # The last draft's; the next draft is expected to have the same.
         self._parents: tuple[int, ...] = ()
 
     def skips(self) -> bool:
-        """A step begins. True: it has no drafts, and there is nothing to decide."""
+        """Begins a step, and returns whether it has no drafts and there is nothing to decide."""
         self._step += 1
         self._probe, self._asked = None, {}
         return self._step < self._next_decision
@@ -176,12 +207,13 @@ class Controller:
     def ask(
         self, num_rows: int, sequence_ids: Sequence[int], ready: Collection[int] | None = None
     ) -> Mapping[int, int]:
-        """How many drafts to ask for, by sequence id. Empty: none.
+        """Returns how many drafts to ask for, by sequence id; nothing if the step has no drafts.
 
         Args:
-            num_rows: of the step.
-            sequence_ids: of those of its sequences that can have drafts.
-            ready: those for which a device drafter has made them.
+            num_rows: The rows of the step.
+            sequence_ids: The sequences of the step that can have drafts.
+            ready: The sequences for which a device drafter has made drafts; None if there is no
+                such drafter.
         """
         planned, self._next_probe, self.depth = self._next_probe, None, 0
         shapes = self._shapes(num_rows)
@@ -210,7 +242,7 @@ class Controller:
         return self._asked
 
     def cut(self, num_rows: int, drafts: Mapping[int, Draft]) -> dict[int, int]:
-        """How many of each sequence's drafts, which came of asking, the step verifies."""
+        """Returns how many of each sequence's drafts, which came of `ask`, the step verifies."""
         for sequence_id in self._asked:
             self.acceptance.add(sequence_id, 0, sequence_id in drafts)
         average = self.acceptance.average(
@@ -224,13 +256,14 @@ class Controller:
                 sequence_id, draft.parents if self._unit == 1 else (-1,), [1.0, *rates[1:]]
             )
         if self._probe is None and self._unit == 1:
-            depth = self.depth if self.depths else None  # of the step, however many it verifies
+            # The draft depth of the step does not depend on how many drafts it verifies.
+            depth = self.depth if self.depths else None
             options = self._options(num_rows, nodes, (depth,), 0.0, depth)
             nodes = [*max(options.values(), key=_goodput).nodes]
         return self._counts(nodes)
 
     def verified(self, sequence_id: int, parents: Sequence[int], path: Collection[int]) -> None:
-        """Of a sequence's drafts (`Draft.parents`) those of `path` were accepted."""
+        """Learns that of a sequence's drafts (`Draft.parents`) those in `path` were accepted."""
         if self._unit > 1:
             self.acceptance.add(sequence_id, 1, len(path))
             return
@@ -247,7 +280,16 @@ class Controller:
         asking: float,
         depth: int | None,
     ) -> None:
-        """A step of so many rows and drafts, at this draft depth, took so long, and `asking` before it for drafts."""
+        """Learns from the time of a step.
+
+        Args:
+            num_rows: The rows of the step.
+            num_drafts: The drafts that it verified.
+            num_tokens: The tokens that it gave.
+            seconds: The time of the step.
+            asking: The seconds before it in which drafts were asked for.
+            depth: Its draft depth.
+        """
         shape, plain = self._limits.shape(num_rows, num_drafts), self._limits.shape(num_rows, 0)
         if shape not in self.costs:
             return
@@ -262,7 +304,10 @@ class Controller:
             )
 
     def _shapes(self, num_rows: int) -> list[Shape]:
-        """That a step of so many rows can have, as far as they were timed. The first is that without drafts."""
+        """Returns the shapes that steps of `num_rows` rows can have, as far as they were timed.
+
+        The first one is without drafts.
+        """
         if num_rows not in self._shapes_by_rows:
             most = min(
                 self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows)
@@ -275,7 +320,7 @@ class Controller:
         return self._shapes_by_rows[num_rows]
 
     def _expected_nodes(self, num_rows: int, sequence_ids: Iterable[int]) -> list[_Node]:
-        """What could be asked for: of the form of the last draft, and after that a chain."""
+        """Returns what could be asked for: the form of the last draft, and after it a chain."""
         most = (
             min(self._limits.most_drafts(num_rows), self._limits.draft_budget(num_rows))
             // self._unit
@@ -296,7 +341,11 @@ class Controller:
         asking: float,
         plain_depth: int | None = None,
     ) -> dict[Shape, _Option]:
-        """The best of each shape. asking: seconds for each node; plain_depth: of a step without drafts."""
+        """Returns the best option of each shape.
+
+        `asking` is the seconds of the host for each node, and `plain_depth` the draft depth of a
+        step without drafts.
+        """
         plain, *shapes = self._shapes(num_rows)
         seconds = self.costs.of(plain, plain_depth)
         options = {plain: _Option(num_rows / seconds, num_rows, plain, plain_depth, ())}
@@ -316,13 +365,13 @@ class Controller:
         return options
 
     def _due(self, options: Mapping[Shape, _Option], chosen: _Option) -> tuple[float, _Option]:
-        """In how many steps to probe, and what."""
+        """Returns in how many steps to probe, and what."""
         others = [option for option in options.values() if option.shape != chosen.shape]
         if self._repeats:
             return 0, max(others, key=_goodput)
         waits = []
         for other in others:
-            # steps
+            # The expected loss is in steps.
             lost = (other.tokens / other.goodput * chosen.goodput - other.tokens) / chosen.tokens
             waits.append(max(PROBE_INTERVAL, math.ceil(self._warm_up * lost / PROBE_SHARE)))
         overdue = [
@@ -339,7 +388,7 @@ class Controller:
         return option
 
     def _counts(self, nodes: Iterable[_Node]) -> dict[int, int]:
-        """Drafts by sequence id."""
+        """Returns the number of drafts by sequence id."""
         counts: dict[int, int] = defaultdict(int)
         for node in nodes:
             counts[node.sequence_id] += self._unit
@@ -347,7 +396,7 @@ class Controller:
 
 
 def _nodes(sequence_id: int, parents: Iterable[int], rates: Sequence[float]) -> list[_Node]:
-    """rates: as those of `Acceptance`."""
+    """Returns the nodes of a sequence's drafts; `rates` are those of `Acceptance`."""
     nodes: list[_Node] = []
     rank = math.inf
     for parent, rate in zip(parents, rates[1:], strict=False):

@@ -1,4 +1,7 @@
-"""What came of the drafts, and how many tokens a step gives: counted from plans and edits alone, so that it is the text that counts."""
+"""Counts what came of drafts, and how many tokens a step gives.
+
+It counts from plans and edits alone, so that only tokens of the text count.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from jaxpage.step.request import SequenceGroup
 
 
 class Verified(NamedTuple):
-    """One sequence's drafts of one step."""
+    """Says what came of one sequence's drafts in one step."""
 
     sequence_id: int
     num_tokens: int  # drafts
-    # of them, those that are tokens of the sequence now: what a stop cut off is not
+    # The drafts that are tokens of the sequence now; what a stop cut off is not.
     num_accepted: int
 
 
 def verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
-    """Of every row with drafts, in the order of the rows."""
+    """Returns what came of the drafts of every row that has some, in the order of the rows."""
     accepted = Counter(edit.sequence_id for edit in edits if type(edit) is Append and edit.drafted)
     return [
         Verified(row.sequence_id, len(row.parents), accepted[row.sequence_id])
@@ -33,29 +36,32 @@ def verified_drafts(plan: StepPlan, edits: Iterable[Edit]) -> list[Verified]:
 
 @dataclass
 class SpeculationCounts:
-    """vLLM's counters (`spec_decode_...`), a few more, and two that count steps without drafts as well.
+    """Holds vLLM's counters (`spec_decode_...`), a few more, and two that count all decode steps.
 
-    Its mean acceptance length, 1 + accepted / drafts, leaves out steps for which nothing was drafted; `tokens_per_target_step` has them.
+    Its mean acceptance length, 1 + accepted / drafts, leaves out steps for which nothing was
+    drafted; `tokens_per_target_step` includes them.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    # 0: the draft behind the last known token
+    # The key 0 is the draft after the last known token.
     num_accepted_per_position: dict[int, int] = field(default_factory=dict)
-    num_by_length: Counter[int] = field(
-        default_factory=Counter
-    )  # drafts of a sequence in a step, by how many tokens they are
-    # in which drafts were asked for; what drafts on the device is a part of its steps
+    # The key is the number of a sequence's draft tokens in a step.
+    num_by_length: Counter[int] = field(default_factory=Counter)
+    # The time of asking for drafts. A device drafter's time is a part of its steps.
     drafting_seconds: float = 0.0
-    verifying_seconds: float = 0.0  # of steps with drafts, from the plan to the tokens
-    num_decode_rows: int = 0  # of steps: a sequence with one token left to compute
-    num_decode_tokens: int = 0  # that they gave
+    verifying_seconds: float = 0.0  # steps with drafts, from the plan to the tokens
+    num_decode_rows: int = 0  # rows with one token left to compute
+    num_decode_tokens: int = 0  # the tokens that these rows gave
 
     def add(
         self, plan: StepPlan, edits: Iterable[Edit], group_of: Mapping[int, SequenceGroup]
     ) -> list[Verified]:
-        """Books a step that happened; returns what came of its drafts. Who was aborted meanwhile is passed over."""
+        """Counts a step that happened, and returns what came of its drafts.
+
+        Sequences that were aborted meanwhile are left out.
+        """
         edits = list(edits)
         self._add_decoding(plan, edits, group_of)
         if not plan.verifies:
@@ -74,14 +80,17 @@ class SpeculationCounts:
         return verified
 
     def took(self, plan: StepPlan, drafting: float, seconds: float) -> None:
-        """Seconds in which drafts for the step were asked for, and of the rest of it."""
+        """Adds the seconds of asking for the drafts of a step, and those of the rest of it."""
         self.drafting_seconds += drafting
         self.verifying_seconds += seconds if plan.verifies else 0.0
 
     def _add_decoding(
         self, plan: StepPlan, edits: list[Edit], group_of: Mapping[int, SequenceGroup]
     ) -> None:
-        """Of rows that compute the last token of an output. Beams are left out: how many tokens they draw says nothing of steps."""
+        """Counts the rows that compute the last token of an output.
+
+        Beams are left out: how many tokens they draw says nothing of steps.
+        """
         drawn = {sample.row for sample in plan.samples}
         decoding = set()
         for index, row in enumerate(plan.rows):
@@ -99,10 +108,10 @@ class SpeculationCounts:
         )
 
     def snapshot(self) -> dict[str, Any]:
-        """Under the names of the public interface."""
+        """Returns the counters under the names of the public interface."""
         rows = self.num_decode_rows
         return {
-            "spec_decode_num_drafts_total": self.num_drafts,  # of a sequence in a step
+            "spec_decode_num_drafts_total": self.num_drafts,  # one for a sequence in a step
             "spec_decode_num_draft_tokens_total": self.num_draft_tokens,
             "spec_decode_num_accepted_tokens_total": self.num_accepted_tokens,
             "spec_decode_num_accepted_tokens_per_pos_total": dict(

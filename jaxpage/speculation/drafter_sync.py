@@ -1,8 +1,10 @@
-"""When a device drafter runs, how far it drafts, and for whom: it has to draft in the step before its drafts are verified.
+"""Decides when a device drafter runs, how far it drafts, and for which sequences.
 
-A drafter with a KV cache must compute every token of a sequence. One of which it has missed some is *stale*, and has no drafts. While
-the drafter is on, its time is weighed against what its drafts gain. Once it has lost `MAX_LOSS` it is off, and steps run the executables of
-the target alone, for so long that the loss is a small share of the time; then it is on again from the next new request on.
+It has to draft in the step before its drafts are verified. A drafter with a KV cache must compute
+every token of a sequence. A sequence of which it has missed some is *stale*, and has no drafts.
+While the drafter is on, its time is weighed against what its drafts gain. Once it has lost
+`MAX_LOSS` it is off, and steps run the executables of the target alone, for so long that the loss
+is a small share of the time. Then it is on again from the next new request on.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from jaxpage.speculation.controller import MEMORY, PROBE_SHARE, Controller
 from jaxpage.step.limits import StepLimits
 from jaxpage.step.plan import StepPlan
 
-MAX_LOSS = 6.0  # steps without drafts
+MAX_LOSS = 6.0  # in steps without drafts
 
 
 class DrafterSync:
-    """Without a controller the drafter is always on, and drafts as far as the shapes allow."""
+    """Switches a device drafter on and off.
+
+    Without a controller the drafter is always on, and drafts as far as the shapes allow.
+    """
 
     def __init__(
         self,
@@ -27,10 +32,14 @@ class DrafterSync:
         block_size: int,
         has_kv: bool = True,
     ):
-        """
+        """Begins with the drafter on.
+
         Args:
-            block_size: slots.
-            has_kv: the drafter has a KV cache. Without one it runs only where it drafts, and no sequence is ever stale.
+            limits: The shapes of steps.
+            controller: The controller, or None.
+            block_size: The slots of a block (S).
+            has_kv: The drafter has a KV cache. Without one it runs only where it drafts, and no
+                sequence is ever stale.
         """
         self.ready: set[int] = set()  # sequences for which it has drafts
         self._limits, self._controller, self._block_size, self._has_kv = (
@@ -42,20 +51,26 @@ class DrafterSync:
         self._seen: set[int] = set()  # sequences that have not ended
         self._stale: set[int] = set()
         self._stale_blocks: set[int] = (
+            # It has missed tokens in them, and the prefix cache may give them to other sequences.
             set()
-        )  # with tokens that it has missed: the prefix cache may give them to other sequences
-        self._lost = 0.0  # since it is on, in steps without drafts
+        )
+        self._lost = 0.0  # the loss since it is on, in steps without drafts
         self._steps_off = 0.0
 
     @property
     def is_off(self) -> bool:
+        """Returns whether the drafter is off."""
         return self._steps_off > 0
 
     def is_stale(self, sequence_id: int) -> bool:
+        """Returns whether the drafter has missed tokens of a sequence."""
         return sequence_id in self._stale
 
     def depth(self, plan: StepPlan, others_wait: bool = False) -> int | None:
-        """`StepPlan.draft_depth`. others_wait: there are requests that could run and do not yet."""
+        """Returns `StepPlan.draft_depth` for a plan.
+
+        `others_wait` says that there are requests that could run and do not yet.
+        """
         depth = self._choose(plan, others_wait)
         if self._has_kv:
             self._note(plan, depth)
@@ -63,7 +78,7 @@ class DrafterSync:
 
     def _choose(self, plan: StepPlan, others_wait: bool) -> int | None:
         if self.is_off:
-            # It waits for a request that is new, of which it can compute all.
+            # It waits for a new request, of which it can compute all tokens.
             self._steps_off -= self._steps_off > 1 or any(
                 row.sequence_id not in self._seen for row in plan.rows
             )
@@ -73,13 +88,16 @@ class DrafterSync:
         depth = self._limits.most_drafts(len(plan.rows))
         if self._controller is not None:
             depth = min(depth, self._controller.depth)
-        goes_on = len({sample.row for sample in plan.samples}) < len(plan.rows)  # a prompt does
+        goes_on = len({sample.row for sample in plan.samples}) < len(plan.rows)  # a prompt goes on
         if goes_on or (not plan.decodes and others_wait and self._limits.mixed):
             depth = 0  # the next step computes prompts, and has no room for drafts
         return depth if self._has_kv or depth else None
 
     def _note(self, plan: StepPlan, depth: int | None) -> None:
-        """What is stale after the step. If it fails the pages are lost, and those blocks with them."""
+        """Notes what is stale after the step.
+
+        If the step fails the pages are lost, and the blocks that are noted here with them.
+        """
         for row in plan.rows:
             table = row.block_tables[0]
             written = table[row.start // self._block_size :]
@@ -104,7 +122,10 @@ class DrafterSync:
                 self._stale.add(sample.sequence_id)
 
     def ran(self, plan: StepPlan, num_tokens: int, drafted: bool = True) -> None:
-        """The step gave so many tokens. drafted: its shape is one in which the drafter drafts."""
+        """Learns that a step gave `num_tokens` tokens.
+
+        `drafted` says that its shape is one in which the drafter drafts.
+        """
         self.ready.difference_update([row.sequence_id for row in plan.rows])
         if plan.draft_depth and drafted:
             self.ready.update({sample.sequence_id for sample in plan.samples} - self._stale)
@@ -130,5 +151,6 @@ class DrafterSync:
             self._steps_off = self._lost / PROBE_SHARE
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        """Forgets sequences that have ended."""
         for known in (self.ready, self._seen, self._stale):
             known.difference_update(sequence_ids)

@@ -1,4 +1,7 @@
-"""Drafts out of what the model's Medusa heads predict, arranged as a tree that does not change (Cai et al. 2024, arXiv:2401.10774)."""
+"""Drafts from the predictions of the model's Medusa heads, as a tree that does not change.
+
+The method is that of Cai et al. 2024 (arXiv:2401.10774).
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,18 @@ from jaxpage.speculation.proposal import DeviceProposer
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence
 
-# of each draft: the ranks of the predictions that lead to it, its own last
+# For each draft: the ranks of the predictions that lead to it, its own last.
 Choices = tuple[tuple[int, ...], ...]
 
 # For heads without measured values: the chance that the first head's best prediction is right, and
-# what is left of it for each later head. An assumption, of a shape that published heads have.
+# the factor for each later head. This is an assumption, of a shape that published heads have.
 ASSUMED_FIRST = 0.6
 ASSUMED_DECLINE = 0.8
 RANKS = 10  # predictions of a head that a tree searched here may use
 
 
 def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
-    """Of each head: how often its best prediction is right, its second, and so on.
+    """Returns for each head how often its best prediction is right, its second, and so on.
 
     Every prediction has the same chance where none before it was right.
     """
@@ -34,13 +37,16 @@ def assumed_accuracies(num_heads: int) -> tuple[tuple[float, ...], ...]:
 
 
 def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
-    """The tree of so many drafts of which most are right, if heads are right independently of each other; the likeliest draft first.
+    """Returns the tree of `num_drafts` drafts of which most are right, the most likely draft first.
 
-    Greedily: the draft with the highest product of accuracies along its path. No path is likelier than what it goes on from, so this is the
-    best tree, and its first n drafts are the best tree of n.
+    Heads are taken to be right independently of each other. The search is greedy: it takes the
+    draft with the highest product of accuracies along its path. No path is more likely than the one
+    that it continues, so this is the best tree, and its first n drafts are the best tree of n.
 
     Args:
-        accuracies: of each head, from 0 to 1: how often its best prediction is right, its second, and so on.
+        accuracies: For each head, from 0 to 1: how often its best prediction is right, its second,
+            and so on.
+        num_drafts: The size of the tree.
     """
     choices: list[tuple[int, ...]] = []
     heap: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]  # the root
@@ -54,7 +60,10 @@ def search(accuracies: Ordered[Ordered[float]], num_drafts: int) -> Choices:
 
 
 def likeliest_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Choices:
-    """A given tree in the order in which `search` would have it: its first n drafts are its best n. Ranks without an accuracy come last."""
+    """Returns a given tree in the order in which `search` would have it.
+
+    Its first n drafts are its best n. Ranks without an accuracy come last.
+    """
 
     def chance(path: tuple[int, ...]) -> float:
         rows = zip(path, accuracies, strict=False)
@@ -64,24 +73,30 @@ def likeliest_first(choices: Choices, accuracies: Ordered[Ordered[float]]) -> Ch
 
 
 def best_only(num_heads: int, num_drafts: int) -> Choices:
-    """The chain of every head's best prediction."""
+    """Returns the chain of every head's best prediction."""
     return tuple((0,) * depth for depth in range(1, min(num_heads, num_drafts) + 1))
 
 
 def choices_of(
     given: Choices | None, accuracies: Ordered[Ordered[float]], num_drafts: int, *, tree: bool
 ) -> Choices:
-    """The tree that is drafted: the one that was asked for, or the best of so many drafts."""
+    """Returns the tree to draft: the given one, or the best of `num_drafts` drafts.
+
+    Without `tree` the best one is a chain.
+    """
     if given is not None:
         return likeliest_first(given, accuracies)
     return search(accuracies, num_drafts) if tree else best_only(len(accuracies), num_drafts)
 
 
 class MedusaProposer(DeviceProposer):
-    """Drafts the same tree of the heads' predictions [J, W] each time: of head j the W likeliest tokens, best first."""
+    """Drafts the same tree of the heads' predictions [J, W] each time.
+
+    Head j gives the W most likely tokens, the best first.
+    """
 
     def __init__(self, choices: Choices) -> None:
-        """choices: every path stands behind the one that it goes on from."""
+        """Takes the tree; in `choices` every path comes after the one that it continues."""
         super().__init__()
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
         self._parents = tuple(places[path[:-1]] for path in choices)
@@ -89,6 +104,7 @@ class MedusaProposer(DeviceProposer):
         self._ranks = np.array([path[-1] for path in choices])
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Drafts the first `num_drafts` drafts of the tree."""
         candidates_JW = self.candidates_behind(sequence)
         if candidates_JW is None:
             return None

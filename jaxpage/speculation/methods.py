@@ -1,4 +1,4 @@
-"""The methods of speculation: of each how its proposer is made from its settings, and what it needs beside the model on the device."""
+"""Lists the methods of speculation: how each makes its proposer, and what drafts on the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from jaxpage.speculation.proposal import Proposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
 
-# What drafts on the device: heads or layers on the model's hidden states, another model, or the
-# model's own likeliest tokens.
+# On the device drafts come from heads or layers on the model's hidden states, from another model,
+# or from the model's own most likely tokens.
 DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
 
 
 class DraftedModel(NamedTuple):
-    """The model that drafts are for, with what is known of its drafter."""
+    """Describes the model that drafts are for, with what is known of its drafter."""
 
     vocab_size: int
-    choices: Choices = ()  # of heads: the tree of their drafts
+    choices: Choices = ()  # the tree of drafts, where heads draft
 
 
 class Method(NamedTuple):
+    """Says how a method makes its proposer, and what it needs on the device besides the model."""
+
     make: Callable[[SpeculativeConfig, DraftedModel], Proposer]
     drafter: DrafterKind | None = None  # None: it drafts on the host
 
@@ -51,5 +53,8 @@ METHODS: Mapping[str, Method] = MappingProxyType(
 
 
 def make_proposer(config: SpeculativeConfig, target: DraftedModel) -> Proposer:
-    """`config` is one that `problems` and `refused` have nothing against."""
+    """Returns the proposer of a method of speculation.
+
+    `config` is one that its `problems` and `refused` have nothing against.
+    """
     return METHODS[config.method].make(config, target)

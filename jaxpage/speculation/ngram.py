@@ -1,7 +1,8 @@
-"""Prompt lookup: what followed the last few tokens where they stood before in the same sequence (Saxena 2023; vLLM's `ngram`).
+"""Drafts by prompt lookup: what followed the last tokens at an earlier place of the sequence.
 
-Nothing is indexed. Each step compares the whole sequence with its last tokens: for a few thousand tokens that is a matter of microseconds,
-it needs no more memory than the tokens themselves, and steps that do not ask cost nothing.
+The method is that of Saxena 2023, and vLLM's `ngram`. Nothing is indexed. Each step compares the
+whole sequence with its last tokens: for a few thousand tokens that takes microseconds, it needs no
+more memory than the tokens themselves, and steps that do not ask cost nothing.
 """
 
 from __future__ import annotations
@@ -17,15 +18,20 @@ TokenIds = npt.NDArray[np.int32]  # [C]
 
 
 class NGramProposer(Proposer):
-    """Drafts chains. The longest match wins; of several the latest, which docs/lab-log.md found better than the first."""
+    """Drafts chains.
+
+    The longest match wins. Of several it is the latest, which docs/lab-log.md found better than the
+    first.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        """Lengths of the n-grams that are looked up, 1 <= shortest <= longest."""
+        """Takes the lengths of the n-grams that are looked up, 1 <= shortest <= longest."""
         self._shortest = shortest
         self._longest = longest
         self._known: dict[int, _Known] = {}  # by sequence id
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Drafts what followed the longest match."""
         known = self._known.get(sequence.sequence_id)
         if known is None:
             known = self._known[sequence.sequence_id] = _Known()
@@ -36,19 +42,20 @@ class NGramProposer(Proposer):
         )
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets the sequences of a request that has ended."""
         for sequence_id in group.sequence_ids:
             self._known.pop(sequence_id, None)
 
 
 class _Known:
-    """The tokens of a sequence, in an array with room to grow."""
+    """Holds the tokens of a sequence, in an array with room to grow."""
 
     def __init__(self) -> None:
         self._array: TokenIds = np.empty(0, np.int32)
         self._count = 0
 
     def grown(self, token_ids: list[int]) -> TokenIds:
-        """All of them; `token_ids` are those of the last call, and more."""
+        """Returns all tokens; `token_ids` are those of the last call, and more."""
         count, self._count = self._count, len(token_ids)
         if self._count > len(self._array):
             array: TokenIds = np.empty(2 * self._count, np.int32)
@@ -59,12 +66,14 @@ class _Known:
 
 
 def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
-    """The place behind the earlier occurrence of as many of the last tokens as occurred before, at most `longest`; of several the latest.
+    """Returns the place after the longest earlier occurrence of the last tokens.
 
-    None: not even the last `shortest` did. Occurrences may overlap the end that they are compared with.
+    It compares at most `longest` tokens; of several occurrences it takes the latest. Occurrences
+    may overlap the end that they are compared with. The result is None where not even the last
+    `shortest` tokens occurred before.
     """
     last = len(token_ids) - 1
-    # where the last `length` tokens ended before
+    # The places where the last `length` tokens ended before.
     ends = (token_ids[:last] == token_ids[last]).nonzero()[0]
     if not len(ends):
         return None
@@ -72,7 +81,7 @@ def find(token_ids: TokenIds, shortest: int, longest: int) -> int | None:
     if latest + 1 >= longest and np.array_equal(
         token_ids[latest + 1 - longest : latest + 1], token_ids[last + 1 - longest :]
     ):
-        return latest + 1  # as in a text that goes in circles
+        return latest + 1  # a text that goes in circles ends here
     for length in range(1, longest):
         if length >= shortest and len(ends) == 1:
             break

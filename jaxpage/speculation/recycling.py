@@ -1,8 +1,8 @@
-"""Token recycling: what the model took for likely behind a token, the last time that it computed one of it (Luo et al. 2024,
-arXiv:2408.08696).
+"""Drafts by token recycling: what the model found likely after a token the last time it had it.
 
-A step knows the likeliest tokens behind each of its tokens, wrong drafts included, and uses one of them. Kept by the token that they stand
-behind they are a table, out of which the tree behind a sequence's last token is read: drafts without any weights.
+A step knows the most likely tokens after each of its tokens, wrong drafts included, and uses one of
+them (Luo et al. 2024, arXiv:2408.08696). Kept by the token that they follow they are a table, out
+of which the tree after a sequence's last token is read: drafts without any weights.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from jaxpage.step.draft import Draft
 from jaxpage.step.plan import StepPlan, StepResult
 from jaxpage.step.request import Request, Sequence
 
-NUM_RECYCLED = 8  # W: tokens that are kept behind each
-# for as many salts, beside that of requests without; of 128,000 tokens one takes 4 MB
+NUM_RECYCLED = 8  # W: tokens that are kept for each token
+# The most tables for salts, besides the one without. With 128,000 tokens a table takes 4 MB.
 MOST_TABLES = 16
 KEPT = 64  # steps without use after which a table may be given to another salt
 MOST_LEVELS = 6  # tokens ahead that a tree goes
@@ -35,14 +35,17 @@ ACCURACIES = (0.48, 0.07, 0.045, 0.025, 0.025, 0.017, 0.015, 0.01)
 @dataclass
 class _Table:
     top_ids_VW: npt.NDArray[np.int32]  # -1: not known
-    used: int = 0  # the last step in which it was
+    used: int = 0  # the last step that used it
 
 
 class RecyclingProposer(Proposer):
-    """A table for all requests with the same `cache_salt`: what one of them sees is too little."""
+    """Drafts from a table that all requests with the same `cache_salt` share.
+
+    What one request sees is too little.
+    """
 
     def __init__(self, vocab_size: int, *, tree: bool) -> None:
-        """tree: whether drafts branch."""
+        """Makes the form of the drafts: a tree, or without `tree` a chain."""
         self._vocab_size = vocab_size
         choices = (
             search([ACCURACIES] * MOST_LEVELS, MOST_DRAFTS)
@@ -50,14 +53,14 @@ class RecyclingProposer(Proposer):
             else best_only(MOST_DRAFTS, MOST_DRAFTS)
         )
         places = {path: place for place, path in enumerate(choices)} | {(): -1}
-        # Of each draft: the place of the one before it, and its rank behind that.
+        # For each draft: the place of the one before it, and its rank among those after that one.
         self._template = [(places[path[:-1]], path[-1]) for path in choices]
-        # by salt; the one that was used last at the end
+        # By salt; the one that was used last is at the end.
         self._tables: OrderedDict[str | None, _Table] = OrderedDict()
         self._step = 0
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        """The likeliest drafts first; where the table ends others take their place."""
+        """Drafts the most likely tokens first; where the table has none others take their place."""
         table = self._tables.get(request.params.cache_salt)
         if table is None:
             return None
@@ -76,7 +79,8 @@ class RecyclingProposer(Proposer):
         return Draft(tuple(token_ids), tuple(parents)) if token_ids else None
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        # what is likely behind each draw
+        """Takes in what is likely after each draw of a step."""
+        # The candidates are the tokens that are likely after each draw.
         if plan.draft_depth and result.draft_candidates is not None:
             token_ids = [plan.rows[sample.row].token_ids[sample.offset] for sample in plan.samples]
             salts = [sample.params.cache_salt for sample in plan.samples]
@@ -88,11 +92,12 @@ class RecyclingProposer(Proposer):
         token_ids: TokenIds[int],
         top_ids_BW: npt.NDArray[np.int32],
     ) -> None:
-        """
+        """Takes in the most likely tokens after some draws.
+
         Args:
-            salts: of each draw: `cache_salt` of its request.
-            token_ids: of each draw: the token behind which it stands. Of equal tokens the last counts.
-            top_ids_BW: of each draw: the W likeliest tokens, best first.
+            salts: The `cache_salt` of each draw's request.
+            token_ids: The token before each draw. Of equal tokens the last counts.
+            top_ids_BW: The W most likely tokens of each draw, the best first.
         """
         self._step += 1
         width = top_ids_BW.shape[1]
@@ -102,7 +107,10 @@ class RecyclingProposer(Proposer):
                 table_VW[np.array(token_ids)[draws], :width] = top_ids_BW[draws]
 
     def _table(self, salt: str | None) -> npt.NDArray[np.int32] | None:
-        """None: too many others are in use. Else with a salt for each request every step would make tables anew."""
+        """Returns the table of a salt; None where too many others are in use.
+
+        Otherwise, with a salt for each request, every step would make tables anew.
+        """
         table = self._tables.get(salt)
         if table is None:
             others = [each for each in self._tables if each is not None]

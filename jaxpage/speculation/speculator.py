@@ -1,4 +1,4 @@
-"""Drafts for the sequences that decode, as many as are worth it, and what came of them."""
+"""Drafts for the sequences that decode, as much as is worth it, and learns what came of it."""
 
 from __future__ import annotations
 
@@ -22,43 +22,54 @@ logger = logging.getLogger(__name__)
 
 
 class Speculator(Protocol):
-    """What an engine asks for drafts, and tells what came of its steps."""
+    """Gives an engine its drafts, and learns what came of its steps."""
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
-        """Drafts for sequences of the running groups. They can be verified in any step, and need not be."""
+        """Returns drafts for sequences of the running groups.
+
+        They can be verified in any step, and need not be.
+        """
         ...
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
-        """See `StepPlan.draft_depth`. others_wait: there are requests that could run and do not yet."""
+        """Returns `StepPlan.draft_depth` for a plan.
+
+        `others_wait` says that there are requests that could run and do not yet.
+        """
         ...
 
     def observe(self, report: StepReport) -> None:
-        """The step for which drafts were asked last has happened."""
+        """Learns from the step for which drafts were asked last."""
         ...
 
     def forget(self, group: SequenceGroup) -> None:
-        """The request has ended."""
+        """Forgets a request that has ended."""
         ...
 
 
 class NoSpeculation:
-    """Of an engine that drafts nothing."""
+    """Drafts nothing."""
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
+        """Returns no drafts."""
         return NO_DRAFTS
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns None: there is no device drafter."""
         return None
 
     def observe(self, report: StepReport) -> None:
-        """There is nothing to learn."""
+        """Does nothing: there is nothing to learn."""
 
     def forget(self, group: SequenceGroup) -> None:
-        """There is nothing to forget."""
+        """Does nothing: there is nothing to forget."""
 
 
 class ProposingSpeculator:
-    """Asks a controller how many drafts a step is worth, and a proposer for so many; without a controller as many as the shapes allow."""
+    """Asks a controller how many drafts a step is worth, and a proposer for so many.
+
+    Without a controller it asks for as many as the shapes allow.
+    """
 
     def __init__(
         self,
@@ -72,13 +83,18 @@ class ProposingSpeculator:
         learns_top_ids: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
+        """Begins with a proposer that has not failed.
+
         Args:
-            vocab_size: of the model. What a proposer drafts beyond it is dropped.
-            strategies: of the requests, by sequence id: they say what their grammars admit. None: there are no grammars.
-            sync: of a device drafter, which has to draft before it is asked.
-            learns_top_ids: the step is to tell what is likely behind its draws.
-            clock: seconds.
+            proposer: The method of speculation.
+            limits: The shapes of steps.
+            controller: The controller, or None.
+            vocab_size: V of the model. Drafts with other tokens are cut.
+            strategies: The strategies of the requests, by sequence id: they say what their grammars
+                admit. None if there are no grammars.
+            sync: The switch of a device drafter, which has to draft before it is asked.
+            learns_top_ids: The step is to tell what is likely after its draws.
+            clock: Returns the time in seconds.
         """
         self.proposer = proposer
         self.controller = controller
@@ -89,14 +105,17 @@ class ProposingSpeculator:
         self._learns_top_ids = learns_top_ids
         self._clock = clock
         self.has_failed = False
-        self._proposed = 0.0  # when that was done
-        # Of this step's drafts, those that a grammar does not admit whole, and how many of their
-        # tokens it does. By sequence id.
+        self._proposed = 0.0  # the time when drafts were last proposed
+        # The drafts of this step that a grammar does not wholly admit, and how many of their tokens
+        # it admits, by sequence id.
         self._refused: dict[int, tuple[Draft, int]] = {}
 
     def propose(self, running: Iterable[SequenceGroup]) -> Drafts:
-        """See `Speculator`: of sequences that have one token left to compute. Beams are not drafted for: which of them goes on behind a
-        token is not known before it is drawn."""
+        """Returns drafts for sequences that have one token left to compute; see `Speculator`.
+
+        Beam search gets none, because the surviving beams are known only after all beams have
+        drawn.
+        """
         began = self._proposed = self._clock()
         self._refused = {}
         skips = self.controller is not None and self.controller.skips()
@@ -113,12 +132,12 @@ class ProposingSpeculator:
 
     def _drafts(self, groups: Iterable[SequenceGroup]) -> dict[int, Draft]:
         num_rows = 0
-        # by sequence id, of those that can be drafted for
+        # The sequences that can be drafted for, by id.
         decoding: dict[int, tuple[Request, Sequence]] = {}
         for group in groups:
             for sequence in group.unfinished:
                 num_rows += 1
-                # the step computes a prompt, and has no room for drafts
+                # The step computes a prompt, and has no room for drafts.
                 if sequence.num_pending_tokens > 1:
                     return {}
                 if not (group.request.beam or group.pending_forks) and self._can_draft(
@@ -138,12 +157,15 @@ class ProposingSpeculator:
         }
 
     def _can_draft(self, request: Request, sequence: Sequence) -> bool:
-        """Not for the last token: nothing could follow it, and a probe would show nothing."""
+        """Returns whether a sequence can have drafts.
+
+        There are none for its last token: nothing could follow it, and a probe would show nothing.
+        """
         has_room = sequence.num_known_tokens + 1 < request.max_total_tokens
         return has_room and (self._sync is None or not self._sync.is_stale(sequence.sequence_id))
 
     def _ask(self, num_rows: int, sequence_ids: Iterable[int]) -> Mapping[int, int]:
-        """How many drafts to ask for, by sequence id."""
+        """Returns how many drafts to ask for, by sequence id."""
         if self.controller is not None:
             return self.controller.ask(
                 num_rows, list(sequence_ids), None if self._sync is None else self._sync.ready
@@ -155,7 +177,10 @@ class ProposingSpeculator:
         return dict.fromkeys(sequence_ids, most) if most else {}
 
     def _draft(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
-        """As much of the proposer's draft as can be verified. No step fails because of a proposer: one that fails is not asked again."""
+        """Returns as much of the proposer's draft as can be verified.
+
+        No step fails because of a proposer: one that fails is not asked again.
+        """
         if self.has_failed:
             return None
         try:
@@ -168,7 +193,7 @@ class ProposingSpeculator:
     def _sound(self, sequence: Sequence, draft: Draft, num_drafts: int) -> Draft | None:
         try:
             draft = draft.sound(self._vocab_size, num_drafts)
-        except ValueError:  # of one sequence: others are not affected
+        except ValueError:  # other sequences are not affected
             logger.exception("nothing is drafted for sequence %d", sequence.sequence_id)
             return None
         return draft if self._limits.trees else draft.first_branch()
@@ -178,11 +203,13 @@ class ProposingSpeculator:
         self.has_failed = True
 
     def draft_depth(self, plan: StepPlan, others_wait: bool) -> int | None:
+        """Returns `StepPlan.draft_depth` for a plan; see `Speculator`."""
         if self._sync is None:
             return 1 if self._learns_top_ids else None
         return self._sync.depth(plan, others_wait)
 
     def observe(self, report: StepReport) -> None:
+        """Tells the proposer, the controller and the switch of the drafter what came of a step."""
         if not self.has_failed:
             try:
                 self.proposer.observe(report.plan, report.result)
@@ -193,7 +220,7 @@ class ProposingSpeculator:
         if self.controller is not None:
             if plan.verifies or self._refused:
                 self._learn(self.controller, plan, report.edits)
-            # What moving blocks takes, or computing prompts, says nothing of the shapes that
+            # The time of moving blocks or of computing prompts says nothing of the shapes that
             # decode.
             if plan.decodes and not (plan.swap_in or plan.swap_out):
                 num_rows, asking = len(plan.rows), report.drafts.seconds
@@ -205,10 +232,10 @@ class ProposingSpeculator:
             self._sync.ran(plan, num_tokens, report.result.draft_candidates is not None)
 
     def _learn(self, controller: Controller, plan: StepPlan, edits: Iterable[Edit]) -> None:
-        """Which drafts were right."""
+        """Tells the controller which drafts were right."""
         appended: dict[int, list[int]] = {}
         for edit in edits:
-            # What was drawn behind them may be one of the wrong drafts, if the rule is not coupled.
+            # The token after them may be one of the wrong drafts, if the rule is not "coupled".
             if isinstance(edit, Append) and edit.drafted:
                 appended.setdefault(edit.sequence_id, []).append(edit.token_id)
         verified = {
@@ -224,6 +251,7 @@ class ProposingSpeculator:
             controller.verified(sequence_id, draft.parents, path)
 
     def forget(self, group: SequenceGroup) -> None:
+        """Forgets a request that has ended."""
         if not self.has_failed:
             try:
                 self.proposer.forget(group)
@@ -238,12 +266,15 @@ class ProposingSpeculator:
 def filter_drafts(
     drafts: Mapping[int, Draft], strategies: Mapping[int, Strategy]
 ) -> dict[int, Draft]:
-    """The drafts, less those that no grammar admits, with what stands behind them. By sequence id.
+    """Returns the drafts without those that a grammar does not admit and what follows them.
 
-    A draft that a grammar does not admit is wrong for certain, and one that ends the sequence saves no step: the draw before it gives the
-    same token. A mask behind a draft is needed anyway if it is verified, and grammars keep it, so that asking costs no more than not.
+    Drafts are by sequence id. One that a grammar does not admit is wrong for certain, and one that
+    ends the sequence saves no step: the draw before it gives the same token. A mask after a draft
+    is needed anyway if the draft is verified, and grammars keep it, so that asking costs no more
+    than not asking.
 
-    Drafts with a `q` stay: what they were drawn from includes what no grammar admits, and the rule that looks at it rejects those.
+    Drafts with a `q` stay: what they were drawn from includes what no grammar admits, and the rule
+    that looks at it rejects those.
     """
     filtered = {
         each: _admitted(each, draft, strategies[each])
@@ -254,14 +285,14 @@ def filter_drafts(
 
 
 def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
-    places = {-1: -1}  # of those that stay, by their place before
+    places = {-1: -1}  # the places of those that stay, by their places before
     try:
         if draft.q is not None or strategy.mask(sequence_id) is None:
-            return draft  # as most are
+            return draft  # the usual case
         for place, parent in enumerate(draft.parents):
             if parent in places and strategy.mask(sequence_id, draft.path(place)) is not None:
                 places[place] = len(places) - 1
-    except Exception:  # of one request: others are not affected
+    except Exception:  # other requests are not affected
         logger.exception("nothing is drafted for sequence %d", sequence_id)
         return Draft((), ())
     kept = [place for place in places if place >= 0]
@@ -271,12 +302,12 @@ def _admitted(sequence_id: int, draft: Draft, strategy: Strategy) -> Draft:
 
 
 def _behind(row: Row) -> tuple[int, ...]:
-    """`Draft.parents` of a row's drafts."""
+    """Returns `Draft.parents` of a row's drafts."""
     return tuple(parent - 1 for parent in row.parents)
 
 
 def _right(draft: Draft, token_ids: Iterable[int]) -> set[int]:
-    """Which of the drafts are the tokens that the sequence got of them."""
+    """Returns the places of the drafts that are tokens of the sequence now."""
     path: set[int] = set()
     last = -1
     for token_id in token_ids:

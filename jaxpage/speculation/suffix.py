@@ -1,7 +1,9 @@
-"""Suffix decoding: what most often followed the last tokens, in the sequence itself and in what earlier requests got for an answer.
+"""Drafts by suffix decoding: what most often followed the last tokens.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975), with the settings that vLLM gives it. The more of the last tokens are the same, the
-more is drafted; so that a sequence drafts much where it repeats something and little where it does not.
+It looks in the sequence itself and in the answers of earlier requests. This is SuffixDecoding
+(Oliaro et al. 2024, arXiv:2411.04975), with the settings that vLLM gives it. The more of the last
+tokens are the same, the more is drafted, so that a sequence drafts much where it repeats something
+and little where it does not.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ from jaxpage.speculation.suffix_tree import NOTHING, ScoredDraft, SuffixTree
 from jaxpage.step.draft import Draft
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
-# tokens taken in while every sequence is asked once: some milliseconds. Long prompts take several
-# steps
+# Tokens that are taken in while every sequence is asked once: some milliseconds. Long prompts take
+# several steps.
 AT_ONCE = 1024
-OWN_EDGES = 1 << 22  # of the trees of all sequences together: with more, sequences do without
-SHARED_EDGES = 1 << 21  # of the trees that sequences share: with more, the older half is given up
+OWN_EDGES = 1 << 22  # in the trees of all sequences together; with more, sequences do without
+SHARED_EDGES = 1 << 21  # in the trees that sequences share; with more, the older half is given up
 
 
 @dataclass
 class _Own:
-    """A sequence's tokens, prompt and output."""
+    """Holds a sequence's tokens, prompt and output."""
 
     tree: SuffixTree | None
-    asked: int = 0  # the last round in which it was
+    asked: int = 0  # the last round in which it was asked
 
 
 @dataclass
 class _Written:
-    """Output of a sequence, as far as it is in the trees that sequences share."""
+    """Holds the output of a sequence, as far as it is in the trees that sequences share."""
 
     start: int  # tokens of the sequence before it
     tree: SuffixTree | None = None
@@ -45,12 +47,15 @@ class _Written:
         return self.start + len(self.token_ids)
 
     def holds(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Whether the last tokens of the sequence are among them."""
+        """Returns whether it has the last `num_tokens` tokens of the sequence."""
         return self.stop == len(sequence.token_ids) and len(self.token_ids) >= num_tokens
 
 
 class SuffixProposer(Proposer):
-    """Asks the tree of the sequence and those of its salt; the draft with the highest score wins, the sequence's own of equals."""
+    """Asks the tree of a sequence and those of its salt.
+
+    The draft with the highest score wins; of equal ones it is the sequence's own.
+    """
 
     def __init__(
         self,
@@ -61,7 +66,15 @@ class SuffixProposer(Proposer):
         shared_edges: int = SHARED_EDGES,
         at_once: int = AT_ONCE,
     ) -> None:
-        """tree: whether drafts branch."""
+        """Begins without trees.
+
+        Args:
+            settings: The settings of the method.
+            tree: Drafts branch.
+            own_edges: The most edges of the trees of all sequences.
+            shared_edges: The most edges of the trees that sequences share.
+            at_once: The tokens that are taken in while every sequence is asked once.
+        """
         self._settings = settings
         self._branches = tree
         self._own_edges = own_edges
@@ -73,6 +86,7 @@ class SuffixProposer(Proposer):
         self._left = at_once  # tokens that may still be taken in this round
 
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
+        """Returns the best draft of the sequence's own tree and of those that it shares."""
         own = self._asked(sequence)
         salt, token_ids = request.params.cache_salt, sequence.token_ids
         self._left -= self._shared.take(salt, sequence, self._left)
@@ -84,6 +98,7 @@ class SuffixProposer(Proposer):
         return best_draft.draft if best_draft.token_ids else None
 
     def forget(self, group: SequenceGroup) -> None:
+        """Keeps the answers of a request that has ended, and forgets its sequences."""
         for sequence in group.sequences:
             if sequence.sequence_id in self._own:
                 self._shared.take(group.request.params.cache_salt, sequence, self._at_once)
@@ -94,7 +109,10 @@ class SuffixProposer(Proposer):
                 self._num_own_edges -= len(own.tree)
 
     def _asked(self, sequence: Sequence) -> _Own:
-        """What is known of the sequence. A round ends when a sequence is asked for a second time."""
+        """Returns what is known of a sequence that is asked for drafts.
+
+        A round ends when a sequence is asked for a second time.
+        """
         own = self._own.get(sequence.sequence_id)
         if own is None:
             tree = SuffixTree(self._settings.max_tree_depth)
@@ -107,7 +125,7 @@ class SuffixProposer(Proposer):
         return own
 
     def _grow(self, own: _Own, token_ids: list[int]) -> bool:
-        """Takes in what there is time for. Whether the sequence's tree has all of it then."""
+        """Takes in what there is time for; returns whether the sequence's tree then has all."""
         tree = own.tree
         if tree is None:
             return False
@@ -124,20 +142,21 @@ class SuffixProposer(Proposer):
     def _best(
         self, tree: SuffixTree, places: TokenIds[int], num_drafts: int, best: ScoredDraft
     ) -> ScoredDraft:
-        """The better of `best` and what the tree says: of its drafts that with the highest score, from the longest match of equals.
+        """Returns the better one of `best` and of what a tree drafts.
 
-        places: behind the last 1, 2, ... tokens.
+        The tree drafts what has the highest score, and of equals what has the longest match. The
+        places are those after the last 1, 2, ... tokens.
         """
         settings = self._settings
-        # of the draft before: how often what it goes by occurs, and how long it could be
+        # The draft before: how often its match occurs, and how long it could be.
         last = (0, 0)
         for length in range(len(places), 0, -1):
             place, depth = places[length - 1], tree.depth - length
             most = min(num_drafts, int(length * settings.max_spec_factor))
             count, size = tree.count(place), most if self._branches else min(most, depth)
             if size <= best.score or (count == last[0] and size <= last[1]):
-                # no token is more than certain; and what occurs in the same places goes on in the
-                # same way
+                # No token is more than certain; and what occurs in the same places goes on in the
+                # same way.
                 continue
             last = count, size
             if self._branches:
@@ -150,9 +169,10 @@ class SuffixProposer(Proposer):
 
 
 class _Shared:
-    """What requests got for an answer, a tree for each salt, in two generations: when the young one is full the old one is given up.
+    """Holds the answers of requests, in a tree for each salt and in two generations.
 
-    So at most as much is kept as the limits say and at least half of it, the latest, and nothing is ever taken out of a tree.
+    When the young generation is full, the old one is given up. So at most as much is kept as the
+    limits say, and at least half of it, the latest; and nothing is ever taken out of a tree.
     """
 
     def __init__(self, settings: SuffixDecoding, most_edges: int) -> None:
@@ -161,19 +181,22 @@ class _Shared:
         self._most_edges = most_edges
         self._young: dict[str | None, SuffixTree] = {}
         self._old: dict[str | None, SuffixTree] = {}
-        self._num_texts = 0  # of the young generation, one for each sequence
+        self._num_texts = 0  # in the young generation, one for each sequence
         self._num_edges = 0
         self._written: dict[int, _Written] = {}  # by sequence id
 
     def places(
         self, salt: str | None, sequence: Sequence
     ) -> Iterator[tuple[SuffixTree, TokenIds[int]]]:
-        """The trees of the salt, the younger first, with the places behind the sequence's last 1, 2, ... tokens."""
+        """Yields the trees of a salt, the younger first, with places in them.
+
+        The places are those after the sequence's last 1, 2, ... tokens.
+        """
         written = self._written.get(sequence.sequence_id)
         for trees in (self._young, self._old):
             if (tree := trees.get(salt)) is not None:
-                # What it wrote stands in the young tree itself, so that a run that only occurs
-                # there has nothing behind it.
+                # The tree has what the sequence wrote, so a run that occurs only there has nothing
+                # after it.
                 if (
                     written is not None
                     and written.tree is tree
@@ -184,7 +207,11 @@ class _Shared:
                     yield tree, tree.find(sequence.token_ids[-tree.depth :])
 
     def take(self, salt: str | None, sequence: Sequence, most: int) -> int:
-        """Takes in what the sequence has written since last time, at most so many tokens. Returns how many."""
+        """Takes in what the sequence has written since last time, at most `most` tokens.
+
+        Returns:
+            How many tokens were taken in.
+        """
         if not self._most_texts:
             return 0
         written = self._written.get(sequence.sequence_id)
@@ -200,7 +227,7 @@ class _Shared:
         return len(token_ids)
 
     def _room(self, salt: str | None, written: _Written) -> SuffixTree:
-        """The tree that the sequence writes to."""
+        """Returns the tree that the sequence writes to."""
         is_full = written.tree is None and self._num_texts >= max(1, self._most_texts // 2)
         if is_full or self._num_edges > self._most_edges // 2:
             self._turn()

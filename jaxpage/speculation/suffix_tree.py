@@ -1,7 +1,9 @@
-"""How often every short run of tokens occurs in some texts and what follows it: a suffix tree with counts that grows by single tokens.
+"""Counts how often every short run of tokens occurs in some texts, and what follows it.
 
-As in SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975). A million edges take about 150 MB, as plain numbers in one table; a text takes
-one edge for each of its tokens and one for every different run in it that occurs more than once.
+This is a suffix tree with counts that grows by single tokens, as in SuffixDecoding (Oliaro et al.
+2024, arXiv:2411.04975). A million edges take about 150 MB, as plain numbers in one table. A text
+takes one edge for each of its tokens, and one for every different run in it that occurs more than
+once.
 """
 
 from __future__ import annotations
@@ -15,19 +17,23 @@ from typing import NamedTuple
 from jaxpage.step.draft import Draft, chain
 
 ROOT = 0
-_TOKEN_BITS = 32  # of an edge's key: node << 32 | token
-_INDEX_BITS = 32  # of a leaf
+_TOKEN_BITS = 32  # the key of an edge is node << 32 | token
+_INDEX_BITS = 32  # a leaf is -1 - (text << 32 | index)
 
 
 class ScoredDraft(NamedTuple):
-    """Tokens that may follow, and how many of them are likely to be right: the sum of their probabilities by the counts."""
+    """Holds tokens that may follow, and how many of them are likely to be right.
+
+    The score is the sum of their probabilities by the counts.
+    """
 
     token_ids: list[int]
-    parents: list[int] | None  # as of a draft; None: each follows the one before
+    parents: list[int] | None  # those of a draft; None: each follows the one before
     score: float
 
     @property
     def draft(self) -> Draft:
+        """Returns the tokens as a draft."""
         token_ids = tuple(self.token_ids)
         return chain(token_ids) if self.parents is None else Draft(token_ids, tuple(self.parents))
 
@@ -36,48 +42,60 @@ NOTHING = ScoredDraft([], None, 0.0)
 
 
 class SuffixTree:
-    """Every run of at most `depth` tokens of its texts is a path from the root.
+    """Holds every run of at most `depth` tokens of its texts, as a path from the root.
 
-    A place in the tree is a number. From 0 on it is a node: behind a run that occurs more than once. Below 0 it is a leaf, which stands for
-    the one place of the one text that such a run leads to; the rest of the path is the rest of that text. So most of a tree is never built.
+    A place in the tree is a number. From 0 on it is a node, after a run that occurs more than once.
+    Below 0 it is a leaf, for the one place of the one text that such a run leads to; the rest of
+    the path is the rest of that text. So most of a tree is never built.
     """
 
     def __init__(self, depth: int) -> None:
-        """depth: at least 2, since something has to follow something."""
+        """Makes an empty tree.
+
+        Args:
+            depth: The most tokens of a run, at least 2, since something has to follow something.
+        """
         self.depth = depth
-        self._edges: dict[int, int] = {}  # the place behind a node and a token
+        self._edges: dict[int, int] = {}  # the place after a node and a token
         self._counts = array("i", [0])  # by node: how often its run occurs
-        # by node: the token that follows most often; of several the one that did so last
+        # By node: the token that follows most often; of several the one that did so last.
         self._best = array("q", [-1])
         self._best_counts = array("i", [0])
-        self._followers: dict[
-            int, list[int]
-        ] = {}  # by node, if several tokens follow: in the order in which they appeared
+        # By node, if several tokens follow: the tokens in the order in which they appeared.
+        self._followers: dict[int, list[int]] = {}
         self._texts: list[Sequence[int]] = []
         self._sizes: list[int] = []  # by text: tokens of it that are in the tree
-        # by text that may grow: nodes behind its last 1, 2, ... tokens
+        # By text that may grow: the nodes after its last 1, 2, ... tokens.
         self._ends: list[list[int] | None] = []
 
     def __len__(self) -> int:
-        """Edges: what memory goes by."""
+        """Returns the number of edges, by which memory goes."""
         return len(self._edges)
 
     def begin(self, token_ids: Sequence[int]) -> int:
-        """A text, whose tokens `grow` takes in. The tree keeps `token_ids`, which may get longer and change in no other way."""
+        """Begins a text, whose tokens `grow` takes in, and returns its number.
+
+        The tree keeps `token_ids`, which may get longer and change in no other way.
+        """
         self._texts.append(token_ids)
         self._sizes.append(0)
         self._ends.append([])
         return len(self._texts) - 1
 
     def end(self, text: int) -> None:
-        """The text grows no more."""
+        """Ends a text, which grows no more."""
         self._ends[text] = None
 
     def size(self, text: int) -> int:
+        """Returns how many tokens of a text are in the tree."""
         return self._sizes[text]
 
     def grow(self, text: int, size: int) -> None:
-        """Takes in the text's tokens up to `size`. Work: one place for every token and for every run that ends with it and is no news."""
+        """Takes in the text's tokens up to `size`.
+
+        The work is one place for every token, and one for every run that ends with it and is not
+        new.
+        """
         token_ids = self._texts[text]
         for index in range(self._sizes[text], size):
             self._append(text, token_ids[index], index + 1)
@@ -103,7 +121,7 @@ class SuffixTree:
                 grown.append(place)
             if count >= best_counts[node]:
                 best[node], best_counts[node] = token, count
-        del grown[self.depth - 1 :]  # behind the longest runs nothing is kept
+        del grown[self.depth - 1 :]  # after the longest runs nothing is kept
         self._ends[text] = grown
 
     def _branch(self, key: int, leaf: int, depth: int) -> int:
@@ -125,11 +143,14 @@ class SuffixTree:
         return node
 
     def ends(self, text: int) -> Sequence[int]:
-        """The places behind the last 1, 2, ... tokens of a growing text, as far as they occur elsewhere too."""
+        """Returns the places after the last 1, 2, ... tokens of a text that may grow.
+
+        There are only those that occur elsewhere, too.
+        """
         return self._ends[text] or ()
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
-        """The places behind the last 1, 2, ... of the tokens, as far as they occur."""
+        """Returns the places after the last 1, 2, ... of the tokens, as far as they occur."""
         edges, places = self._edges, list[int]()
         for length in range(1, min(len(token_ids), self.depth - 1) + 1):
             place: int | None = ROOT
@@ -145,12 +166,14 @@ class SuffixTree:
         return places
 
     def _alone(self, leaf: int, token_ids: Sequence[int], taken: int, length: int) -> list[int]:
-        """The places behind the last `length`, `length` + 1, ... tokens, of which those before `taken` lead to a leaf.
+        """Returns the places after the last `length`, `length` + 1, ... tokens from a leaf on.
 
-        They occur once if at all, so it is the same place for all of them.
+        Those before `taken` lead to the leaf. The runs occur once if at all, so it is the same
+        place for all of them.
         """
         text, index = _position(leaf)
-        stop = index + len(token_ids) - taken  # where the last token would stand in the text
+        # The place after the last token, if the text goes on like the tokens.
+        stop = index + len(token_ids) - taken
         tokens = self._texts[text]
         if stop > self._sizes[text] or list(tokens[index:stop]) != list(token_ids[taken:]):
             return []
@@ -161,15 +184,16 @@ class SuffixTree:
         return [_leaf(text, stop)] * (longest - length + 1)
 
     def count(self, place: int) -> int:
-        """How often the run before a place occurs."""
+        """Returns how often the run before a place occurs."""
         return self._counts[place] if place >= 0 else 1
 
     def path(self, place: int, num_tokens: int, least: float) -> ScoredDraft:
-        """The most frequent token behind the place, the most frequent behind that one, and so on.
+        """Returns the most frequent token after a place, the most frequent after that, and so on.
 
         Args:
-            num_tokens: at most.
-            least: the probability of what is guessed: of all the tokens that lead to a token, and of itself.
+            place: The place.
+            num_tokens: The most tokens.
+            least: The least probability of a token together with all that lead to it.
         """
         counts, best, best_counts = self._counts, self._best, self._best_counts
         token_ids: list[int] = []
@@ -192,11 +216,14 @@ class SuffixTree:
         return ScoredDraft(token_ids, None, score)
 
     def tree(self, place: int, num_tokens: int, depth: int, least: float) -> ScoredDraft:
-        """The likeliest tokens behind the place, whichever way they lead; no deeper than `depth`. The rest as for `path`."""
+        """Returns the most likely tokens after a place, whichever way they lead.
+
+        They are no deeper than `depth`; the other arguments are those of `path`.
+        """
         token_ids: list[int] = []
         parents: list[int] = []
         score = 0.0
-        number = itertools.count()  # of equally likely ones those that came up first
+        number = itertools.count()  # the order in which equally likely ones come up
         heap = [
             (-share, next(number), token, -1, 1, behind)
             for token, behind, share in self._following(place)
@@ -221,7 +248,7 @@ class SuffixTree:
         return ScoredDraft(token_ids, parents, score)
 
     def _following(self, place: int) -> Iterator[tuple[int, int, float]]:
-        """The tokens behind a place, the places behind them, and how often each follows."""
+        """Yields the tokens after a place, the places after them, and how often each follows."""
         if place >= 0:
             tokens = self._followers.get(place) or (
                 [self._best[place]] if self._best_counts[place] else []
@@ -236,7 +263,10 @@ class SuffixTree:
 
 
 def _leaf(text: int, index: int) -> int:
-    """The place of a run that occurs once: before token `index` of the text. One less is the place behind that token."""
+    """Returns the place of a run that occurs once: before token `index` of the text.
+
+    One less is the place after that token.
+    """
     return -1 - (text << _INDEX_BITS | index)
 
 
