@@ -1,6 +1,7 @@
-"""The flags of settings, without what reads settings: `--help` must not wait for pydantic.
+"""Declares the flags of settings, without what reads settings: `--help` must not wait for pydantic.
 
-Generated from `EngineConfig` and `ServerConfig` by `pytest tests/test_reference.py --write-reference`. Do not edit.
+This module is generated from `EngineConfig` and `ServerConfig`, by
+`pytest tests/test_reference.py --write-reference`. Do not edit it.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ ENGINE_FLAGS = (
     Flag(
         "dtype",
         str,
-        "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; on CPU bfloat16 only if it is faster)",
+        "auto, float32, bfloat16 or float16; default: auto (the checkpoint's; on CPU bfloat16 "
+        "only if it is faster)",
     ),
     Flag(
         "quantization",
         str,
-        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
-        "checkpoint's own method; default: as the checkpoint; of a GGUF file, dequantised",
+        "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or "
+        "the name of the checkpoint's own method; default: as the checkpoint; of a GGUF file, "
+        "dequantised",
     ),
     Flag(
         "kv_cache_dtype",
         str,
-        "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8; default: auto",
+        "type of the KV cache: auto (as --dtype, or as a quantised checkpoint says), int8 or fp8;"
+        " default: auto",
     ),
     Flag(
         "max_model_len",
@@ -58,8 +62,8 @@ ENGINE_FLAGS = (
     Flag(
         "num_blocks",
         int,
-        "KV blocks of the pool, with the null block; default: what fits; on CPU 512 tokens for each of "
-        "--max-num-seqs, at most 4 GiB",
+        "KV blocks of the pool, with the null block; default: what fits; on CPU 512 tokens for "
+        "each of --max-num-seqs, at most 4 GiB",
     ),
     Flag(
         "kv_cache_memory_bytes",
@@ -75,13 +79,14 @@ ENGINE_FLAGS = (
     Flag(
         "swap_space_blocks",
         int,
-        "KV blocks in host memory for swapping, else in a file of prefix_cache_directory; default: as many as the KV "
-        "pool has, if they fit",
+        "KV blocks in host memory for swapping, else in a file of prefix_cache_directory; "
+        "default: as many as the KV pool has, if they fit",
     ),
     Flag(
         "max_num_seqs",
         int,
-        "most sequences in a step; each sample and beam counts; default: 64 (1 for generate and chat)",
+        "most sequences in a step; each sample and beam counts; default: 64 (1 for generate and "
+        "chat)",
     ),
     Flag(
         "max_num_batched_tokens",
@@ -91,13 +96,15 @@ ENGINE_FLAGS = (
     Flag(
         "num_scheduler_steps",
         int,
-        "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: less host time per "
-        "token, and tokens that arrive together; not with --speculative-config; default: 1",
+        "tokens that a decode step draws of each sequence before the host sees them, 1 to 32: "
+        "less host time per token, and tokens that arrive together; not with "
+        "--speculative-config; default: 1",
     ),
     Flag(
         "enable_mixed_steps",
         None,
-        "decodes and prompt chunks in the same step, or in alternating steps; default: what the kernel set prefers",
+        "decodes and prompt chunks in the same step, or in alternating steps; default: what the "
+        "kernel set prefers",
     ),
     Flag(
         "scheduling_policy",
@@ -107,13 +114,14 @@ ENGINE_FLAGS = (
     Flag(
         "preemption_mode",
         str,
-        "what preempted requests do: auto, recompute or swap; default: auto (one sequence: recompute; several: swap)",
+        "what preempted requests do: auto, recompute or swap; default: auto (one sequence: "
+        "recompute; several: swap)",
     ),
     Flag(
         "new_requests_wait_until",
         str,
-        "new requests wait until preempted ones are readmitted or completed; higher priorities do not wait; default: "
-        "readmitted",
+        "new requests wait until preempted ones are readmitted or completed; higher priorities do"
+        " not wait; default: readmitted",
     ),
     Flag(
         "enable_prefix_caching",
@@ -123,8 +131,8 @@ ENGINE_FLAGS = (
     Flag(
         "prefix_cache_directory",
         str,
-        "directory of the user's own in which full KV blocks are kept as files, for later starts with the same "
-        "weights and layout",
+        "directory of the user's own in which full KV blocks are kept as files, for later starts "
+        "with the same weights and layout",
     ),
     Flag(
         "prefix_cache_disk_bytes",
@@ -146,7 +154,8 @@ ENGINE_FLAGS = (
     Flag(
         "speculative_config",
         json_object,
-        'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md); default: off',
+        'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md);'
+        " default: off",
         metavar="JSON",
     ),
     Flag(
@@ -172,14 +181,16 @@ ENGINE_FLAGS = (
     Flag(
         "tensor_parallel_reduction",
         str,
-        "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 devices), fast (whatever is"
-        " fastest there), or auto (invariant on 2 or 4 CPU devices, else fast); default: auto",
+        "how what the devices compute is added up: invariant (the same bits on 1, 2 and 4 "
+        "devices), fast (whatever is fastest there), or auto (invariant on 2 or 4 CPU devices, "
+        "else fast); default: auto",
     ),
     Flag(
         "cudagraph_update_mode",
         str,
-        "on GPUs, when XLA records a step's CUDA graph anew: auto (as it does by default), always_update, "
-        "skip_profiled or another of the modes that this version of JAX knows; default: auto",
+        "on GPUs, when XLA records a step's CUDA graph anew: auto (as it does by default), "
+        "always_update, skip_profiled or another of the modes that this version of JAX knows; "
+        "default: auto",
     ),
     Flag(
         "cudagraph_collectives",
@@ -207,7 +218,8 @@ SERVER_FLAGS = (
     Flag(
         "served_model_name",
         str,
-        "names of the model in requests, the first in answers; default: MODEL, of a path its last part",
+        "names of the model in requests, the first in answers; default: MODEL, of a path its last"
+        " part",
         several=True,
     ),
     Flag(
@@ -317,7 +329,8 @@ SERVER_FLAGS = (
     Flag(
         "kv_events",
         str,
-        "publish which prefixes are cached, with their token ids, as vLLM does: tcp://127.0.0.1:PORT",
+        "publish which prefixes are cached, with their token ids, as vLLM does: "
+        "tcp://127.0.0.1:PORT",
         metavar="ENDPOINT",
     ),
     Flag(
@@ -346,7 +359,8 @@ SERVER_FLAGS = (
     Flag(
         "incident_token_ids",
         None,
-        "incidents hold prompts and outputs as token ids, and only then can they be run again; default: no",
+        "incidents hold prompts and outputs as token ids, and only then can they be run again; "
+        "default: no",
     ),
     Flag(
         "num_hosts",
@@ -362,7 +376,8 @@ SERVER_FLAGS = (
     Flag(
         "coordinator",
         str,
-        "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, Kubernetes)",
+        "address of rank 0 between the hosts; PORT + 1 is used too; auto: of the job (Slurm, "
+        "Kubernetes)",
         metavar="HOST:PORT",
     ),
     Flag(

@@ -14,7 +14,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.settings.base import ByteSize, Settings
 from jaxpage.settings.engine_config import EngineConfig
 
-WIDTH = 120
+WIDTH = 100
 BYTE_SIZE = get_args(ByteSize)[1]  # what marks a number as an amount of memory
 BEGIN, END = "# What follows is generated.", "# The end of what is generated."
 HEADER = '''"""Declares the flags of settings, without what reads settings: `--help` must not wait for pydantic.
