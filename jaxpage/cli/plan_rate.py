@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jaxpage.assembly import EngineSpec, Hooks
+from jaxpage.bench.shape_times import shape_times
 from jaxpage.cli.plan import spec_of
 from jaxpage.errors import UsageError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
@@ -20,7 +21,7 @@ from jaxpage.scheduling import Preemption
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.costs import CostModel
 from jaxpage.simulation.policies import PagedScheduler
-from jaxpage.simulation.shape_costs import as_dict, measure, read_costs
+from jaxpage.simulation.shape_costs import ShapeCost, as_dict, read_costs
 from jaxpage.simulation.sustained_rate import (
     SEEDS,
     SUSTAINED,
@@ -137,7 +138,7 @@ def _opened(
             **given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
         )
         built = open_engine(config, Hooks(progress=not arguments.json))
-        spec, cost = built.spec, measure(built)
+        spec, cost = built.spec, ShapeCost(*shape_times(built))
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
         raise UsageError(
             "--slo simulates models whose layers all see the whole sequence; this one has sliding windows"

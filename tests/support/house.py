@@ -60,7 +60,7 @@ DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
 # nor HTTP.
-STEPPING = {"driver", "replay", "bench", "simulation"}
+STEPPING = {"driver", "replay", "bench"}
 UNKNOWN_TO_DRIVER = {"asyncio", "http", "starlette", "uvicorn"}
 
 # Programs that import more than the front doors, because they time or replace a part that has none.

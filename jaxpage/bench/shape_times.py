@@ -1,0 +1,77 @@
+"""Measures the steps of an engine, by their shapes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxpage.assembly import Built
+from jaxpage.bench.roofline import start_decoding, start_request
+from jaxpage.engine.engine import Engine
+
+SHORT, LONG = 16, 512  # tokens of the prompt of a decoding row
+STEPS = 12  # measured decode steps of a kind, after as many for warm-up; their median counts
+CHUNKS = 3  # measured prompt chunks of a kind, after one for warm-up
+
+
+class ShapeTimes(NamedTuple):
+    """Holds the seconds of steps of full shapes.
+
+    Attributes:
+        decode: Rows, from few to many, and the seconds of a decode step.
+        chunk: Query tokens, from few to many, rows, and the seconds of a prompt chunk.
+        context_token: The seconds for each token of context of a decoding row.
+    """
+
+    decode: tuple[tuple[int, float], ...]
+    chunk: tuple[tuple[int, int, float], ...]
+    context_token: float
+
+
+def shape_times(built: Built) -> ShapeTimes:
+    """Measures steps of full shapes on an idle engine without a prefix cache."""
+    engine, memory, menu = built.engine, built.memory, built.spec.menu
+    most = min(
+        built.spec.limits.max_rows,
+        (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT + 4 * STEPS),
+    )
+    rows = sorted({min(bucket.num_rows, most) for bucket in menu.decode})
+    decode = tuple((num_rows, _decoding(engine, num_rows, SHORT)) for num_rows in rows)
+    long = min(LONG, memory.max_model_len - 4 * STEPS - 1)
+    num_long = max(
+        (r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1
+    )
+    beyond = _decoding(engine, num_long, long) - dict(decode)[num_long]
+    longest = memory.max_model_len - 1
+    sizes = {min(bucket.num_tokens, longest): bucket.num_rows for bucket in menu.chunk}
+    chunk = tuple(
+        (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())
+    )
+    return ShapeTimes(decode, chunk, max(0.0, beyond / (num_long * max(1, long - SHORT))))
+
+
+def _decoding(engine: Engine, num_rows: int, context: int) -> float:
+    start_decoding(engine, num_rows, context)
+    seconds = _timed(engine.step, 2 * STEPS)[STEPS:]
+    engine.abort_all()
+    return statistics.median(seconds)
+
+
+def _computing(engine: Engine, num_tokens: int) -> float:
+    def prompt() -> None:
+        reporter = start_request(engine, num_tokens, 1)
+        while not reporter.num_output_tokens:
+            engine.step()
+
+    return statistics.median(_timed(prompt, 1 + CHUNKS)[1:])
+
+
+def _timed(call: Callable[[], Any], count: int) -> list[float]:
+    seconds = []
+    for _ in range(count):
+        started = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - started)
+    return seconds
