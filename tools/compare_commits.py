@@ -42,7 +42,7 @@ WORK = ("generate 1", "generate 16", "stream 1")
 
 
 class Worker:
-    """An engine of one checkout, in a process."""
+    """Runs an engine of one checkout in a process."""
 
     def __init__(self, checkout: Path, settings: str, num_tokens: int) -> None:
         self._checkout = checkout
