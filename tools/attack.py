@@ -40,7 +40,7 @@ SETTINGS = {
 # A longer pause in another client's stream is a finding: no client may stop all others.
 PAUSE_SECONDS = 5.0
 # On a busy machine a stream pauses anyway, so the bound is at least this many times its longest
-# pause.
+# pause before the first attack.
 IDLE_PAUSES = 20
 # The bound of the growth of resident memory, from before the first attack to some seconds after
 # one.

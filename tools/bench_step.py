@@ -1,6 +1,6 @@
 """Times whole decode and prompt-chunk steps on this machine's device, and their parts.
 
-    python tools/bench_step.py --models 8b --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
+    python tools/bench_step.py --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
 
 The parts are products, attention, sampler and host. The shapes are those of Llama-3-8B ("8b"),
 Llama-3.2-1B ("1b", with a head of its own) or a tiny model; weights are random numbers that are

@@ -6,8 +6,10 @@ whose packages are missing, or that does not run here, is left out with its erro
 Python of its own, since its packages may need another version than jaxpage does best in:
 
     pip install torch ctranslate2 llama-cpp-python gguf
-    python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12 --write docs/benchmarks.md
-    jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2 && python tools/compare_engines.py models/smollm2
+    python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12
+    python tools/compare_engines.py models/llama-110m --write docs/benchmarks.md
+    jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2
+    python tools/compare_engines.py models/smollm2
 """
 
 from __future__ import annotations

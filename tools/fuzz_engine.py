@@ -2,8 +2,8 @@
 
     python tools/fuzz_engine.py --minutes 3 --seed 1
 
-The first difference is shrunk to the fewest settings and requests and printed as a program; the exit
-status is 1 then. Needs the test packages (`pip install '.[test]'`).
+The first difference is shrunk to the fewest settings and requests and printed as a program; the
+exit status is 1 then. Needs the test packages (`pip install '.[test]'`).
 """
 
 from __future__ import annotations

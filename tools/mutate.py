@@ -4,12 +4,12 @@
     python -m tools.mutate --sample 20 jaxpage/memory/block_pool.py
 
 The faults are those of Cosmic Ray (`pip install '.[mutation]'`): a comparison, an arithmetic or a
-boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
-room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
-all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
-Each fault is tried with the test files of `FIRST_TESTS`, then with all of its room and with quick ones
-that import its module, until a test fails that passes without the fault. The exit status is 1 if a
-fault survives that is not in `EQUIVALENT`.
+boolean operator is replaced, a condition is negated, a number is changed by one, a loop does not
+run. Each room gives the same number of faults, drawn independently: one room alone gives the same
+faults as among all rooms, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a
+sixth of the default). Each fault is tried with the test files of `FIRST_TESTS`, then with all test
+files of its room and with quick ones that import its module, until a test fails that passes without
+the fault. The exit status is 1 if a fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python tools/setting_walk.py                       # a table of a few settings
     python tools/setting_walk.py max_num_seqs=8 --list # every stay of one walk
 
-The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of the
-packaged model is started until its executables are about to be compiled. A function of jaxpage takes
-the setting if one of its arguments is the marked value, or a record or container that holds it. `self`
-does not count: a record that reads itself hands nothing on.
+The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of
+the packaged model is started until its executables are about to be compiled. A function of jaxpage
+takes the setting if one of its arguments is the marked value, or a record or container that holds
+it. `self` does not count: a record that reads itself hands nothing on.
 
     stays      how often the walk enters such a function, or comes back to it from another one
     functions  how many different functions these are, in how many modules

@@ -6,7 +6,7 @@ seeded synthetic slice; see tools/demo_model/corpus.py for the list and the lice
 and most of an hour are enough.
 
     python tools/train_demo_model.py --minutes 45   # as many steps as fit; the card records them
-    python tools/train_demo_model.py --steps 1500   # the same batches at the same learning rates each time
+    python tools/train_demo_model.py --steps 1500   # the same batches and learning rates each time
     python tools/train_demo_model.py --resume       # go on from the last checkpoint in --scratch
     python tools/train_demo_model.py --drafters     # the drafters for the model in --output
 
