@@ -139,7 +139,8 @@ def _preemption(arguments: argparse.Namespace) -> Section:
     rate = arguments.rates[0]
     results = {}
     for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
-        setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]  # product forgets the literals
+        # `product` forgets the literal types.
+        setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]
         seeds = range(arguments.seeds)
         results[f"{mode}, {wait}"] = saturate(
             setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds

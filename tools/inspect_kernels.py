@@ -1,6 +1,4 @@
-"""Compiles every kernel, and whole steps of a model, without a GPU, for kernels.md.
-
-The results are written into docs/internals/kernels.md.
+"""Compiles every kernel and whole steps without a GPU; rewrites docs/internals/kernels.md.
 
     python tools/inspect_kernels.py            # some minutes; rewrites the tables
     python tools/inspect_kernels.py --check    # fails where the file says something else

@@ -64,7 +64,7 @@ SHAPES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = 
         },
     ),
 }
-# The deviation of every matrix; at the usual 0.02 a deep random model repeats one token
+# The deviation of every matrix; at the usual 0.02 a deep random model repeats one token.
 DEVIATION = 0.06
 
 

@@ -46,7 +46,7 @@ class Check:
     def children(self) -> list[Child]:
         """Returns the parts in the order in which they start.
 
-        Correctness comes first: what says most about whether the kernels are right. Times follow.
+        Checks that say most about whether the kernels are right come first, then times.
         """
         kernels = [name for name in self.backends if name in KERNEL_BACKENDS]
         made = [self.part("parity", name, needs_s=60, limit_s=240) for name in kernels]

@@ -27,7 +27,7 @@ from tools.kernel_lab.kernel_cases import Case, label, make_case, shape_of_spec
 from tools.kernel_lab.specs import Spec
 from tools.kernel_lab.timing import Program, compiled, num_layers, time_program
 
-# Returns what is to be least; raises where the tiles do not compile
+# Returns the number to minimise; raises where the tiles do not compile.
 Measure = Callable[[Spec, Tiles], float]
 
 VALUES: dict[str, tuple[int, ...]] = {  # the fields in the order in which they are tried
@@ -241,7 +241,7 @@ class OnDevice:
 
     def measure(self, spec: Spec, tiles: Tiles) -> float:
         """Returns a call's time divided by the least time that it could take."""
-        # Threads that trace would delay the dispatch of the timed calls
+        # Threads that trace would delay the dispatch of the timed calls.
         wait(self._coming.values())
         coming = self._coming.pop((spec, tiles), None)
         program = coming.result() if coming else self._compiled(spec, tiles)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tools.paper.pool import Pool
 from tools.paper.simulated_cases import PAGED
 
-# Their requests are short, so that a shorter window has enough of them
+# Their requests are short, so that a shorter window has enough of them.
 SHORT = {"alpaca", "translation"}
 # The rates of a curve, as shares of the highest rate that it is expected to sustain.
 SHARES = (0.4, 0.7, 0.9, 1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0)

@@ -1,4 +1,4 @@
-"""Draws the figures: the program of `tools/reproduce_paper.py`."""
+"""Draws the figures of the paper: the program of `tools/reproduce_paper.py`."""
 
 from __future__ import annotations
 

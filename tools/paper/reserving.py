@@ -177,7 +177,7 @@ class ReservingScheduler:
             sequence.num_computed_tokens = row.context_length
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
-            group = apply_edit(edit, self._sequences, _NoBlocks())  # nobody owns a block
+            group = apply_edit(edit, self._sequences, _NoBlocks())  # type: ignore[arg-type]
             assert group is not None
             touched[group.request.request_id] = group
         return self._leaving(list(touched.values()))

@@ -52,7 +52,7 @@ def main() -> None:
         write_gguf(Path(task.model), config, path, task.dtype)
         llama_cpp.llama_backend_init()
         loading = llama_cpp.llama_model_default_params()
-        # Version 0.3.36 dies by a signal where it multiplies Q8_0 by AMX, which is one of its extra
+        # Version 0.3.36 ends by a signal where it multiplies Q8_0 by AMX, which is one of its extra
         # buffer types.
         loading.use_extra_bufts = task.dtype != "int8"
         model = llama_cpp.llama_model_load_from_file(path.encode(), loading)
