@@ -1,1 +1,4 @@
-"""Programs around the engine: `python tools/NAME.py`, from any directory, where jaxpage is installed."""
+"""Holds programs around the engine: `python tools/NAME.py`, where jaxpage is installed.
+
+They run from any directory.
+"""

@@ -1,10 +1,11 @@
-"""Attacks a server with every field and construct of its requests at its bound, while another client streams.
+"""Attacks a server with every field and construct of its requests at its bound.
 
     python tools/attack.py --minutes 10 --seed 1
 
-After each attack the other client's longest pause, the server's memory, its log, its health and the
-statuses of its answers are looked at. The first promise that is broken ends the run: what was sent is
-printed, and the exit status is 1. Needs the test packages (`pip install '.[test]'`).
+Another client streams at the same time. After each attack the program looks at the other client's
+longest pause, the server's memory, its log, its health and the statuses of its answers. The first
+promise that is broken ends the run: what was sent is printed, and the exit status is 1. Needs the
+test packages (`pip install '.[test]'`).
 """
 
 from __future__ import annotations
@@ -36,23 +37,28 @@ SETTINGS = {
     "dtype": "float32",
     "log-level": "info",
 }
-# the longest pause in another client's stream that is no finding: nobody stops everybody
+# A longer pause in another client's stream is a finding: no client may stop all others.
 PAUSE_SECONDS = 5.0
-# on a machine so busy that a stream pauses anyway, so many times its longest pause
+# On a busy machine a stream pauses anyway, so the bound is at least this many times its longest
+# pause before the first attack.
 IDLE_PAUSES = 20
-# of resident memory, from before the first attack to five seconds after one
+# The bound of the growth of resident memory, from before the first attack to some seconds after
+# one.
 GROWTH_BYTES = 256 << 20
 SETTLE_SECONDS = 5.0
-LOG_BYTES = 1 << 20  # of one attack
-ANSWER_SECONDS = 15.0  # then an attacker leaves
+LOG_BYTES = 1 << 20  # for one attack
+ANSWER_SECONDS = 15.0  # the time after which an attacker leaves
 BASELINE_SECONDS = 4.0
 NUM_WARM_UPS = 64  # plain requests at once, after which the memory is that of a server in use
 STATUSES = frozenset((200, 400, 404, 408, 413, 415, 429, 431, 503, 504))
-SHOWN_BYTES = 2000  # of a body that is printed
+SHOWN_BYTES = 2000  # for a body that is printed
 
 
 class Witness:
-    """A client that streams without end, another one that asks for the health, and their pauses."""
+    """Runs a client that streams without end, and one that asks for the health.
+
+    It keeps the pauses of both.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -64,11 +70,12 @@ class Witness:
             threading.Thread(target=follow, daemon=True).start()
 
     def longest(self, begin: float, end: float) -> float:
-        """Returns the longest pause in seconds, as far as it lies between two times."""
+        """Returns the longest pause in seconds, counting only the part between the two times."""
         pauses = [*self._pauses, *((start, end) for start in list(self._open.values()))]
         return max((min(stop, end) - max(start, begin) for start, stop in pauses), default=0.0)
 
     def end(self) -> None:
+        """Stops both clients."""
         self._is_over = True
 
     def _stream(self) -> None:
@@ -100,7 +107,7 @@ class Witness:
                 )
                 time.sleep(0.2)
             finally:
-                self._open.pop("stream", None)  # its next one may have to wait for its turn
+                self._open.pop("stream", None)  # the next request may have to wait for its turn
                 connection.close()
 
     def _ask_health(self) -> None:
@@ -123,7 +130,7 @@ class Witness:
 
 
 def sent(attack: Attack, body: bytes | None) -> Iterator[bytes]:
-    """Yields the parts of a request; an empty part is a moment's rest."""
+    """Yields the parts of a request; an empty part is a short pause."""
     method = "GET" if body is None else "POST"
     head = f"{method} {attack.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     if body is None:
@@ -151,7 +158,7 @@ def sent(attack: Attack, body: bytes | None) -> Iterator[bytes]:
 
 
 def strike(address: str, attack: Attack, body: bytes | None) -> str:
-    """Sends one request. Returns the status of the answer, or how it ended."""
+    """Sends one request; returns the status of the answer, or how the connection ended."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + ANSWER_SECONDS
     try:
@@ -174,12 +181,12 @@ def strike(address: str, attack: Attack, body: bytes | None) -> str:
             return found[9:12].decode("latin-1") or "closed"
     except TimeoutError:
         return "left"
-    except OSError as error:  # it is refused while it is still being sent
+    except OSError as error:  # the server refuses the request while it is still being sent
         return type(error).__name__
 
 
 class Siege:
-    """A server under attack, and what must hold of it."""
+    """Attacks a server and checks what must hold."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
@@ -201,7 +208,7 @@ class Siege:
         self._resident_bytes = self._memory()
 
     def withstands(self, attack: Attack) -> list[str]:
-        """Makes the attack. Returns the promises that it broke."""
+        """Makes the attack; returns the promises that it broke."""
         body = attack.make() if attack.make else None
         num_log_bytes, begin = self._served.num_log_bytes, time.monotonic()
         with ThreadPoolExecutor(attack.num_connections) as pool:
@@ -234,10 +241,11 @@ class Siege:
         return found
 
     def end(self) -> None:
+        """Stops the other clients."""
         self._witness.end()
 
     def _settled(self) -> int:
-        """Returns by how many bytes memory has grown, five seconds later if it has grown much."""
+        """Returns the growth of memory in bytes; waits up to five seconds while it is large."""
         deadline = time.monotonic() + SETTLE_SECONDS
         while (
             growth := self._memory() - self._resident_bytes
@@ -251,13 +259,13 @@ class Siege:
         for process in [self._process, *self._process.children(recursive=True)]:
             try:
                 total += process.memory_info().rss
-            except psutil.NoSuchProcess:  # a child that was ended
+            except psutil.NoSuchProcess:  # a child that has ended
                 continue
         return total
 
 
 def run(siege: Siege, wanted: Iterator[Attack], minutes: float, *, goes_on: bool) -> int:
-    """Makes attacks until the time is over. Returns how many broke a promise."""
+    """Makes attacks until the time is over; returns how many broke a promise."""
     deadline, num_broken, count = time.monotonic() + 60 * minutes, 0, 0
     for count, attack in enumerate(wanted, 1):  # noqa: B007
         if found := siege.withstands(attack):

@@ -3,8 +3,8 @@
     python tools/bench_engine.py --model 8b --rows 1,8,64,256 --to engine.jsonl
 
 The time of a decode step is what `LLM.generate` takes for more new tokens, prompts and all else
-being equal, so that prompts and start-up are not in it. Weights are drawn on the device; no file is
-read. Each result is appended to --to at once, as a line of JSON. tools/gpu_slot.py runs it.
+being equal, so it includes neither prompts nor start-up. Weights are drawn on the device; no file
+is read. Each result is appended to --to at once, as a line of JSON. tools/gpu_slot.py runs it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append, first_line, judged
@@ -39,12 +39,13 @@ except ImportError as absent:
     MISSING = absent.name or str(absent)
 
 FEW = 2  # new tokens of the shorter of two runs
-ROUNDS = 5  # of a prompt
-FEW_ROWS = 64  # more are timed last
-ROW_S = 0.15  # that a row may need, most of it for three times its prompt
+ROUNDS = 5  # rounds of a prompt
+FEW_ROWS = 64  # larger numbers of rows are timed last
+ROW_S = 0.15  # the time that a row may need, most of it for three times its prompt
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,7 +86,13 @@ def peak_bytes() -> int | None:
 
 @dataclass
 class Bench:
-    """An engine, and what is timed with it."""
+    """Times an engine.
+
+    Attributes:
+        arguments: The arguments of the command line.
+        llm: The engine.
+        random: Draws the prompts.
+    """
 
     arguments: argparse.Namespace
     llm: LLM
@@ -93,20 +100,23 @@ class Bench:
 
     @property
     def vocab_size(self) -> int:
+        """Returns the number of tokens of the model's vocabulary."""
         size: int = MODELS[self.arguments.model]["vocab_size"]
         return size
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
+        """Returns random prompts of one length."""
         return [self.random.integers(5, self.vocab_size, length).tolist() for _ in range(count)]
 
     def seconds(self, prompts: list[list[int]], new: int, **sampling: Any) -> float:
-        """Returns what generating so many tokens for each prompt takes."""
+        """Returns the time of generating this many tokens for each prompt."""
         params = SamplingParams(max_tokens=new, ignore_eos=True, **{"temperature": 0.0, **sampling})
         began = time.perf_counter()
         self.llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - began
 
     def decode(self, rows: int, **sampling: Any) -> Finding:
+        """Times a decode step of this many rows."""
         prompts, more = self.prompts(rows, self.arguments.context), self.arguments.new - FEW
         self.seconds(prompts, FEW, **sampling)  # the first step of a shape is slower
         short = self.seconds(prompts, FEW, **sampling)
@@ -122,6 +132,7 @@ class Bench:
         return Finding("", PASSED, text, data=data)
 
     def prompt(self) -> Finding:
+        """Times a prompt of `--chunk` tokens."""
         length = self.arguments.chunk
         taken = statistics.median(
             [self.seconds(self.prompts(1, length), 1) for _ in range(1 + ROUNDS)][1:]
@@ -130,6 +141,7 @@ class Bench:
         return Finding("", PASSED, text, data={"tokens": length, "seconds": taken})
 
     def trace(self) -> Finding:
+        """Times a trace of requests that all come at once."""
         longest, count = min(512, self.arguments.context), self.arguments.trace
         limits = {"vocab_size": self.vocab_size, "max_input": longest, "max_output": longest}
         work = make_workload("sharegpt", count, seed=0, **limits)
@@ -152,14 +164,14 @@ class Bench:
 
 @dataclass
 class Results:
-    """Appends what is found, and begins nothing that may not fit into the time that is left."""
+    """Appends findings, and begins nothing that may not fit into the remaining time."""
 
     to: Path
     end: float
     failed: bool = False
 
     def add(self, check: str, run: Callable[[], Finding], *, needs_s: float = 0.0) -> None:
-        """Appends the finding of a run, or why it was left out."""
+        """Appends the finding of a run, or the reason why it was left out."""
         left = self.end - time.monotonic()
         if left < needs_s:
             finding = Finding(
@@ -174,6 +186,7 @@ class Results:
 
 
 def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
+    """Opens an engine with random weights that fits the requests."""
     config = dict(MODELS[arguments.model])
     return LLM.from_parameters(
         config,
@@ -191,6 +204,7 @@ def opened(arguments: argparse.Namespace, rows: list[int]) -> LLM:
 
 
 def started(bench: Bench) -> Finding:
+    """Measures how long compiling and the first tokens take."""
     began = time.monotonic()
     bench.seconds(bench.prompts(1, 32), 4)
     first, compiling = time.monotonic() - began, bench.llm.stats()["compile_seconds_total"]
@@ -211,17 +225,19 @@ def measure(arguments: argparse.Namespace, results: Results) -> None:
         sampled = functools.partial(bench.decode, count, temperature=1.0, top_p=0.95)
         results.add(f"decode {count} rows, top-p", sampled, needs_s=15)
         results.add(f"trace of {arguments.trace} requests", bench.trace, needs_s=40)
-        # their prompts take long
+        # The prompts of many rows take long, so these come last.
         decode(bench, results, [count for count in rows if count not in few])
 
 
 def decode(bench: Bench, results: Results, rows: list[int]) -> None:
+    """Times a decode step for each number of rows."""
     for count in rows:
         run = functools.partial(bench.decode, count)
         results.add(f"decode {count} rows", run, needs_s=ROW_S * count)
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns the exit status."""
     arguments = parse(argv)
     if MISSING:
         append(arguments.to, Finding("engine", LEFT_OUT, f"no {MISSING} here"))

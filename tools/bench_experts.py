@@ -1,6 +1,8 @@
-"""Times a mixture of experts by how many there are, beside every expert for every token: milliseconds of a layer, least of some rounds.
+"""Times a mixture of experts by the number of experts, next to every expert for every token.
 
-python tools/bench_experts.py --experts 8 32 128 --rows 1 8 64 512
+A time is milliseconds of a layer, the least of some rounds.
+
+    python tools/bench_experts.py --experts 8 32 128 --rows 1 8 64 512
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from jaxpage.models.experts import PLAIN_NAMES, make_experts
 
 
 def main() -> None:
+    """Prints a line for each number of experts and of rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -53,7 +56,7 @@ def main() -> None:
 
 
 def times(num_experts: int, num_rows: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """Seconds of the layer, and of the products of every expert for every token."""
+    """Returns the seconds of the layer, and of the products of every expert for every token."""
     spec = ExpertsSpec(Routing(num_experts, arguments.per_token, normalized=True), arguments.width)
     kind: dict[str, Any] = {"activation": "silu", "shared": None, "dtype": arguments.dtype}
     graph, shapes = abstract(

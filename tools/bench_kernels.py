@@ -1,14 +1,17 @@
-"""Times the kernels over named shapes beside measured ceilings, the XLA gather and contiguous attention; or finds the best tiles.
+"""Times the kernels over named shapes, or finds the best tiles.
+
+Times are shown next to measured ceilings, the XLA gather and contiguous attention.
 
     python tools/bench_kernels.py --specs decode --backends triton,mosaic,scan
     python tools/bench_kernels.py --tune --specs all --backends triton --minutes 9
     python tools/bench_kernels.py --interpret --small --specs 16x2048 --backends reference
 
-A time is that of a call on the device among many in one program, which read other keys and values each time (see
-tools/kernel_lab/timing.py for what is included). --tune writes a file per kind of GPU, from which `paged_attention` then takes its
-tiles; what was tuned before and is not now stays in it. A backend that refuses a call, and tiles that do not compile, are reported with
-the reason. An error of CUDA spoils the process, so nothing is timed after it: then time the other backends in a run of their own, as
-tools/gpu_check.py does. The last line of standard output is JSON.
+A time is that of one call on the device, of many in one program, which read other keys and values
+each time (see tools/kernel_lab/timing.py for what is included). --tune writes a file per kind of
+GPU, from which `paged_attention` then takes its tiles; shapes that were tuned before and are not
+now stay in it. A backend that refuses a call, and tiles that do not compile, are reported with the
+reason. A CUDA error spoils the process, so nothing is timed after it: then time the other backends
+in a run of their own, as tools/gpu_check.py does. The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from typing import Any
 
 import jax
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.sets import BACKENDS, DEFINITION, GPU_BACKENDS, XLA_BACKENDS
@@ -46,6 +49,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -103,6 +107,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns the exit status."""
     arguments = parse(argv)
     try:
         specs = chosen(arguments.specs)
@@ -114,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     deadline = time.monotonic() + arguments.minutes * 60
     directory = Path(tempfile.mkdtemp(prefix="bench_kernels_"))
     if not (arguments.small or arguments.tune or arguments.no_contiguous):
-        time_contiguous(arguments.specs, directory)  # before JAX takes the GPU's memory
+        time_contiguous(arguments.specs, directory)  # it must end before JAX takes the GPU's memory
     platform = jax.devices()[0].platform
     if platform != "gpu" and not arguments.small:
         print(
@@ -132,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def time_contiguous(specs: str, directory: Path) -> None:
-    """In a process of its own, which is gone before JAX starts."""
+    """Times contiguous attention in a process of its own, which ends before JAX starts."""
     command = [
         sys.executable,
         str(ROOT / "tools" / "time_contiguous_attention.py"),
@@ -158,6 +163,7 @@ def timing(
     deadline: float,
     directory: Path,
 ) -> Finding:
+    """Times all backends on all specs."""
     bar = Bar(len(specs) * len(arguments.backends), "timing")
     rows = compare(
         specs,
@@ -194,10 +200,10 @@ def tuning(
     deadline: float,
     directory: Path,
 ) -> Finding:
-    """Tunes all shapes, and shares the time left evenly among those that still wait.
+    """Tunes all shapes, and shares the remaining time evenly among those that still wait.
 
-    It writes after each shape, so that nothing found is lost, and which kernel set is fastest where
-    several were tuned for it.
+    It writes after each shape, so that no result is lost. Where several kernel sets were tuned for
+    a shape, it also writes which is fastest.
     """
     kind = jax.devices()[0].device_kind
     tuned_sets = [name for name in arguments.backends if name in RULES]
@@ -293,6 +299,7 @@ def _tuned_data(backend: str, tuned: Tuned) -> dict[str, Any]:
 
 
 def report(finding: Finding, arguments: argparse.Namespace, measured: Ceilings) -> int:
+    """Prints and writes the finding, and returns the exit status."""
     for one in finding.tables[1:]:
         print(f"\n{one.plain()}")
     print(f"\n{finding.check}: {finding.summary}")

@@ -1,6 +1,8 @@
-"""Times a prompt that is scored (prompt_logprobs) against one that is not, one token drawn: seconds, least of some rounds in turn.
+"""Times a prompt that is scored (prompt_logprobs) against one that is not.
 
-python tools/bench_prompt_logprobs.py --model models/opt-125m --num-tokens 2000
+One token is drawn. A time is in seconds, the least of some rounds in turn.
+
+    python tools/bench_prompt_logprobs.py --model models/opt-125m --num-tokens 2000
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from jaxpage import LLM, SamplingParams
 
 
 def main() -> None:
+    """Prints the times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

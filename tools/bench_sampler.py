@@ -1,7 +1,9 @@
-"""Times the cut-offs of a draw, and steps that mask, bias and penalise: `python tools/bench_sampler.py`.
+"""Times the cut-offs of a draw, and steps that mask, bias and penalise.
 
-Cut-offs are found by bisection, by the most likely tokens and by sorting; a step that processes logits
-is compared with a plain one.
+    python tools/bench_sampler.py
+
+Cut-offs are found by bisection, by the most likely tokens and by sorting; a step that processes
+logits is compared with a plain one.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def sort_and_cut(logits_V: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """What `truncate` does, the plain way."""
+    """Does what `truncate` does, by a sort."""
     sorted_V = jnp.sort(logits_V)[::-1]
     cutoff = jnp.where(top_k > 0, sorted_V[top_k - 1], -jnp.inf)
     likelihood_V = jnp.where(sorted_V >= cutoff, jnp.exp(sorted_V - sorted_V[0]), 0.0)
@@ -78,7 +80,10 @@ METHODS: dict[str, Callable[..., jax.Array]] = {
 
 
 def least_seconds(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Of each, the least of `repeats` turns: they take turns, so what disturbs one disturbs all."""
+    """Returns for each work the least time of `repeats` turns.
+
+    The works take turns, so what disturbs one disturbs all.
+    """
     least = dict.fromkeys(works, float("inf"))
     for _ in range(repeats):
         for name, work in works.items():
@@ -89,7 +94,14 @@ def least_seconds(works: Mapping[str, Callable[[], object]], repeats: int) -> di
 
 
 def measure_cuts(vocab_size: int, cut: str, *, scale: float, repeats: int) -> dict[str, float]:
-    """Seconds of one row, by method. `scale`: of the random logits; 1 is flat, 4 is like a trained model's."""
+    """Returns the seconds of one row, by method.
+
+    Args:
+        vocab_size: The number of logits.
+        cut: A name in CUTS.
+        scale: The scale of the random logits; 1 is flat, 4 is like a trained model's.
+        repeats: The number of turns.
+    """
     top_k, top_p = CUTS[cut]
     logits_V = (np.random.default_rng(0).standard_normal(vocab_size) * scale).astype(np.float32)
     given = jax.device_put((logits_V, np.int32(top_k), np.float32(top_p)))
@@ -103,7 +115,10 @@ def _run(work: Callable[..., jax.Array], given: tuple[jax.Array, ...]) -> jax.Ar
 
 
 def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -> dict[str, float]:
-    """Seconds of one decode step, input and output included, by what each of its rows asks for."""
+    """Returns the seconds of one decode step, by the sampling parameters of its rows.
+
+    Input and output are included.
+    """
     config = EngineConfig(
         model=model, max_num_seqs=num_rows, max_num_batched_tokens=max(64, num_rows)
     )
@@ -113,7 +128,7 @@ def measure_steps(model: str, *, num_rows: int, num_tokens: int, repeats: int) -
             f"--num-tokens is {num_tokens}, but max_model_len is {built.memory.max_model_len}"
         )
     engine = built.engine
-    # the rows read the same blocks
+    # All rows read the same blocks.
     table = tuple(range(1, -(-num_tokens // config.block_size) + 1))
     token_ids = np.random.default_rng(0).integers(0, engine.builder.vocab_size, num_tokens).tolist()
 

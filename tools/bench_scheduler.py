@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench.report import environment
@@ -37,15 +37,18 @@ from tools.scheduler_lab.scheduler_tables import (
 NUMS_WAITING = (10, 100, 1_000, 10_000)
 NUMS_RUNNING = (64, 256)
 ROUNDS = 5
-PRESSED = 64  # requests at once
-SHARES = (1.0, 0.3)  # of the blocks that they need together
+PRESSED = 64  # the number of requests at once
+SHARES = (1.0, 0.3)  # shares of the blocks that they need together
 MODES: tuple[Mode, ...] = ("recompute", "swap")
 
 Section = tuple[list[str], Any]  # the lines of a table with its title, and the same for JSON
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the tables that were asked for, all if none was, and with --json one JSON object as the last line."""
+    """Prints the tables that were asked for, or all tables.
+
+    With --json the last line is one JSON object.
+    """
     parser = _parser()
     arguments = parser.parse_args(argv)
     if min(*arguments.rates, arguments.seconds) <= 0 or arguments.seeds < 1:
@@ -128,11 +131,16 @@ def _waste(arguments: argparse.Namespace) -> Section:
 
 
 def _preemption(arguments: argparse.Namespace) -> Section:
-    """The paper's literal sentence, that new requests wait until the preempted are completed, beside what vLLM's first version did."""
+    """Compares the paper's rule with that of vLLM's first version.
+
+    In the paper new requests wait until the preempted requests are completed; in vLLM they wait
+    until the preempted requests are readmitted.
+    """
     rate = arguments.rates[0]
     results = {}
     for mode, wait in itertools.product(MODES, ("readmitted", "completed")):
-        setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]  # product forgets the literals
+        # `product` forgets the literal types.
+        setup = Setup(preemption=Preemption(mode, wait))  # type: ignore[arg-type]
         seeds = range(arguments.seeds)
         results[f"{mode}, {wait}"] = saturate(
             setup.new_scheduler, arguments.dataset, rate, arguments.seconds, seeds

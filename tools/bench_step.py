@@ -1,13 +1,17 @@
-"""Times whole decode and prompt-chunk steps on this machine's device, and their parts apart: products, attention, sampler, host.
+"""Times whole decode and prompt-chunk steps on this machine's device, and their parts.
 
-    python tools/bench_step.py --models 8b --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
+    python tools/bench_step.py --rows 2,64 --contexts 1024,8192 --chunks 2048 --json steps.json
 
-The shapes are those of Llama-3-8B ("8b"), Llama-3.2-1B ("1b", with a head of its own) or a tiny model; weights are random numbers that are
-made on the device. Without --rows and --chunks the usual cases are timed. "ms" is a step on the device, steps queued behind each other;
-"host gap" is what is added where the host reads what was drawn before it calls the next one; "call" is the time until a call returns. The
-parts are timed alone, so their sum is not the step. "GB/s": weights, keys and values, each once, by the time of a step.
+The parts are products, attention, sampler and host. The shapes are those of Llama-3-8B ("8b"),
+Llama-3.2-1B ("1b", with a head of its own) or a tiny model; weights are random numbers that are
+made on the device. Without --rows and --chunks the usual cases are timed. "ms" is a step on the
+device, where steps queue up; "host gap" is what is added where the host reads the drawn tokens
+before it calls the next step; "call" is the time until a call returns. The parts are timed alone,
+so their sum is not the step. "GB/s" is weights, keys and values, each once, divided by the time of
+a step.
 
-Standard output ends with a line of JSON. Cases that --seconds leave no time for are named. tools/gpu_check.py runs it with --to.
+Standard output ends with a line of JSON. Cases for which --seconds leaves no time are named.
+tools/gpu_check.py runs it with --to.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from typing import Any
 
 import jax
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table, append, first_line
@@ -37,6 +41,7 @@ except ImportError as absent:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -74,6 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace) -> list[StepCase]:
+    """Returns the cases that the command line asks for."""
     models, layers = arguments.models.split(","), arguments.layers
     samplings = arguments.sampling.split(",")
     for name, given, known in (("--models", models, MODELS), ("--sampling", samplings, SAMPLING)):
@@ -102,6 +108,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Times the cases and returns the exit status."""
     arguments = parse(argv)
     end = time.monotonic() + arguments.seconds
 

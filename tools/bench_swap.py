@@ -1,4 +1,6 @@
-"""Times how a preempted sequence comes back, by swapping and by recomputation: `python tools/bench_swap.py`.
+"""Times how a preempted sequence comes back, by swapping and by recomputation.
+
+    python tools/bench_swap.py
 
 The times for each block size are figure 19a of the PagedAttention paper.
 """
@@ -27,7 +29,7 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 @dataclass(frozen=True)
 class SwapCost:
-    """Medians for one sequence. Seconds."""
+    """Holds the median seconds for one sequence."""
 
     block_size: int
     num_blocks: int
@@ -37,12 +39,16 @@ class SwapCost:
 
     @property
     def ratio(self) -> float:
-        """Of swapping both ways to computing again."""
+        """Returns the time of swapping both ways divided by that of computing again."""
         return (self.swap_out_seconds + self.swap_in_seconds) / self.recompute_seconds
 
 
 def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> SwapCost:
-    """`repeats` rounds of the three after one that does not count: what disturbs a round disturbs all of them."""
+    """Measures swapping and recomputing a sequence.
+
+    Each of the `repeats` rounds does all three, so what disturbs a round disturbs all of them; one
+    round before them does not count.
+    """
     num_blocks = -(-num_tokens // block_size)
     config = EngineConfig(
         model=model,
@@ -73,7 +79,10 @@ def measure(model: str, block_size: int, *, num_tokens: int, repeats: int) -> Sw
 
 
 def _chunks(builder: BatchBuilder, table: tuple[int, ...], num_tokens: int) -> list[Batch]:
-    """The steps that compute a sequence anew, as the scheduler would cut it; a token is drawn at its end."""
+    """Returns the steps that compute a sequence again, cut as the scheduler cuts it.
+
+    A token is drawn at its end.
+    """
     size = builder.menu.chunk[-1].num_tokens
     plans = []
     for start in range(0, num_tokens, size):
@@ -91,7 +100,7 @@ def _chunks(builder: BatchBuilder, table: tuple[int, ...], num_tokens: int) -> l
 
 
 def _round(runner: Runner, chunks: Sequence[Batch], moves: Batch) -> tuple[float, float, float]:
-    """Seconds of swapping out, swapping in, and computing anew."""
+    """Returns the seconds of swapping out, swapping in, and computing again."""
 
     def recompute() -> None:
         for batch in chunks:
@@ -112,6 +121,7 @@ def _seconds(runner: Runner, work: Callable[[], None]) -> float:
 
 
 def table_of(costs: Sequence[SwapCost]) -> str:
+    """Returns the costs as lines of a table."""
     rows = [["block size", "blocks", "out (ms)", "in (ms)", "recompute (ms)", "ratio"]]
     for cost in costs:
         times = (cost.swap_out_seconds, cost.swap_in_seconds, cost.recompute_seconds)

@@ -1,4 +1,4 @@
-"""The same program as `jaxpage bench throughput`, as a script: `python tools/bench_throughput.py --help`."""
+"""Runs `jaxpage bench throughput` as a script: `python tools/bench_throughput.py --help`."""
 
 import sys
 

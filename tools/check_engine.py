@@ -1,7 +1,9 @@
-"""Runs the engine end to end with each attention backend and compares tokens. Run by tools/gpu_check.py in a process of its own.
+"""Runs the engine end to end with each attention backend and compares tokens.
 
-In float32 (no TF32) the greedy tokens must be those of the last backend named, the definition. In bfloat16 each request alone is
-compared with the same among others, tokens and log probabilities: recorded, since on a GPU the rest of the model has a say in it.
+tools/gpu_check.py runs it in a process of its own. In float32 (no TF32) the greedy tokens must be
+those of the last backend named, the definition. In bfloat16 each request alone is compared with the
+same request among others, tokens and log probabilities. This is recorded and never fails, since on
+a GPU the rest of the model influences it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 import jax
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import (
@@ -52,7 +54,10 @@ NUM_TOKENS = 32
 
 
 def generated(backend: str, dtype: str, orders: list[list[str]]) -> list[list[Any]]:
-    """[(token ids, their log probabilities) of each prompt] of each order of prompts, with one engine."""
+    """Returns each prompt's (token ids, log probabilities), for each order of prompts.
+
+    One engine computes all of them.
+    """
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     try:
         with LLM(
@@ -74,6 +79,7 @@ def _essence(completion: Any) -> tuple[list[int], list[float]]:
 
 
 def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
+    """Compares a backend's greedy tokens with the definition's."""
     [got] = generated(backend, "float32", [list(PROMPTS)])
     wrong = [
         index
@@ -92,6 +98,7 @@ def same_tokens(backend: str, wanted: list[Any], definition: str) -> Finding:
 
 
 def path_independence(backend: str) -> Finding:
+    """Compares each request alone with the same request among others."""
     orders = [[prompt] for prompt in PROMPTS] + [list(PROMPTS)]
     *alone, together = generated(backend, "bfloat16", orders)
     table = Table(
@@ -110,6 +117,7 @@ def path_independence(backend: str) -> Finding:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the checks and appends the findings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         wanted.extend(generated(definition, "float32", [list(PROMPTS)])[0])
         return Finding(f"engine {definition}: float32 tokens", PASSED, "the definition")
 
-    # for all threads: the engine compiles in some
+    # The setting must be global, because the engine compiles in several threads.
     jax.config.update("jax_default_matmul_precision", "highest")
     append(arguments.to, judged(f"engine {definition}: float32 tokens", define))
     for backend in backends if wanted else []:

@@ -3,9 +3,9 @@
     git worktree add ../before COMMIT
     python tools/compare_commits.py ../before . --pairs 30
 
-Each checkout has a process of its own with an engine that stays. In a pair both run the same work,
-one after the other, and take turns at being the first. The table has the median time of each, and
-the median of the ratios of the pairs, with their quartiles. Measure on a quiet machine.
+Each checkout has a process of its own with an engine that stays. In a pair both run the same work
+one after the other, and they take turns at being the first. The table has the median time of each,
+and the median of the ratios of the pairs, with their quartiles. Measure on a quiet machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORK = ("generate 1", "generate 16", "stream 1")
 
 
 class Worker:
-    """An engine of one checkout, in a process."""
+    """Runs an engine of one checkout in a process."""
 
     def __init__(self, checkout: Path, settings: str, num_tokens: int) -> None:
         self._checkout = checkout

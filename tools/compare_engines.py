@@ -1,12 +1,15 @@
-"""jaxpage beside transformers, CTranslate2 and llama.cpp: the same requests, and uniform decode, each engine in a process of its own.
+"""Compares jaxpage with transformers, CTranslate2 and llama.cpp, each in a process of its own.
 
-Greedy, every output as long as was asked. Random weights cost as much as trained ones (`tools/make_random_model.py`). An engine whose
-packages are missing, or that does not run here, is left out with its error. Each may have a Python of its own, since its packages may
-need another version than jaxpage does best in:
+The engines get the same requests, and uniform decode. They are greedy, and every output is as long
+as was asked. Random weights cost as much as trained ones (`tools/make_random_model.py`). An engine
+whose packages are missing, or that does not run here, is left out with its error. Each may have a
+Python of its own, since its packages may need another version than jaxpage does best in:
 
     pip install torch ctranslate2 llama-cpp-python gguf
-    python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12 --write docs/benchmarks.md
-    jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2 && python tools/compare_engines.py models/smollm2
+    python tools/compare_engines.py models/llama-110m --python jaxpage=python3.12
+    python tools/compare_engines.py models/llama-110m --write docs/benchmarks.md
+    jaxpage fetch smollm2 && jaxpage convert smollm2 models/smollm2
+    python tools/compare_engines.py models/smollm2
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from jaxpage.bench.report import environment
@@ -34,7 +37,7 @@ from jaxpage.bench.workloads import make_workload
 from tools.peers.task import Answer, Task
 
 ROOT = Path(__file__).parents[1]
-# The engine, the type of its weights, and its process.
+# For each name, the engine and the type of its weights.
 CASES = {
     "jaxpage": ("jaxpage", "float32"),
     "jaxpage bfloat16": ("jaxpage", "bfloat16"),
@@ -49,7 +52,7 @@ CASES = {
     "llama.cpp int8 (Q8_0)": ("llama_cpp", "int8"),
     "llama.cpp int4 (Q4_1)": ("llama_cpp", "int4"),
 }
-PACKAGES = {  # what the process of each imports
+PACKAGES = {  # the packages that each process imports
     "jaxpage": "jaxpage",
     "transformers": "torch transformers",
     "ctranslate2": "ctranslate2 torch transformers",
@@ -62,6 +65,7 @@ BEGIN, END = (
 
 
 def main() -> None:
+    """Runs the engines and prints the report."""
     arguments = _arguments()
     model = Path(arguments.model)
     if not (model / "config.json").is_file():
@@ -165,7 +169,7 @@ def _python(text: str) -> tuple[str, str]:
 
 
 def _run(name: str, task: Task, python: str) -> Answer | None:
-    """Of one of CASES. None, with a line that says why, where the engine does not run."""
+    """Runs one of CASES; returns None, and says why, where the engine does not run."""
     peer, _ = CASES[name]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(task.threads)}
     command = [python, "-m", f"tools.peers.{peer}_peer"]
@@ -202,7 +206,10 @@ def report(
     trace: Sequence[tuple[list[int], int]],
     arguments: argparse.Namespace,
 ) -> str:
-    """A section of docs/benchmarks.md. Outputs are compared with those of the first engine: an equal text is no accident."""
+    """Returns a section of docs/benchmarks.md.
+
+    Outputs are compared with those of the first engine: equal texts do not happen by chance.
+    """
     num_input, num_output = (
         sum(each) for each in zip(*((len(prompt), length) for prompt, length in trace), strict=True)
     )
@@ -247,6 +254,7 @@ def report(
 
 
 def replaced(text: str, section: str) -> str:
+    """Returns the text with this section between the marks."""
     before, found, rest = text.partition(BEGIN)
     _, ended, after = rest.partition(END)
     if not (found and ended):
@@ -255,6 +263,7 @@ def replaced(text: str, section: str) -> str:
 
 
 def draw(answers: dict[str, Answer], num_output: int, path: str) -> None:
+    """Draws the throughput of the engines."""
     from matplotlib.figure import Figure
 
     names = list(answers)[::-1]

@@ -2,8 +2,8 @@
 
     python tools/fuzz_engine.py --minutes 3 --seed 1
 
-The first difference is shrunk to the fewest settings and requests and printed as a program; the exit
-status is 1 then. Needs the test packages (`pip install '.[test]'`).
+The first difference is shrunk to the fewest settings and requests and printed as a program; the
+exit status is 1 then. Needs the test packages (`pip install '.[test]'`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.needed import need
 
-# of log probabilities where code is not optimized, which rounds otherwise in other shapes
+# The tolerance of log probabilities where code is not optimized: it rounds otherwise in other
+# shapes.
 TOLERANCE = 1e-4
 
 
@@ -64,7 +65,10 @@ def main() -> int:
 
 
 def prepare_jax(cache: Path, optimized: bool) -> None:
-    """Sets what JAX and jaxpage read when they are first imported: two CPU devices, a cache, fast compilation."""
+    """Sets what JAX and jaxpage read when they are first imported.
+
+    These are two CPU devices, a cache, and flags for fast compilation.
+    """
     flags = "--xla_force_host_platform_device_count=2"
     os.environ |= {"JAX_PLATFORMS": "cpu", "JAXPAGE_CACHE_DIR": str(cache), "HF_HUB_OFFLINE": "1"}
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "xla"))

@@ -2,13 +2,14 @@
 
     python tools/gpu_check.py --record docs/gpu-results.md
 
-Every backend against float64, writing and copying of pages against XLA, the bits of a token among other neighbours, compute-sanitizer,
-the engine's tokens with each backend, then times beside measured ceilings and contiguous attention. Each part runs in a process of its
-own, so that a crash or a hang is one failed check. The kernels' parts need jax, numpy and jaxtyping alone; what else is missing is
-reported.
+It compares every backend with float64, writing and copying of pages with XLA, the bits of a token
+among other neighbours, and the engine's tokens with each backend; it runs compute-sanitizer, and
+then measures times next to measured ceilings and contiguous attention. Each part runs in a process
+of its own, so that a crash or a hang is one failed check. The kernels' parts need only jax, numpy
+and jaxtyping; other packages that are missing are reported.
 
-Exit status: 0 all that was checked passed, 1 something failed, 2 there is no GPU (then try --interpret: a miniature on CPU).
-The last line of standard output is JSON.
+Exit status: 0 all that was checked passed, 1 something failed, 2 there is no GPU (then try
+--interpret: a miniature on CPU). The last line of standard output is JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels.sets import GPU_BACKENDS
@@ -33,6 +34,7 @@ NO_GPU = "There is no GPU here, or JAX does not see it. --interpret runs a minia
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -69,6 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the checks and returns the exit status."""
     arguments = parse(argv)
     backends = tuple(arguments.backends.split(","))
     if unknown := set(backends) - set(GPU_BACKENDS):
@@ -98,6 +101,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(check: Check, num_parts: int) -> list[Finding]:
+    """Runs the parts of the check and shows their findings."""
     bar = Bar(num_parts, "part")
 
     def found(finding: Finding) -> None:
@@ -115,6 +119,7 @@ def run(check: Check, num_parts: int) -> list[Finding]:
 
 
 def report(check: Check, arguments: argparse.Namespace, findings: list[Finding]) -> int:
+    """Prints and writes the findings, and returns the exit status."""
     environment = next((dict(f.data) for f in findings if f.check == "environment" and f.data), {})
     status = exit_status(findings)
     if not check.interpret and not has_gpu(findings):

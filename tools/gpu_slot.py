@@ -1,13 +1,14 @@
 """Uses a GPU that is there for a few minutes: what matters most first, and nothing done twice.
 
-    python tools/gpu_slot.py                      # on the GPU's machine; again until nothing is open
+    python tools/gpu_slot.py                   # on the GPU's machine; again until nothing is open
     python tools/gpu_slot.py record --results results.jsonl
-    python tools/gpu_slot.py --rehearse           # a miniature of all of it on a CPU
+    python tools/gpu_slot.py --rehearse        # a miniature of all of it on a CPU
 
-Whether the kernels are right; whole steps of an 8B shape; attention alone beside torch's,
-FlashAttention-3's and the ceilings; the engine; faster tiles. Each part is a process of its own
-with a time limit: one that crashes or hangs is a line of the report. A part that has ended is not
-run again by a later call. What was compiled is shared by all parts and calls.
+It finds out whether the kernels are right, and times whole steps of an 8B shape, attention alone
+next to torch's, FlashAttention-3's and the ceilings, and the engine; then it looks for faster
+tiles. Each part is a process of its own with a time limit: one that crashes or hangs is a line of
+the report. A part that has ended is not run again by a later call. All parts and calls share what
+was compiled.
 
 results.jsonl has everything, report.md the same for people, logs.txt what failures printed; at most
 eight files in all, in $OUT or --out. Exit status: 0 nothing failed, 1 something failed (in a
@@ -26,7 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.check import Check, has_gpu, nothing
@@ -37,7 +38,7 @@ from tools.slot_parts import Part, groups
 from tools.slot_results import ENVIRONMENT, RESULTS, Results, Screen, lines, machine, record
 
 ROOT = Path(__file__).resolve().parents[1]
-# what jaxpage takes and the GPU's machine lacks; see constraints/gpu-machine.txt
+# The packages that jaxpage needs and the GPU's machine lacks; see constraints/gpu-machine.txt.
 WHEELS = "constraints/gpu-wheels.txt"
 IMPORTS = {
     "llguidance": "the engine",
@@ -50,6 +51,7 @@ NO_GPU = "There is no GPU here, or JAX does not see it. --rehearse runs a miniat
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -102,6 +104,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def wheels() -> str:
+    """Returns the commands that fetch and install the packages."""
     platforms = " ".join(f"--platform {name}_x86_64" for name in PLATFORMS)
     fetch = f"--no-deps --only-binary=:all: --python-version 3.12 --implementation cp {platforms} -d .whl -r {WHEELS}"
     install = "--no-index --no-deps --target .site .whl/*.whl && export PYTHONPATH=$PWD/.site"
@@ -109,7 +112,7 @@ def wheels() -> str:
 
 
 def missing() -> str:
-    """Returns a line about packages that lack and how to get them, "" if all are there."""
+    """Returns a line about missing packages and how to get them; "" if all are there."""
     absent = [
         f"{name} ({use})" for name, use in IMPORTS.items() if importlib.util.find_spec(name) is None
     ]
@@ -121,7 +124,7 @@ def missing() -> str:
 
 
 class Slot:
-    """A run of the parts that are open, within a time."""
+    """Runs the parts that are open, within a time."""
 
     def __init__(
         self, check: Check, results: Results, parts: list[list[Part]], screen: Screen
@@ -131,7 +134,7 @@ class Slot:
         self._failed = False
 
     def open_parts(self, only: Sequence[str], again: bool) -> list[list[Part]]:
-        """Returns the parts that are to be run, as far as it does not depend on how others end."""
+        """Returns the parts that are to be run, as far as that does not depend on other parts."""
         chosen = [
             [part for part in group if not only or any(text in part.name for text in only)]
             for group in self.parts
@@ -144,7 +147,7 @@ class Slot:
         return [group for group in left if group]
 
     def look(self, deadline: float) -> str:
-        """Asks for the machine. Returns why nothing can be done here, "" if something can."""
+        """Asks for the machine; returns why nothing can be done here, "" if something can."""
         old, before = (
             self.results.parts.get(ENVIRONMENT),
             machine(self.results.findings).get("device"),
@@ -161,7 +164,7 @@ class Slot:
         return reason
 
     def run(self, groups: list[list[Part]], deadline: float) -> int:
-        """Runs the parts. Returns the exit status."""
+        """Runs the parts; returns the exit status."""
         for group in groups:
             wanted = [
                 part
@@ -197,6 +200,7 @@ class Slot:
 
 
 def listed(results: Results, parts: list[list[Part]]) -> str:
+    """Returns a line for each part."""
     rows = []
     for part in [part for group in parts for part in group]:
         needs = (
@@ -210,6 +214,7 @@ def listed(results: Results, parts: list[list[Part]]) -> str:
 
 
 def run(arguments: argparse.Namespace, screen: Screen) -> int:
+    """Runs the open parts and returns the exit status."""
     deadline = time.monotonic() + arguments.budget
     state = arguments.state.resolve()
     results = Results(state, arguments.out.resolve(), small=arguments.rehearse)
@@ -245,6 +250,7 @@ def run(arguments: argparse.Namespace, screen: Screen) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the program and returns the exit status."""
     arguments = parse(argv)
     if arguments.wheels:
         print(wheels())
@@ -255,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as refusal:
             sys.exit(str(refusal))
         return 0
-    # so that no part outlives the run and keeps the GPU
+    # No part may outlive the run and keep the GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     return run(arguments, Screen())
 

@@ -1,12 +1,12 @@
-"""Prints what the house is made of: sizes, density, doors and first words, for one tree or several.
+"""Prints measures of the code: sizes, density, doors and first words, for one tree or several.
 
     python tools/house.py
     python tools/house.py --tree /path/to/an/older/checkout --json
 
 Each tree is a checkout of this repository. Sizes and density are those of `jaxpage/`, without the
 kernels, which may run long; the other rows count the whole wheel, with `pallas_kernels/`. Tokens
-are those of Python, a docstring being one; comments and the ends of lines are none. The docstring
-of each function here says what its rows count.
+are those of Python: a docstring is one, comments and the ends of lines are none. The docstring of
+each function here says what its rows count.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.sources import (
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters
-# Rooms that are vocabulary: everybody imports their modules, past any door.
+# These rooms are vocabulary: every room imports their modules, past any door.
 OPEN_ROOMS = {"layers", "settings", "step"}
 FIRST_WORDS = ("Of", "What", "Whether", "As", "Behind")
 # Words that end in "s" and begin a docstring without being its verb.
@@ -109,8 +109,9 @@ def sizes(modules: Sequence[Module]) -> Table:
 def density(modules: Sequence[Module]) -> Table:
     """Returns how full lines are: tokens per line of code, long lines, tuple assignments.
 
-    Docstrings, comments and blank lines are no code; the share of long lines is of all that are not
-    blank. A tuple assignment has a tuple on both sides of `=`; its share is of all such statements.
+    Docstrings, comments and blank lines do not count as code; the share of long lines is of all
+    lines that are not blank. A tuple assignment has a tuple on both sides of `=`; its share is of
+    all assignments.
     """
     code = [line for module in modules for line in code_lines(module)]
     num_filled = sum(len(set(code_lines(module))) for module in modules)
@@ -201,7 +202,7 @@ def first_words(modules: Sequence[Module]) -> Table:
 
 
 def percentile(ordered: Sequence[int], share: float) -> int:
-    """Returns the least of the ordered numbers that this share of them, or more, do not exceed."""
+    """Returns the least of the ordered numbers that at least this share of them do not exceed."""
     wanted = share * len(ordered)
     places = range(1, len(ordered) + 1)
     return ordered[bisect.bisect_left(places, wanted)]

@@ -1,9 +1,10 @@
-"""Compiles every kernel, and whole steps of a model, without a GPU, and writes the results into docs/internals/kernels.md.
+"""Compiles every kernel and whole steps without a GPU; rewrites docs/internals/kernels.md.
 
     python tools/inspect_kernels.py            # some minutes; rewrites the tables
     python tools/inspect_kernels.py --check    # fails where the file says something else
 
-It takes JAX's CUDA plugin, but neither a GPU nor CUDA. To count instructions it takes NVIDIA's disassembler, which triton's wheel has.
+It needs JAX's CUDA plugin, but neither a GPU nor CUDA. To count instructions it needs NVIDIA's
+disassembler, which triton's wheel has.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.inspection import (
@@ -63,7 +64,7 @@ STEP_COLUMNS = (
 
 
 def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[str]]:
-    """The rows of all cases whose name has `only` in it, and the refusals."""
+    """Returns the rows of all cases whose name contains `only`, and the refusals."""
     found, refusals = [], []
     chosen = [case for case in cases() if only in case.name]
     for case in tqdm(chosen, desc="Kernels", unit="case", disable=None if progress else True):
@@ -75,7 +76,7 @@ def kernel_rows(gpu: str, only: str, progress: bool) -> tuple[list[Row], list[st
 
 
 def step_rows(gpu: str, num_layers: int, progress: bool) -> Iterator[tuple[str, ...]]:
-    """A row of cells for each of `STEPS`."""
+    """Yields a row of cells for each of `STEPS`."""
     for kind, backend, label, model in tqdm(
         STEPS, desc="Steps", unit="step", disable=None if progress else True
     ):
@@ -108,7 +109,7 @@ def _counts(found: Findings) -> str:
 
 
 def section(arguments: argparse.Namespace) -> str:
-    """What stands between the marks."""
+    """Returns the text between the marks."""
     progress = not arguments.quiet
     found, refusals = kernel_rows(arguments.gpu, arguments.only, progress)
     text = markdown(found, refusals, gpu=arguments.gpu)
@@ -123,7 +124,11 @@ def section(arguments: argparse.Namespace) -> str:
 
 
 def replaced(document: str, text: str) -> str:
-    """The document with the text between its marks. Raises ValueError if they are not there, once each and in order."""
+    """Returns the document with the text between its marks.
+
+    Raises:
+        ValueError: The marks are not there, once each and in order.
+    """
     if (
         document.count(BEGIN) != 1
         or document.count(END) != 1

@@ -1,7 +1,9 @@
-"""Writes a Hugging Face model directory with random weights of a well-known shape: something to benchmark without a download.
+"""Writes a Hugging Face model directory with random weights of a well-known shape.
 
-Random weights cost as much to run as trained ones. They are drawn wide enough that greedy text is not one repeated token, so equal
-outputs of two engines mean something. Needs the `test` extra (transformers on torch); prompts are token ids, there is no tokenizer.
+It is something to benchmark without a download. Random weights cost as much to run as trained ones.
+They are drawn wide enough that greedy text is not one repeated token, so equal outputs of two
+engines mean something. Needs the `test` extra (transformers on torch); prompts are token ids, there
+is no tokenizer.
 
     python tools/make_random_model.py llama-110m models/llama-110m
 """
@@ -62,10 +64,12 @@ SHAPES: dict[str, tuple[type[transformers.PreTrainedConfig], dict[str, Any]]] = 
         },
     ),
 }
-DEVIATION = 0.06  # of every matrix; at the usual 0.02 a deep random model repeats one token
+# The deviation of every matrix; at the usual 0.02 a deep random model repeats one token.
+DEVIATION = 0.06
 
 
 def main() -> None:
+    """Writes the model."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,15 +1,15 @@
 """Plants faults in a copy of this repository and reports those that the tests let pass.
 
-    python -m tools.mutate                                        # 60 faults, drawn with a fixed seed
+    python -m tools.mutate                          # 60 faults, drawn with a fixed seed
     python -m tools.mutate --sample 20 jaxpage/memory/block_pool.py
 
 The faults are those of Cosmic Ray (`pip install '.[mutation]'`): a comparison, an arithmetic or a
-boolean operator replaced, a condition negated, a number changed by one, a loop that does not run. Each
-room gives the same number of them, drawn by itself: one room alone gives the faults that it gives among
-all, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a sixth of the default).
-Each fault is tried with the test files of `FIRST_TESTS`, then with all of its room and with quick ones
-that import its module, until a test fails that passes without the fault. The exit status is 1 if a
-fault survives that is not in `EQUIVALENT`.
+boolean operator is replaced, a condition is negated, a number is changed by one, a loop does not
+run. Each room gives the same number of faults, drawn independently: one room alone gives the same
+faults as among all rooms, so that a long sample can run in parts (`--sample 10 jaxpage/memory` is a
+sixth of the default). Each fault is tried with the test files of `FIRST_TESTS`, then with all test
+files of its room and with quick ones that import its module, until a test fails that passes without
+the fault. The exit status is 1 if a fault survives that is not in `EQUIVALENT`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ PRELOADED = [
     "pydantic",
     "httpx",
 ]
-MOST_SECONDS = 15.0  # that a test file takes which is run only because it imports the module
+MOST_SECONDS = 15.0  # the longest time of a test file that runs only because it imports the module
 
-# The test files that are to find a fault in a room; with `-x` the quickest of them run first.
+# The test files that are to find a fault in a room; the quickest of them run first, with `-x`.
 TESTS = {
     "memory": "block_pool block_manager memory_report cache_groups swapping prefix_files prefix_cache scheduler",
     "scheduling": "policies draft_scheduling scheduler swapping engine parallel_sampling",
@@ -61,8 +61,8 @@ TESTS = {
     "checkpoints": "gguf checkpoints weights_in_memory lora quantization",
 }
 
-# Those that find most faults in modules whose names begin so, in the room's list or not: they run
-# first.
+# The test files that find most faults in modules whose names begin so. They run first, and need not
+# be in the room's list.
 FIRST_TESTS = {
     "memory/block_": "block_pool block_manager cache_groups",
     "memory/cached_blocks": "block_manager cache_groups prefix_cache",
@@ -92,8 +92,8 @@ FIRST_TESTS = {
     "checkpoints/orbax": "training",
 }
 
-# Kinds of faults. Those left out mostly give a program that cannot run: an operator between types,
-# a number put for None, a decorator removed.
+# The kinds of faults. The others mostly give a program that cannot run: an operator between types,
+# a number in place of None, a decorator removed.
 OPERATORS = re.compile(
     r"core/(ReplaceComparisonOperator_(Eq_NotEq|NotEq_Eq|Lt_LtE|LtE_Lt|Gt_GtE|GtE_Gt|Is_IsNot|IsNot_Is|Lt_GtE|Gt_LtE)"
     r"|ReplaceBinaryOperator_(Add_Sub|Sub_Add|FloorDiv_Mul|Mul_FloorDiv|Mod_FloorDiv|RShift_LShift)"
@@ -101,8 +101,8 @@ OPERATORS = re.compile(
     r"|ReplaceUnaryOperator_Delete_Not|ReplaceBreakWithContinue|ReplaceContinueWithBreak|ZeroIterationForLoop)"
 )
 
-# Faults that change nothing that could be tested: how the module's path begins, the kind, a part of
-# the line as it is without the fault, and the reason.
+# Faults that change nothing that could be tested. Each entry has the beginning of the module's
+# path, the kind, a part of the line without the fault, and the reason.
 EQUIVALENT: tuple[tuple[str, str, str, str], ...] = (
     (
         "",
@@ -164,7 +164,7 @@ def room_of(module: Path) -> str | None:
 
 
 def copy_tracked_files(directory: Path) -> None:
-    """Copies what git knows of this repository, changes included: faults are planted in the copy."""
+    """Copies the files that git tracks, with their changes; faults are planted in the copy."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
@@ -175,7 +175,11 @@ def copy_tracked_files(directory: Path) -> None:
 
 
 def possible(modules: Sequence[Path]) -> Iterator[Any]:
-    """Returns the faults that can be planted in the modules, as `cosmic-ray init` does for all kinds."""
+    """Yields the faults that can be planted in the modules.
+
+    They are those of `cosmic-ray init`, for the kinds in `OPERATORS` and inside of functions and
+    classes.
+    """
     from cosmic_ray.ast import ast_nodes, get_ast_from_path
     from cosmic_ray.ast.ast_query import ASTQuery
     from cosmic_ray.plugins import get_operator, operator_names
@@ -195,7 +199,7 @@ def possible(modules: Sequence[Path]) -> Iterator[Any]:
 
 
 def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
-    """Returns a sample of the faults that can be planted in the modules, in the order of the files."""
+    """Returns a sample of the faults that can be planted, in the order of the files."""
     faults = sorted(
         possible(modules),
         key=lambda fault: (
@@ -219,7 +223,10 @@ def drawn(modules: Sequence[Path], number: int, seed: int) -> list[Any]:
 
 
 def is_a_program(fault: Any) -> bool:
-    """Returns whether Python can read the module with a fault: the `*` of a signature is no product."""
+    """Returns whether Python can read the module with a fault.
+
+    The `*` of a signature, for instance, is no product.
+    """
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -232,7 +239,7 @@ def is_a_program(fault: Any) -> bool:
 
 
 def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
-    """Plants the faults one after the other, prints a line for each, and returns the exit status."""
+    """Plants the faults one by one, prints a line for each, and returns the exit status."""
     from cosmic_ray.mutating import use_mutation
     from cosmic_ray.plugins import get_operator
 
@@ -264,8 +271,8 @@ def try_faults(modules: Sequence[Path], number: int, seed: int) -> int:
 class Tests:
     """Runs tests in the copy, each time in a new process that has no module of the copy yet.
 
-    The processes are forked from one that has imported what the tests need of other packages, which
-    takes longer than most faults take to be found.
+    The processes are forked from one that has imported what the tests need of other packages. This
+    import takes longer than it takes to find most faults.
     """
 
     def __init__(self) -> None:
@@ -292,14 +299,14 @@ class Tests:
         process = self._context.Process(target=run_pytest, args=(sender, names))
         process.start()
         sender.close()
-        failed = names[0]  # of a process that ends or hangs without a word
+        failed = names[0]  # the test of a process that ends or hangs without a message
         if receiver.poll(TEST_SECONDS):
             with contextlib.suppress(EOFError):
                 failed = receiver.recv()
         process.join(2)
         assert process.pid is not None
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with all that the tests started
+            os.killpg(process.pid, signal.SIGKILL)  # with everything that the tests started
         process.join()
         return failed
 
@@ -311,14 +318,17 @@ class Tests:
 
 
 def run_pytest(sender: Connection, names: Sequence[str]) -> None:
-    """Runs tests until one fails, and sends which; "" if none does. In a process of its own."""
+    """Runs tests until one fails, and sends its name; "" if none fails.
+
+    It runs in a process of its own.
+    """
     import pytest
 
     os.setsid()
     failed: list[str] = []
 
     class Failures:
-        """Notes what fails, in a test or before it."""
+        """Notes the tests that fail, and the files that cannot be collected."""
 
         def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
             failed.extend([report.nodeid] if report.failed else [])
@@ -339,7 +349,7 @@ def run_pytest(sender: Connection, names: Sequence[str]) -> None:
             "-W",
             "ignore::pytest.PytestAssertRewriteWarning",
         ]
-        options += ["-k", "not planted and not mistake"]  # those plant faults of their own
+        options += ["-k", "not planted and not mistake"]  # these tests plant faults of their own
         status = pytest.main([*options, *names], plugins=[Failures()])
     sender.send("" if status == 0 else failed[0] if failed else names[0])
 
@@ -351,7 +361,7 @@ def line_of(fault: Any) -> str:
 
 
 def reason_for(fault: Any, line: str) -> str:
-    """Returns why a fault changes nothing that could be tested; "" if it does."""
+    """Returns why a fault changes nothing that could be tested; "" if it changes something."""
     name, kind = str(fault.module_path), fault.operator_name.removeprefix("core/")
     known: Iterable[str] = (
         reason
@@ -362,7 +372,7 @@ def reason_for(fault: Any, line: str) -> str:
 
 
 def files_of_tests(module: Path) -> list[list[str]]:
-    """Returns the test files that are to find a fault in a module: those that run first, and all others."""
+    """Returns the test files that are to find a fault in a module: the first ones, and the rest."""
     room = room_of(module)
     assert room is not None
     name = module.relative_to("jaxpage").as_posix()

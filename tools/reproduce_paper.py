@@ -1,9 +1,10 @@
-"""Draws the figures of the PagedAttention paper with this project's scheduler, block manager and kernels.
+"""Draws the figures of the PagedAttention paper with this project's own parts.
 
     python tools/reproduce_paper.py --quick --out /tmp/paper
     python tools/reproduce_paper.py --docs
 
-Needs `pip install 'jaxpage[plot]'`. A line for each figure goes to standard error; status 1 means that a tolerance fails.
+The parts are the scheduler, the block manager and the kernels. Needs `pip install 'jaxpage[plot]'`.
+A line for each figure goes to standard error; status 1 means that a tolerance fails.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pallas_kernels import paged_attention
 from tools.paper.block_sizes import AttentionTime
 from tools.paper.main import main
 
-NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # of OPT-13B, in float32
+NUM_HEADS, HEAD_WIDTH, BLOCK_SIZE = 40, 128, 16  # shapes of OPT-13B, in float32
 ROUNDS = 15
 
 
 def measure_attention(contexts: Sequence[int], nums_rows: Sequence[int]) -> list[AttentionTime]:
-    """This project's kernel over blocks in any order, and over one block as long as the context, which is contiguous."""
+    """Times this project's kernel over paged and over contiguous keys and values.
+
+    The paged blocks are in any order; a single block as long as the context is contiguous.
+    """
     backend = "cpu" if jax.default_backend() == "cpu" else "auto"
     times = []
     for num_rows in nums_rows:
@@ -43,7 +47,7 @@ def measure_attention(contexts: Sequence[int], nums_rows: Sequence[int]) -> list
 def _microseconds(
     num_rows: int, context: int, block_sizes: Sequence[int], backend: str
 ) -> list[float]:
-    """Medians of rounds in which the block sizes take turns."""
+    """Returns the medians of rounds in which the block sizes take turns."""
     calls = []
     for block_size in block_sizes:
         num_blocks = context // block_size

@@ -2,8 +2,8 @@
 
     python tools/screenshot_page.py [--out docs/images] [--chromium /usr/bin/chromium]
 
-Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what is seen; only the answer in Markdown is a sample text,
-because the demo model writes none.
+Needs `pip install '.[test]'` and Chromium. Servers with the demo model do what the pictures show.
+Only the answer in Markdown is a sample text, because the demo model writes none.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.incidents import open_incidents
 
 DESKTOP, PHONE = (1440, 1200), (390, 844)
-STEP = 14  # of a log that is shown
-SECONDS = 120.0  # that a server may take to start
+STEP = 14  # the step of a log that is shown
+SECONDS = 120.0  # seconds that a server may take to start
 FLAGS = ["--no-sandbox", "--disable-gpu"]
 SMALL_POOL = ("--num-blocks", "97", "--max-model-len", "256", "--swap-space-blocks", "32")
 SIZES: dict[str, Any] = {
@@ -68,7 +68,7 @@ See [the paper](https://arxiv.org/abs/2309.06180)."""
 
 @contextlib.contextmanager
 def serving(*flags: str) -> Iterator[str]:
-    """A server with the demo model; gives its address."""
+    """Runs a server with the demo model, and yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
@@ -93,6 +93,7 @@ def serving(*flags: str) -> Iterator[str]:
 
 
 def wait_for(url: str) -> None:
+    """Waits until the address answers with 200."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5) as answer:
@@ -104,6 +105,7 @@ def wait_for(url: str) -> None:
 
 @contextlib.contextmanager
 def opened(browser: Browser, address: str, scheme: str, size: tuple[int, int]) -> Iterator[Page]:
+    """Opens the page in this color scheme and size."""
     width, height = size
     is_dark = scheme == "dark"
     page = browser.new_page(
@@ -131,11 +133,15 @@ def post(page: Page, prompts: list[Any]) -> None:
 
 
 def start_tour(page: Page, name: str) -> None:
+    """Starts a tour of the page."""
     page.get_by_role("button", name=name).click()
 
 
 def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
-    """Three samples that fork, in slow motion, at the moment of the copies, beside other requests."""
+    """Takes three samples that fork, in slow motion, at the moment of the copies.
+
+    Other requests run at the same time.
+    """
     with opened(browser, address, scheme, DESKTOP) as page:
         page.select_option("#pace", "0.25")
         post(
@@ -157,7 +163,7 @@ def take_tour(browser: Browser, address: str, scheme: str, out: Path) -> None:
 
 
 def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> None:
-    """Host memory in use, on a phone."""
+    """Takes host memory in use, on a phone."""
     with opened(browser, address, scheme, (PHONE[0], 1400)) as page:
         page.locator("[name=pane][value=cache]").check(force=True)
         start_tour(page, "Force a preemption")
@@ -169,6 +175,7 @@ def take_preemption(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 
 def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
+    """Takes an answer in Markdown, on a phone."""
     with opened(browser, address, scheme, PHONE) as page:
         chunk = {"choices": [{"index": 0, "delta": {"content": MARKDOWN}, "finish_reason": "stop"}]}
         body = f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n"
@@ -184,7 +191,7 @@ def take_chat(browser: Browser, address: str, scheme: str, out: Path) -> None:
 
 
 def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> None:
-    """Some hundred of 30,000 blocks in use."""
+    """Takes a pool of 30,000 blocks of which some hundred are in use."""
     with opened(browser, address, scheme, DESKTOP) as page:
         page.select_option("#pace", "0.5")
         post(
@@ -204,7 +211,10 @@ def take_large_pool(browser: Browser, address: str, scheme: str, out: Path) -> N
 
 
 def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) -> None:
-    """A step of a recorded log with its plan and its draws; of an incident the step that failed, which is the last."""
+    """Takes a step of a recorded log, with its plan and its draws.
+
+    For an incident it is the step that failed, which is the last.
+    """
     with opened(browser, address, scheme, (1440, 1500)) as page:
         page.set_input_files("#log-file", log)
         if log.stem.startswith("incident"):
@@ -217,13 +227,16 @@ def take_log(browser: Browser, address: str, scheme: str, log: Path, out: Path) 
 
 
 def record(path: Path) -> None:
-    """A log of a beam search and samples, with probabilities."""
+    """Records a log of a beam search and samples, with probabilities."""
     with LLM("demo", event_log=str(path), **SIZES) as llm:
         llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
 def record_failure(directory: Path) -> Path:
-    """The incident that a server's engine writes by itself when step STEP raises an error, planted here."""
+    """Returns the incident that a server's engine writes when step STEP raises an error.
+
+    The error is planted here.
+    """
     server = ServerConfig(
         incident_steps=STEP // 2, incident_token_ids=True, incident_directory=str(directory)
     )
@@ -238,6 +251,7 @@ def record_failure(directory: Path) -> Path:
 
 
 def plant_fault(runner: Any) -> None:
+    """Makes the runner raise an error in step STEP."""
     real, batches = runner.run, itertools.count(1)
 
     def run(batch: Any) -> Any:
@@ -249,6 +263,7 @@ def plant_fault(runner: Any) -> None:
 
 
 def take_all(playwright: Playwright, chromium: str, out: Path, logs: dict[str, Path]) -> None:
+    """Takes all pictures."""
     browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
     with serving(*SMALL_POOL) as address:
         for scheme in ("light", "dark"):
@@ -264,6 +279,7 @@ def take_all(playwright: Playwright, chromium: str, out: Path, logs: dict[str, P
 
 
 def main() -> None:
+    """Reads the command line and takes the pictures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The same program as `jaxpage serve`, as a script: `python tools/serve.py --config configs/demo.yaml`."""
+"""Runs `jaxpage serve` as a script: `python tools/serve.py --config configs/demo.yaml`."""
 
 import sys
 

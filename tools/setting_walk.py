@@ -3,10 +3,10 @@
     python tools/setting_walk.py                       # a table of a few settings
     python tools/setting_walk.py max_num_seqs=8 --list # every stay of one walk
 
-The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of the
-packaged model is started until its executables are about to be compiled. A function of jaxpage takes
-the setting if one of its arguments is the marked value, or a record or container that holds it. `self`
-does not count: a record that reads itself hands nothing on.
+The value of the setting is replaced by a marked one when `EngineConfig` is made, and an engine of
+the packaged model is started until its executables are about to be compiled. A function of jaxpage
+takes the setting if one of its arguments is the marked value, or a record or container that holds
+it. `self` does not count: a record that reads itself hands nothing on.
 
     stays      how often the walk enters such a function, or comes back to it from another one
     functions  how many different functions these are, in how many modules
@@ -33,20 +33,20 @@ from jaxpage import EngineConfig
 
 PACKAGE = Path(jaxpage.__file__).parent
 SETTINGS = ("block_size=8", "max_num_seqs=6", "attention_backend=scan", "kv_cache_dtype=int8")
-DEEPEST = 4  # records within records
+DEEPEST = 4  # levels of records within records
 END = "Executables.__init__"
 
 
 class MarkedInt(int):
-    """A number that is known again wherever it is handed on as it is."""
+    """A number that can be recognised wherever it is handed on unchanged."""
 
 
 class MarkedText(str):
-    """A text that is known again wherever it is handed on as it is."""
+    """A text that can be recognised wherever it is handed on unchanged."""
 
 
 class Arrived(BaseException):
-    """The executables are about to be compiled."""
+    """Says that the executables are about to be compiled."""
 
 
 def carries(value: Any, depth: int = DEEPEST) -> bool:
@@ -123,14 +123,14 @@ def _caller(
 
 @functools.cache
 def _is_ours(code: CodeType) -> bool:
-    # of a function: a comprehension
+    # Code whose name begins with "<" is a part of a function, such as a comprehension.
     is_part = code.co_name.startswith("<") and code.co_name != "<lambda>"
     return code.co_filename.startswith(f"{PACKAGE}/") and not is_part
 
 
 @contextlib.contextmanager
 def _always_marked(name: str) -> Iterator[None]:
-    """While it is open, each `EngineConfig` that is made has a marked value of one setting."""
+    """Gives each `EngineConfig` that is made a marked value of one setting."""
     real = EngineConfig.__init__
 
     def made(config: EngineConfig, /, **settings: Any) -> None:

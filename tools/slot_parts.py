@@ -1,4 +1,4 @@
-"""The parts of tools/gpu_slot.py in their order: a process for each, its needs and its limit."""
+"""Lists the parts of tools/gpu_slot.py in order, each with its process, its needs and its limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels.sets import KERNEL_BACKENDS
 from tools.kernel_lab.check import Check
 from tools.kernel_lab.children import Child
 
-PRODUCTS_AND_SAMPLER = ("products", "sampler")  # parts of tools.kernel_lab
+PRODUCTS_AND_SAMPLER = ("products", "sampler")  # names of parts in tools.kernel_lab
 SWEPT = "fa3"  # the kernel set that is timed with several numbers of splits, last
 NO_GRAPHS = "--xla_gpu_enable_command_buffer="
 SKIP_PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"
@@ -20,8 +20,15 @@ SKIP_PROFILED = "--xla_gpu_command_buffer_update_mode=SKIP_PROFILED"
 
 @dataclass(frozen=True)
 class Part:
-    """child: its process. shows: what for. if_failed: the part that must have failed, else there is nothing to find out. may_lack: a
-    rehearsal may leave it out, since it takes what a CPU or its environment does not have."""
+    """One part of the run.
+
+    Attributes:
+        child: The part's process.
+        shows: The purpose of the part.
+        if_failed: The part that must have failed, or else there is nothing to find out.
+        may_lack: True if a rehearsal may leave the part out, because it needs what a CPU or its
+            environment does not have.
+    """
 
     child: Child
     shows: str
@@ -30,12 +37,13 @@ class Part:
 
     @property
     def name(self) -> str:
+        """Returns the part's name."""
         return self.child.name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Arguments of the programs: of the real thing, or of a miniature for a CPU."""
+    """Holds arguments of the programs, for the real run or for a miniature on a CPU."""
 
     steps: str
     few_steps: str
@@ -69,9 +77,13 @@ SMALL = Sizes(
 
 
 def groups(check: Check, state: Path) -> Iterator[list[Part]]:
-    """Yields what runs side by side: first whether the kernels are right, then whole steps, kernels, the engine, and the tuner.
+    """Yields groups of parts that run at the same time.
 
-    state: directory that outlives a run, for what has been compiled and tuned.
+    Correctness of the kernels comes first; then whole steps, kernels, the engine, and the tuner.
+
+    Args:
+        check: Makes the processes.
+        state: The directory that outlives a run, for what has been compiled and tuned.
     """
     for group in _groups(check, SMALL if check.interpret else REAL, state):
         yield [dataclasses.replace(part, child=_sharing(part.child, state)) for part in group]
@@ -166,7 +178,10 @@ def _with_flag(child: Child, flag: str) -> Child:
 
 
 def _sharing(child: Child, state: Path) -> Child:
-    """Returns the process with the cache of what others have compiled, and with nearly all memory if it runs alone."""
+    """Returns the process with the shared compilation cache.
+
+    A process that runs alone also gets nearly all of the memory.
+    """
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(state / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

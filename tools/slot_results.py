@@ -1,4 +1,4 @@
-"""Keeps what tools/gpu_slot.py finds: few files, complete at any moment, and a short text."""
+"""Keeps the results of tools/gpu_slot.py: few files, complete at any moment, and a short text."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tools.kernel_lab.record import append_section, counted, section
 
 RESULTS, REPORT, LOGS = "results.jsonl", "report.md", "logs.txt"
 ENVIRONMENT = "environment"
-SCREEN = 9000  # characters, of a whole run
+SCREEN = 9000  # characters for a whole run
 LINE = 180
-LAST_WORDS = 800  # of them kept for the end
-QUIET = ("parity", "pages")  # parts of which the screen shows failures alone
+LAST_WORDS = 800  # characters kept for the end
+QUIET = ("parity", "pages")  # parts of which the screen shows only failures
 NO_RESULTS = re.compile(r"\*\*There are no results yet\.\*\*.*?\n\n", re.DOTALL)
 
 
@@ -40,6 +40,7 @@ class Screen:
         self._full = False
 
     def say(self, text: str) -> None:
+        """Prints a text, or once that the rest is in the report."""
         cut = "\n".join(
             line if len(line) <= LINE else f"{line[: LINE - 3]}..." for line in text.splitlines()
         )
@@ -52,19 +53,20 @@ class Screen:
         print(cut, flush=True)
 
     def end(self, text: str) -> None:
-        """Prints the last words, for which there is room."""
+        """Prints the last words, for which room was kept."""
         print(text[: LAST_WORDS - 100], flush=True)
 
 
 class Results:
-    """Findings by part, as lines of JSON in a directory that outlives the run (`state`) and in one that is taken home (`out`).
+    """Keeps findings by part, as lines of JSON.
 
-    A part has ended when the last of its findings is its verdict, whose check is "part NAME".
+    They are in a directory that outlives the run (`state`) and in one that is taken home (`out`). A
+    part has ended when the last of its findings is its verdict, whose check is "part NAME".
     """
 
     def __init__(self, state: Path, out: Path, *, small: bool) -> None:
         self.state, self.out, self._small = state, out, small
-        self.problem = ""  # of the report
+        self.problem = ""  # why there is no report
         for directory in (state, out):
             directory.mkdir(parents=True, exist_ok=True)
         self.parts = by_part(read(state / RESULTS))
@@ -72,20 +74,22 @@ class Results:
 
     @property
     def findings(self) -> list[Finding]:
+        """Returns all findings."""
         return [finding for found in self.parts.values() for finding in found]
 
     def add(self, part: str, finding: Finding) -> None:
-        """Appends a finding to the files at once. It counts when the part has ended."""
+        """Appends a finding to the files at once; it counts when the part has ended."""
         for path in self._paths():
             append(path, _of(part, finding))
 
     def end(self, part: str, found: Sequence[Finding], seconds: float) -> Finding:
-        """Takes what a part found in place of what it found before, and returns its verdict."""
+        """Replaces what a part found before with what it found now, and returns its verdict."""
         cut = any(one.check == part and one.status == LEFT_OUT for one in found)
         verdict = Finding(
             f"part {part}", LEFT_OUT if cut else worst(found), counted(found), seconds
         )
-        if not (cut and len(found) == 1 and part in self.parts):  # else it was not even begun
+        # Otherwise the part was not even begun
+        if not (cut and len(found) == 1 and part in self.parts):
             self.put(part, [_of(part, finding) for finding in (*found, verdict)])
         return verdict
 
@@ -95,7 +99,7 @@ class Results:
         self._write()
 
     def verdict(self, part: str) -> str:
-        """Returns how a part ended, "" if it has not."""
+        """Returns how a part ended; "" if it has not."""
         last = self.parts.get(part, [])[-1:]
         return last[0].status if last and last[0].check == f"part {part}" else ""
 
@@ -116,7 +120,7 @@ class Results:
             shutil.copy(tuned, self.out / tuned.name)
 
     def _report(self) -> str:
-        """Returns the report; where it cannot be made, why not: the parts go on."""
+        """Returns the report, or why it cannot be made; the parts go on."""
         self.problem = ""
         try:
             return report(self.findings, small=self._small)
@@ -132,6 +136,7 @@ def _of(part: str, finding: Finding) -> Finding:
 
 
 def by_part(findings: Sequence[Finding]) -> dict[str, list[Finding]]:
+    """Groups the findings by part."""
     parts: dict[str, list[Finding]] = {}
     for finding in findings:
         parts.setdefault(finding.data.get("part", ""), []).append(finding)
@@ -150,7 +155,7 @@ def _logs(findings: Sequence[Finding]) -> str:
 
 
 def lines(part: str, findings: Sequence[Finding]) -> list[str]:
-    """Returns what the screen shows of a part."""
+    """Returns the lines about a part for the screen."""
     quiet = part.startswith(QUIET)
     return [
         f"  {one.status}: {one.check}: {one.summary}"
@@ -160,7 +165,7 @@ def lines(part: str, findings: Sequence[Finding]) -> list[str]:
 
 
 def machine(findings: Sequence[Finding]) -> dict[str, str]:
-    """Returns what the environment says of the machine that the findings are of."""
+    """Returns the environment's description of the machine of the findings."""
     found = next((one.data for one in findings if one.check == ENVIRONMENT), {})
     return {name: value for name, value in found.items() if name != "part"}
 
@@ -178,7 +183,10 @@ def report(findings: Sequence[Finding], *, small: bool) -> str:
 
 
 def _titled(finding: Finding) -> Finding:
-    """Returns the finding with tables that say which part they are of: two parts may time the same."""
+    """Returns the finding with the part's name in the titles of its tables.
+
+    Two parts may time the same.
+    """
     part = finding.data.get("part", "")
     tables = [
         dataclasses.replace(table, title=f"{part}: {table.title}") for table in finding.tables
@@ -187,9 +195,13 @@ def _titled(finding: Finding) -> Finding:
 
 
 def record(results: Path, document: Path) -> str:
-    """Appends the results of a GPU to a document, which no longer says that there are none.
+    """Appends the results of a GPU to a document, and removes its note that there are none.
 
-    Returns a line that says what was recorded. Raises ValueError for results that are not of a GPU.
+    Returns:
+        A line that says what was recorded.
+
+    Raises:
+        ValueError: There are no results, or they are not of a GPU.
     """
     if not results.is_file():
         raise ValueError(

@@ -1,9 +1,11 @@
-"""A soak of a served demo model: thousands of mixed requests, many of them abandoned, and what is left behind them.
+"""Soaks a served demo model: thousands of mixed requests, of which clients abandon many.
 
     python tools/soak.py --requests 10000
 
-The server is a child process with a pool so small that requests preempt each other. A share of the requests are anchors: the same
-greedy request must be answered alike from the first to the last. Exit status 1 if a promise is broken: they are printed, one by one.
+At the end the server must hold nothing of the requests any more. The server is a child process with
+a pool so small that requests preempt each other. A share of the requests are anchors: the same
+greedy request must have the same answer from the first to the last. Exit status 1 if a promise is
+broken; the broken promises are printed, one by one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from tqdm import tqdm
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.soak_requests import Ask, asks
@@ -41,35 +43,35 @@ SETTINGS = {
     "max-model-len": 256,
     "dtype": "float32",
 }
-ANSWER_SECONDS = 120.0  # for one answer; longer is a hang
+ANSWER_SECONDS = 120.0  # the time for one answer; longer is a hang
 START_SECONDS = 300.0
-QUIET_SECONDS = 30.0  # in which an idle server has given everything back
-GROWTH = 1.1  # of resident memory between the end of the warm-up and the end
-GROWTH_BYTES = 32 << 20  # less than so much is no growth
+QUIET_SECONDS = 30.0  # the time in which an idle server gives everything back
+GROWTH = 1.1  # factor of resident memory between the end of the warm-up and the end
+GROWTH_BYTES = 32 << 20  # smaller differences are no growth
 
 
 @dataclass
 class Tally:
-    """What came of the requests; for one thread."""
+    """Counts the results of the requests; only one thread may use it."""
 
     kinds: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
-    anchors: dict[str, str] = field(default_factory=dict)  # what an anchor must say
+    anchors: dict[str, str] = field(default_factory=dict)  # the text that each anchor must have
 
 
 @dataclass(frozen=True)
 class Look:
-    """An idle server, seen from outside."""
+    """Holds numbers of an idle server, seen from outside."""
 
     resident_bytes: int
     num_files: int
     num_threads: int
-    metrics: dict[str, float]  # without labels; of those with labels the sum
+    metrics: dict[str, float]  # without labels; the sum for metrics with labels
 
 
 class Served:
-    """The server's process."""
+    """Runs the server's process."""
 
     def __init__(self, flags: Mapping[str, Any]) -> None:
         flags = {**flags, "port": 0}
@@ -85,13 +87,17 @@ class Served:
 
     @property
     def address(self) -> str:
-        """host:port, as soon as it is ready. Raises RuntimeError if it never is."""
+        """Returns host:port as soon as the server is ready.
+
+        Raises:
+            RuntimeError: The server did not start.
+        """
         if not self._is_known.wait(START_SECONDS) or self._address is None:
             raise RuntimeError("the server did not start: " + "; ".join(self.errors))
         return self._address
 
     def look(self) -> Look:
-        """Once it is idle."""
+        """Waits until the server is idle, up to a limit, and measures it."""
         deadline = time.monotonic() + QUIET_SECONDS
         while True:
             metrics = self._metrics()
@@ -105,7 +111,7 @@ class Served:
         return Look(process.memory_info().rss, process.num_fds(), process.num_threads(), metrics)
 
     def end(self) -> int:
-        """Asks it to end, and returns its exit status."""
+        """Asks the server to end, and returns its exit status."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(60)
@@ -131,7 +137,7 @@ class Served:
             self.num_log_bytes += len(line)
             try:
                 record = json.loads(line)
-            except ValueError:  # what a library prints
+            except ValueError:  # a line that a library prints
                 self.errors[line.strip()[:200]] += 1
                 continue
             if record["message"] == "ready":
@@ -144,6 +150,7 @@ class Served:
 
 @contextmanager
 def server(flags: Mapping[str, Any]) -> Iterator[Served]:
+    """Runs a server, and kills it if it still runs at the end."""
     served = Served(flags)
     try:
         yield served
@@ -154,6 +161,7 @@ def server(flags: Mapping[str, Any]) -> Iterator[Served]:
 
 
 def fetch(address: str, path: str) -> str:
+    """Returns the body of a GET request."""
     connection = HTTPConnection(address, timeout=ANSWER_SECONDS)
     try:
         connection.request("GET", path)
@@ -163,7 +171,12 @@ def fetch(address: str, path: str) -> str:
 
 
 def answer(address: str, ask: Ask) -> tuple[int, str] | None:
-    """Status and body; None if the client left before. Raises OSError or HTTPException."""
+    """Returns the status and the body of an answer; None if the client left before.
+
+    Raises:
+        OSError: The connection failed.
+        HTTPException: The answer is not HTTP.
+    """
     connection = HTTPConnection(address, timeout=ANSWER_SECONDS)
     try:
         body = (
@@ -183,7 +196,7 @@ def answer(address: str, ask: Ask) -> tuple[int, str] | None:
 
 
 def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
-    """None, unless the answer was complete before the time was over."""
+    """Returns None, unless the answer was complete before the time was over."""
     deadline = time.monotonic() + seconds
     response = None
     pieces: list[bytes] = []
@@ -200,7 +213,7 @@ def _left(connection: HTTPConnection, seconds: float) -> tuple[int, str] | None:
 
 
 def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | None:
-    """What is wrong with an answer."""
+    """Returns what is wrong with an answer; None if nothing is."""
     if status not in ask.status:
         return f"{ask.kind}: status {status}: {body[:400]}"
     if status != 200:
@@ -220,7 +233,7 @@ def judge(ask: Ask, status: int, body: str, anchors: dict[str, str]) -> str | No
 def run(
     address: str, wanted: Iterator[Ask], num_clients: int, tally: Tally, bar: tqdm[Any]
 ) -> None:
-    """Asks everything, `num_clients` at a time."""
+    """Sends all requests, `num_clients` at a time."""
 
     def one(ask: Ask) -> tuple[Ask, tuple[int, str] | Exception | None]:
         try:
@@ -245,7 +258,10 @@ def run(
 
 
 def step_seconds(before: Look, after: Look, share: float) -> float:
-    """The bound of the bucket in which this share of the steps between two looks lies."""
+    """Returns a bound that this share of the steps between two looks does not exceed.
+
+    It is the bound of a bucket of the server's histogram.
+    """
     name = "jaxpage_engine_step_seconds_bucket "
     gained = {
         float(key.removeprefix(name)): value - before.metrics.get(key, 0)
@@ -257,7 +273,14 @@ def step_seconds(before: Look, after: Look, share: float) -> float:
 
 
 def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list[str]:
-    """The promises that were not kept. looks: behind the warm-up, and at the end."""
+    """Returns the promises that were not kept.
+
+    Args:
+        looks: The server after the warm-up, later, and at the end.
+        tally: The results of the requests.
+        served: The server.
+        status: The server's exit status.
+    """
     warm, end = looks[0], looks[-1]
     found = [f"{count} x {error}" for error, count in tally.errors.items()]
     found += [f"{count} x in the server's log: {line}" for line, count in served.errors.items()]
@@ -285,6 +308,7 @@ def broken(looks: list[Look], tally: Tally, served: Served, status: int) -> list
 
 
 def report(looks: list[Look], tally: Tally, seconds: float) -> str:
+    """Returns the report for people."""
     warm, end = looks[0], looks[-1]
     steps = [f"{step_seconds(*pair, 0.99):g}" for pair in itertools.pairwise(looks)]
 
@@ -309,6 +333,7 @@ def report(looks: list[Look], tally: Tally, seconds: float) -> str:
 
 
 def main() -> int:
+    """Runs the soak and returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--requests", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument(

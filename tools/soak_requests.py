@@ -1,4 +1,4 @@
-"""The requests of a soak: of every kind, right ones and wrong ones, some of whose clients leave early."""
+"""Makes the requests of a soak: of every kind, right and wrong; some of the clients leave early."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ class Ask:
 
     kind: str
     path: str
-    body: dict[str, Any] | None  # None: GET
-    status: tuple[int, ...] = (200,)  # with which it may be answered
-    leaves_after: float | None = None  # seconds; the client does not wait for the answer's end
+    body: dict[str, Any] | None  # None for GET
+    status: tuple[int, ...] = (200,)  # the statuses that an answer may have
+    # Seconds after which the client leaves without the whole answer
+    leaves_after: float | None = None
 
 
 def asks(count: int, seed: int, leaving: float) -> Iterator[Ask]:
-    """The requests of a soak, the same for the same seed.
+    """Yields the requests of a soak, the same for the same seed.
 
     Args:
-        leaving: share of the requests whose client leaves early.
+        count: The number of requests.
+        seed: The seed.
+        leaving: The share of the requests whose client leaves early.
     """
     chance = random.Random(seed)
     for _ in range(count):

@@ -1,4 +1,4 @@
-"""Whole steps of a model from shapes alone, for a compiler to look at: no weights, no memory, no device."""
+"""Makes whole steps of a model from shapes alone, for a compiler: no weights, memory or device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxpage.models.base import abstract_model
 from jaxpage.models.quantization.registry import quantization_of
 from jaxpage.models.registry import load_family
 
-# config.json of meta-llama/Meta-Llama-3-8B, as far as it gives shapes
+# The part of config.json of meta-llama/Meta-Llama-3-8B that gives shapes.
 LLAMA_3_8B: Mapping[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -38,7 +38,7 @@ LLAMA_3_8B: Mapping[str, Any] = {
     "vocab_size": 128256,
 }
 
-QWEN3_30B_A3B: Mapping[str, Any] = {  # of Qwen/Qwen3-30B-A3B
+QWEN3_30B_A3B: Mapping[str, Any] = {  # Qwen/Qwen3-30B-A3B
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
     "hidden_act": "silu",
@@ -61,7 +61,7 @@ QWEN3_30B_A3B: Mapping[str, Any] = {  # of Qwen/Qwen3-30B-A3B
     "vocab_size": 151936,
 }
 
-# as DeepSeek's and Qwen's
+# DeepSeek and Qwen use these blocks.
 FP8_BLOCKS: Mapping[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 BUCKETS = {
@@ -75,7 +75,7 @@ BUCKETS = {
 
 @dataclass(frozen=True)
 class StepShapes:
-    """A jitted step and the shapes of its arguments. The second, the pages, is donated."""
+    """A jitted step and the shapes of its arguments; the second, the pages, is donated."""
 
     step: Any
     arguments: tuple[Any, ...]
@@ -83,12 +83,12 @@ class StepShapes:
 
     @property
     def pages_bytes(self) -> int:
-        """Of all layers, scales included."""
+        """Returns the bytes of the pages of all layers, scales included."""
         return sum(_bytes(leaf) for leaf in jax.tree.leaves(self.arguments[1]))
 
     @property
     def array_bytes(self) -> int:
-        """Of one layer's keys, or of its values: the largest array of the pool."""
+        """Returns the bytes of the largest array of the pool: one layer's keys, or its values."""
         return max(_bytes(leaf) for leaf in jax.tree.leaves(self.arguments[1]))
 
 
@@ -104,10 +104,20 @@ def step_shapes(
     kv_cache_dtype: str = "auto",
     quantization: str | Mapping[str, Any] | None = None,
 ) -> StepShapes:
-    """The step that an engine compiles for a bucket on a GPU.
+    """Returns the step that an engine compiles for a bucket on a GPU.
 
-    config: config.json's content. num_layers: fewer than it says, to compile faster. quantization: as in `EngineConfig`, or
-    config.json's quantization_config. The other arguments as in `EngineConfig`.
+    The arguments that are not described here are those of `EngineConfig`.
+
+    Args:
+        bucket: The bucket.
+        backend: The kernel set.
+        config: The content of config.json.
+        num_layers: A smaller number of layers than the config has, to compile faster.
+        num_blocks: The blocks of the pool, the null block included.
+        block_size: The slots of a block.
+        dtype: The type of the weights.
+        kv_cache_dtype: The type of the pages.
+        quantization: The setting of `EngineConfig`, or config.json's quantization_config.
     """
     if num_layers is not None:
         config = {**config, "num_hidden_layers": num_layers}

@@ -1,6 +1,7 @@
-"""How long a whole step takes on a device, and its parts: products, attention, sampler, and what the host adds. For cost models and GPUs.
+"""Times a whole step on a device, and its parts: products, attention, sampler, and the host.
 
-Weights and pages are made on the device, from shapes alone. The sampler computes rows at once, as on a GPU.
+The times serve cost models and GPU checks. Weights and pages are made on the device, from shapes
+alone. The sampler computes all rows at once, as on a GPU.
 """
 
 from __future__ import annotations
@@ -47,28 +48,32 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"num_attention_heads": 4, "num_key_value_heads": 2},
     },
 }
-SAMPLING = {  # of every row
+SAMPLING = {  # the sampling of every row
     "greedy": SamplingParams(temperature=0.0),
     "random": SamplingParams(temperature=1.0),
     "top_p": SamplingParams(temperature=1.0, top_p=0.95),
     "top_k_top_p": SamplingParams(temperature=1.0, top_k=50, top_p=0.95),
 }
 BLOCK_SIZE = 16
-CHUNK_ROWS = 16  # of a bucket of prompt chunks; one is used
+CHUNK_ROWS = 16  # rows of a bucket of prompt chunks; one is used
 ROUNDS = 5
-GPU_OPTIONS = compiler_options("gpu")  # with which an engine compiles its steps for a GPU
+# The options with which an engine compiles its steps for a GPU
+GPU_OPTIONS = compiler_options("gpu")
 
 
 @dataclass(frozen=True)
 class StepCase:
-    """A step that decodes `rows` sequences of `context` tokens, the new one included, or computes the last `chunk` tokens of one."""
+    """A step that decodes `rows` sequences, or computes the last `chunk` tokens of one.
 
-    model: str  # of MODELS
+    A sequence has `context` tokens, the new ones included.
+    """
+
+    model: str  # a name in MODELS
     rows: int
     context: int
     chunk: int = 0
-    sampling: str = "greedy"  # of SAMPLING
-    num_layers: int | None = None  # None: the model's
+    sampling: str = "greedy"  # a name in SAMPLING
+    num_layers: int | None = None  # None for the model's number
 
     def __str__(self) -> str:
         what = f"chunk {self.chunk}" if self.chunk else f"decode {self.rows} rows"
@@ -77,12 +82,14 @@ class StepCase:
 
     @property
     def bucket(self) -> Bucket:
+        """Returns the bucket of the step."""
         if self.chunk:
             return Bucket(self.chunk, CHUNK_ROWS, self.chunk)
         return Bucket(self.rows, self.rows, 1)
 
     @property
     def config(self) -> Mapping[str, Any]:
+        """Returns the model's config.json, with room for the context."""
         config = MODELS[self.model]
         return {
             **config,
@@ -91,19 +98,29 @@ class StepCase:
 
     @property
     def blocks_per_row(self) -> int:
+        """Returns how many blocks a sequence has."""
         return -(-self.context // BLOCK_SIZE)
 
     @property
     def num_blocks(self) -> int:
+        """Returns how many blocks the pool has, the null block included."""
         return 1 + self.blocks_per_row * (1 if self.chunk else self.rows)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds. step: on the device, steps queued behind each other. read: with the host, which reads what was drawn before the next.
-    call: until a call returns. The parts run alone: products is the model without attention; attention, of all layers, writes first.
+    """Holds the times of a step and of its parts, in seconds.
 
-    bytes_read: of weights, keys and values that a step reads at least once.
+    Each part is timed alone, so their sum is not the step.
+
+    Attributes:
+        step: A step on the device, where steps queue up.
+        read: A step with the host, which reads the drawn tokens before the next step.
+        call: The time until a call returns.
+        products: The model without attention.
+        attention: The attention of all layers, which write their keys and values first.
+        sampler: The sampler.
+        bytes_read: The bytes of weights, keys and values that a step reads at least once.
     """
 
     step: float
@@ -116,13 +133,21 @@ class StepTimes:
 
     @property
     def host_gap(self) -> float:
+        """Returns the time that reading the drawn tokens adds to a step."""
         return max(0.0, self.read - self.step)
 
 
 def time_step(
     case: StepCase, *, backend: str = "auto", dtype: str = "bfloat16", round_s: float = 0.1
 ) -> StepTimes:
-    """Compiles and times a case and its parts on JAX's first device. round_s: of each of the rounds whose median counts."""
+    """Compiles and times a case and its parts on JAX's first device.
+
+    Args:
+        case: The step.
+        backend: The kernel set.
+        dtype: The type of weights and pages.
+        round_s: The time of each of the rounds whose median counts.
+    """
     shapes = step_shapes(
         case.bucket,
         backend=backend,
@@ -171,7 +196,7 @@ def time_step(
 
 
 class _Parts:
-    """Parts of the step of a case, as functions to compile, and its packed input."""
+    """Holds the parts of a case's step as functions to compile, and the step's packed input."""
 
     def __init__(self, case: StepCase, shapes: StepShapes, backend: str, dtype: str):
         config = (
@@ -258,7 +283,11 @@ class _Parts:
             )
 
     def bytes_read(self, shapes: StepShapes) -> int:
-        """The token table counts where the head is tied to it; keys and values by what the rows see."""
+        """Returns the bytes of weights, keys and values that a step reads at least once.
+
+        The embedding counts only where the head is tied to it; keys and values count for what the
+        rows see.
+        """
         leaves = jax.tree.leaves(shapes.arguments[0])
         weights: int = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
         if not self.spec.tie_word_embeddings:
@@ -269,7 +298,7 @@ class _Parts:
 
 
 def random_model(config: Mapping[str, Any], dtype: str) -> nnx.Module:
-    """Returns the model that a config.json describes, with random weights that were made on the device."""
+    """Returns the model that a config.json describes, with random weights made on the device."""
     family = load_family(config)
     graph, shapes = abstract_model(family, family.Spec.from_config(config), jnp.dtype(dtype))
     module: nnx.Module = nnx.merge(graph, drawn(shapes))
@@ -277,7 +306,7 @@ def random_model(config: Mapping[str, Any], dtype: str) -> nnx.Module:
 
 
 def drawn(shapes: Any) -> Any:
-    """Returns weights that let values neither vanish nor grow without bound."""
+    """Returns random weights with which values neither vanish nor grow without bound."""
     normal = jax.jit(
         lambda key, shape, dtype: (0.02 * jax.random.normal(key, shape, jnp.float32)).astype(dtype),
         static_argnums=(1, 2),
@@ -293,7 +322,10 @@ def drawn(shapes: Any) -> Any:
 
 
 def _seconds(run: Callable[[], Any], round_s: float) -> float:
-    """Of one call, the device's work included: the median of rounds of so many calls that they take about `round_s`."""
+    """Times one call, the device's work included.
+
+    The time is the median of rounds, each of so many calls that they take about `round_s`.
+    """
 
     def round_of(count: int) -> float:
         began = time.perf_counter()
@@ -302,12 +334,13 @@ def _seconds(run: Callable[[], Any], round_s: float) -> float:
         jax.block_until_ready(last)
         return (time.perf_counter() - began) / count
 
-    round_of(2)  # the first may make a CUDA graph
+    round_of(2)  # the first call may make a CUDA graph
     count = max(1, min(1000, round(round_s / max(round_of(2), 1e-6))))
     return statistics.median(round_of(count) for _ in range(ROUNDS))
 
 
 def cells(case: StepCase, times: StepTimes) -> list[str]:
+    """Returns the cells of a case, in the order of `COLUMNS`."""
     parts = (times.step, times.products, times.attention, times.sampler, times.host_gap, times.call)
     return [
         str(case),
@@ -320,7 +353,7 @@ COLUMNS = ["step", "ms", "products", "attention", "sampler", "host gap", "call",
 
 
 def usual_cases(models: list[str], num_layers: int | None = None) -> Iterator[StepCase]:
-    """What says most, first."""
+    """Yields the usual cases, the most important first."""
     for model in models:
         yield StepCase(model, 2, 1024, num_layers=num_layers)
         yield StepCase(model, 64, 1024, sampling="top_p", num_layers=num_layers)

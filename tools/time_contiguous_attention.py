@@ -1,9 +1,11 @@
-"""Times torch's scaled_dot_product_attention on contiguous keys and values: what the same call costs without paging.
+"""Times torch's scaled_dot_product_attention on contiguous keys and values, without paging.
 
-As in tools/kernel_lab/timing.py, a program is many calls that depend on each other over several sets of keys and values (here a
-CUDA graph, between two events), so that neither Python nor the cache is timed. The fastest of torch's own backends counts. Specs that
-have no contiguous equal are named with the reason. Run by tools/gpu_check.py and tools/bench_kernels.py in a process of its own, so that
-torch and JAX do not share memory.
+The times tell what the same call costs without pages. As in tools/kernel_lab/timing.py, a program
+is many calls that depend on each other over several sets of keys and values (here a CUDA graph,
+between two events), so that neither Python nor the cache is timed. The fastest of torch's own
+backends counts. Specs that have no contiguous equal are named with the reason. tools/gpu_check.py
+and tools/bench_kernels.py run it in a process of its own, so that torch and JAX do not share
+memory.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# so that it runs where jaxpage is not installed
+# Lets the program run where jaxpage is not installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.kernel_lab.findings import LEFT_OUT, PASSED, Finding, Table, append, first_line
@@ -36,7 +38,7 @@ ROUND_S, ROUNDS = 0.02, 7
 
 
 def incomparable(spec: Spec) -> str:
-    """Why a spec has no contiguous equal, "" if it has."""
+    """Returns why a spec has no contiguous equal; "" if it has one."""
     if len(set(spec.contexts)) > 1 or len(set(spec.queries)) > 1:
         return "ragged rows"
     if spec.page_dtype != spec.dtype:
@@ -45,7 +47,10 @@ def incomparable(spec: Spec) -> str:
 
 
 def inputs(spec: Spec, layers: int, device: str) -> tuple[Any, list[tuple[Any, Any]]]:
-    """q [B, N, Q, H], and per layer keys and values [B, K, C, H], views of [B, C, K, H]."""
+    """Returns queries, and keys and values for each layer.
+
+    The queries are [B, N, Q, H]. Keys and values are [B, K, C, H], views of [B, C, K, H].
+    """
     rows, context, queries = len(spec.contexts), spec.contexts[0], spec.queries[0]
     dtype = getattr(torch, spec.dtype)
     q = torch.randn(
@@ -60,7 +65,7 @@ def inputs(spec: Spec, layers: int, device: str) -> tuple[Any, list[tuple[Any, A
 
 
 def attend(spec: Spec, q: Any, layers: list[tuple[Any, Any]]) -> Any:
-    """One call per layer, each on the output of the one before."""
+    """Makes one call per layer, each on the output of the one before."""
     queries, context = spec.queries[0], spec.contexts[0]
     options: dict[str, Any] = {
         "scale": spec.head_width**-0.5,
@@ -76,14 +81,14 @@ def attend(spec: Spec, q: Any, layers: list[tuple[Any, Any]]) -> Any:
 
 
 def seconds(spec: Spec, layers: int, device: str) -> float:
-    """Of one call; on a CPU simply of one round."""
+    """Times one call, which on a CPU is simply a share of one round."""
     q, pages = inputs(spec, layers, device)
     if device == "cpu":
         began = time.perf_counter()
         attend(spec, q, pages)
         return (time.perf_counter() - began) / layers
     side = torch.cuda.Stream()
-    with torch.cuda.stream(side):  # warm up, as graphs want it
+    with torch.cuda.stream(side):  # graphs need a warm-up
         attend(spec, q, pages)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -105,7 +110,7 @@ def _round(graph: Any, replays: int) -> float:
 
 
 def fastest(spec: Spec, layers: int, device: str) -> tuple[float | None, str]:
-    """(seconds, the backend), or (None, why each refused)."""
+    """Returns (seconds, the backend), or (None, the reasons why each refused)."""
     names = (
         ("MATH",)
         if device == "cpu"
@@ -117,7 +122,7 @@ def fastest(spec: Spec, layers: int, device: str) -> tuple[float | None, str]:
         try:
             with torch.no_grad(), sdpa_kernel([getattr(SDPBackend, name)]):
                 found[name] = seconds(spec, layers, device)
-        except Exception as error:  # a backend that does not take the call; the others go on
+        except Exception as error:  # the backend does not take the call; the others go on
             refused.append(f"{name}: {first_line(error)}")
     if not found:
         return None, "; ".join(refused)
@@ -126,7 +131,10 @@ def fastest(spec: Spec, layers: int, device: str) -> tuple[float | None, str]:
 
 
 def others() -> str:
-    """Other kernels for pages that are installed here. None is timed: their versions differ in their interfaces."""
+    """Names other kernels for pages that are installed here.
+
+    None is timed, because the interfaces of their versions differ.
+    """
     there = []
     for name in ("flashinfer-python", "vllm", "flash-attn"):
         try:
@@ -137,6 +145,7 @@ def others() -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Times the specs and appends the findings."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,16 @@
-"""Train the small Llama that ships in jaxpage/demo: real weights for `jaxpage generate`, the tests and the speculation work.
+"""Trains the small Llama that ships in jaxpage/demo.
 
-It reads public-domain novels from Debian packages (the tool names the apt-get command when one is missing) and a seeded
-synthetic slice; see tools/demo_model/corpus.py for the list and the licences. Two CPU cores and most of an hour are enough.
+It has real weights for `jaxpage generate`, the tests and the speculation work. The program reads
+public-domain novels from Debian packages (it names the apt-get command when one is missing) and a
+seeded synthetic slice; see tools/demo_model/corpus.py for the list and the licences. Two CPU cores
+and most of an hour are enough.
 
-    python tools/train_demo_model.py --minutes 45        # as many steps as fit, fixed at the start and recorded in the card
-    python tools/train_demo_model.py --steps 1500        # that many: the same batches at the same learning rates each time
-    python tools/train_demo_model.py --resume            # go on from the last checkpoint in --scratch
-    python tools/train_demo_model.py --drafters          # what drafts for the model in --output: see tools/demo_model/drafters.py
+    python tools/train_demo_model.py --minutes 45   # as many steps as fit; the card records them
+    python tools/train_demo_model.py --steps 1500   # the same batches and learning rates each time
+    python tools/train_demo_model.py --resume       # go on from the last checkpoint in --scratch
+    python tools/train_demo_model.py --drafters     # the drafters for the model in --output
+
+tools/demo_model/drafters.py trains the drafters.
 """
 
 import argparse
@@ -20,7 +24,7 @@ import jax
 import numpy as np
 from tokenizers import Tokenizer
 
-# so that it runs where only jaxpage is installed
+# Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tools.demo_model import card, corpus, drafters, evaluation, exporting, tokenizer, training
@@ -32,7 +36,7 @@ DEFAULT_MINUTES = 45.0
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """The corpus as tokens, with the tokenizer made from it."""
+    """Holds the corpus as tokens, with the tokenizer made from it."""
 
     tokenizer: Tokenizer
     train: np.ndarray
@@ -43,7 +47,7 @@ class Data:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -92,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def prepare(seed: int) -> Data:
-    """Build the corpus, train the tokenizer on its training part, encode everything."""
+    """Builds the corpus, trains the tokenizer on its training part, and encodes everything."""
     texts = corpus.build_corpus(seed)
     made = tokenizer.train_tokenizer(texts.human_train + texts.synthetic_train)
     streams = {
@@ -112,7 +116,7 @@ def prepare(seed: int) -> Data:
 
 
 def progress(spec: ModelSpec, data: Data, run: training.Run) -> str:
-    """What is printed with every checkpoint: a quick validation loss and a sample."""
+    """Returns the text printed with every checkpoint: a quick validation loss and a sample."""
     loss = evaluation.mean_loss(spec, run.params, data.human_validation, most_tokens=16_384)
     prompt = data.tokenizer.encode("Once upon a time").ids
     text = data.tokenizer.decode(
@@ -124,7 +128,7 @@ def progress(spec: ModelSpec, data: Data, run: training.Run) -> str:
 def train_or_resume(
     spec: ModelSpec, data: Data, options: argparse.Namespace
 ) -> tuple[training.Plan, training.Run]:
-    """Carry out what the command line asks for, up to the finished run."""
+    """Does what the command line asks for, up to the finished run."""
     checkpoint, longest = options.scratch / "run.npz", spec.max_positions
     objective = functools.partial(next_token_loss, spec)
     params = init_params(spec, jax.random.key(options.seed))
@@ -154,7 +158,7 @@ def train_or_resume(
 
 
 def main() -> None:
-    """Carry out the command line."""
+    """Does what the command line asks for."""
     options = parse_arguments()
     if options.drafters is not None:
         train_drafters(options)
@@ -163,7 +167,7 @@ def main() -> None:
 
 
 def train_drafters(options: argparse.Namespace) -> None:
-    """All, or those that are named."""
+    """Trains all drafters, or those that are named."""
     options.scratch.mkdir(parents=True, exist_ok=True, mode=0o700)
     drafters.train_drafters(
         options.output,
@@ -177,7 +181,7 @@ def train_drafters(options: argparse.Namespace) -> None:
 
 
 def train_model(options: argparse.Namespace) -> None:
-    """Prepare, train, export."""
+    """Prepares the data, trains the model and exports it."""
     try:
         data = prepare(options.seed)
     except corpus.MissingSource as error:

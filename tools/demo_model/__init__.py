@@ -1,1 +1,4 @@
-"""The parts of `tools/train_demo_model.py`: what the demo model reads, its tokenizer, its training, its files and card."""
+"""Holds the parts of `tools/train_demo_model.py`.
+
+They are the demo model's corpus, tokenizer, training, files and card, and its drafters.
+"""

@@ -1,7 +1,9 @@
-"""How often drafts are right: the speculative loop replayed over text that the demo model wrote, outside jaxpage.
+"""Measures how often drafts are right, outside jaxpage.
 
-A draft is right where it is the token that the model drew, as with coupled acceptance. Until a draft is wrong everything behind it is the
-text itself, so one pass over the text says for every place how many drafts would have been right there, and the loop is a walk over places.
+It replays the speculative loop over text that the demo model wrote. A draft is right where it is
+the token that the model drew, as with coupled acceptance. Up to the first wrong draft the drafts
+are the text itself, so one pass over the text gives for every position how many drafts would have
+been right there, and the loop walks over positions.
 """
 
 import itertools
@@ -20,7 +22,7 @@ from tools.demo_model.distillation import Teacher
 from tools.demo_model.model import Params
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
-# of weights and tokens [B, T]: int [B, T, J], see `draft_ranks`
+# Takes weights and tokens [B, T], and returns int [B, T, J]; see `draft_ranks`.
 Ranks = Callable[[Params, jax.Array], jax.Array]
 
 DRAFTS, TREE_DRAFTS = 4, 15
@@ -44,11 +46,11 @@ class Sample(NamedTuple):
     name: str
     tokens_BT: np.ndarray
     begins_B: np.ndarray  # the first token that the model drew
-    ends_B: np.ndarray  # behind the last token of the text
+    ends_B: np.ndarray  # the position after the last token of the text
 
 
 def held_out_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[Sample]:
-    """Tales and novel-like text, greedy and at temperature 1."""
+    """Returns tales and novel-like text, greedy and at temperature 1."""
     rng = random.Random(seed)
     tale_prompts = [tales.tale(rng)[:60].rsplit(" ", 1)[0] for _ in range(ROWS)]
     novel_prompts = [NOVELS[row % len(NOVELS)] for row in range(ROWS)]
@@ -56,7 +58,7 @@ def held_out_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[
     for kind, prompts in (("tales", tale_prompts), ("novels", novel_prompts)):
         for temperature in (0.0, 1.0):
             encoded = [tokenizer.encode(prompt).ids for prompt in prompts]
-            if temperature == 0:  # the same prompt again would be the same text again
+            if temperature == 0:  # the same prompt again would give the same text again
                 encoded = list({tuple(ids): ids for ids in encoded}.values())
             lengths_B = np.array([len(ids) for ids in encoded], np.int32)
             starts_BP = np.zeros((len(encoded), lengths_B.max()), np.int32)
@@ -78,13 +80,13 @@ def held_out_samples(teacher: Teacher, tokenizer: Tokenizer, seed: int) -> list[
 
 
 def ranks_of(logits_BTV: jax.Array, tokens_BT: jax.Array) -> jax.Array:
-    """How many tokens each distribution takes for likelier than the token it is about."""
+    """Returns for each position how many tokens are more likely than the token of the text."""
     own_BT1 = jnp.take_along_axis(logits_BTV, tokens_BT[..., None], -1)
     return (logits_BTV > own_BT1).sum(-1)
 
 
 def _whole(logits_BTV: jax.Array, token_map: np.ndarray, vocabulary: int) -> jax.Array:
-    """Over all tokens, from logits over some."""
+    """Returns logits over all tokens, from logits over some."""
     everywhere = jnp.full((*logits_BTV.shape[:-1], vocabulary), -jnp.inf)
     return everywhere.at[..., token_map].set(logits_BTV)
 
@@ -94,8 +96,9 @@ def _far(tokens_BT: jax.Array) -> jax.Array:
 
 
 def draft_ranks(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """[B, T, J]: token t is known; of draft j, about token t + 1 + j: how many guesses stand before the token of the text.
+    """Returns [B, T, J]: the rank of the text's token among the guesses of each draft.
 
+    Token t is known, and draft j is about token t + 1 + j. Rank 0 means that the draft is right.
     Beyond the text a rank is far too high to be right.
     """
     next_BT = ranks_of(draft_model.logits(teacher, params, tokens_BT)[:, :-1], tokens_BT[:, 1:])
@@ -108,7 +111,10 @@ def draft_ranks(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.A
 def medusa_ranks(
     teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array
 ) -> jax.Array:
-    """As `draft_ranks`: the heads stand on the hidden state one place before the known token."""
+    """Returns the same as `draft_ranks`, for Medusa heads.
+
+    The heads use the hidden state one position before the known token.
+    """
     hidden_BTD, length = teacher(tokens_BT).hidden_BTD, tokens_BT.shape[1]
     ranks = _far(tokens_BT)
     for j in range(medusa_heads.HEADS):
@@ -123,7 +129,10 @@ def medusa_ranks(
 def eagle_ranks(
     teacher: Teacher, token_map: np.ndarray, params: Params, tokens_BT: jax.Array
 ) -> jax.Array:
-    """As `draft_ranks`: draft j of place t is pass j of place t - 1 + j."""
+    """Returns the same as `draft_ranks`, for the EAGLE-3 head.
+
+    Draft j of position t is pass j of position t - 1 + j.
+    """
     length, ranks = tokens_BT.shape[1], _far(tokens_BT)
     for j, logits in enumerate(
         eagle_head.unrolled(teacher, params, teacher(tokens_BT), tokens_BT, DRAFTS)
@@ -136,11 +145,14 @@ def eagle_ranks(
 
 
 def replay(right_BTJ: np.ndarray, sample: Sample) -> tuple[list[float], float]:
-    """How often draft 1, 2 and so on was accepted, of all steps, and tokens per step.
+    """Returns the accepted share of each draft over all steps, and the tokens per step.
+
+    A step starts at a known token. Its right drafts, up to the first wrong one, and one token more
+    are the tokens that it gives.
 
     Args:
-        right_BTJ: whether draft j of place t is the token of the text. A step starts at a known token; its right drafts, up to the first
-            wrong one, and one token more are the tokens that it gives.
+        right_BTJ: Whether draft j of position t is the token of the text.
+        sample: The text.
     """
     accepted_BT = np.cumprod(right_BTJ, -1).sum(-1)
     counts, steps = np.zeros(right_BTJ.shape[-1]), 0
@@ -157,8 +169,13 @@ def replay(right_BTJ: np.ndarray, sample: Sample) -> tuple[list[float], float]:
 
 
 def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, Any]:
-    """Of each sample: acceptance by position, tokens per step, and tokens per step with a tree of guesses; of all samples: how often the
-    guess of each rank was right, by position, from which the tree is searched."""
+    """Measures a drafter on samples.
+
+    Returns:
+        For each sample, the acceptance by draft, the tokens per step, the tokens per step with a
+        tree of guesses, and the share of new 4-grams. Over all samples, how often the guess of each
+        rank was right, by draft; the tree is searched with it.
+    """
     compiled = jax.jit(ranks)
     found = [np.asarray(compiled(params, sample.tokens_BT)) for sample in samples]
     accuracies = _accuracies(found, samples)
@@ -178,7 +195,10 @@ def measure(params: Params, ranks: Ranks, samples: list[Sample]) -> dict[str, An
 
 
 def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
-    """The paths of ranks with the highest products of accuracies. None is likelier than what it goes on from, so they are a tree."""
+    """Returns the paths of ranks with the highest products of accuracies.
+
+    No path is more likely than the one that it extends, so the paths are a tree.
+    """
     ranks = [range(len(row)) for row in accuracies]
     paths = [path for depth in range(DRAFTS) for path in itertools.product(*ranks[: depth + 1])]
     chances = {
@@ -189,7 +209,7 @@ def likeliest_tree(accuracies: list[list[float]]) -> list[tuple[int, ...]]:
 
 
 def share_of_new_4_grams(sample: Sample) -> float:
-    """1 where no row of it repeats itself."""
+    """Returns the share of 4-grams that are new in their row; 1 where no row repeats itself."""
     total, new = 0, 0
     for row, begin, end in zip(sample.tokens_BT, sample.begins_B, sample.ends_B, strict=True):
         grams = [tuple(row[place : place + 4]) for place in range(begin, end - 3)]
@@ -198,7 +218,7 @@ def share_of_new_4_grams(sample: Sample) -> float:
 
 
 def _accuracies(found: list[np.ndarray], samples: list[Sample]) -> list[list[float]]:
-    """[J][rank], over all places of all samples."""
+    """Returns how often each rank was right, [J][rank], over all positions of all samples."""
     counts, places, place = np.zeros((DRAFTS, MEASURED_RANKS)), np.zeros(DRAFTS), np.arange(LENGTH)
     for sample, ranks_BTJ in zip(samples, found, strict=True):
         for j in range(DRAFTS):
@@ -211,7 +231,10 @@ def _accuracies(found: list[np.ndarray], samples: list[Sample]) -> list[list[flo
 
 
 def overlap(teacher: Teacher, params: Params, sample: Sample) -> float:
-    """The mean of sum(min(p, q)): how often a draft that is drawn from the draft model would be accepted by rejection sampling."""
+    """Returns the mean of sum(min(p, q)).
+
+    Rejection sampling would accept this share of drafts that are drawn from the draft model.
+    """
 
     @jax.jit
     def both(tokens_BT: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The model card: what the demo model read, how it was trained, how good it is, in its own words and in numbers."""
+"""Writes the model card: the demo model's corpus, training, losses and samples."""
 
 import dataclasses
 import math
@@ -87,7 +87,10 @@ were removed, and are not redistributed here.
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What the card reports; losses in nats per token, keyed like bytes_per_token by the kind of held-out text."""
+    """Holds what the card reports.
+
+    Losses are in nats per token. They and `bytes_per_token` are keyed by the kind of held-out text.
+    """
 
     spec: ModelSpec
     plan: Plan
@@ -99,7 +102,7 @@ class Facts:
 
 
 def draw_samples(spec: ModelSpec, params: Params, tokenizer: Tokenizer) -> str:
-    """Unselected continuations: a few seeds at temperature 0.7 and one greedy."""
+    """Returns continuations that are not selected: a few at temperature 0.7 and one greedy."""
     parts = []
     for prompt, temperature, seed in (*SAMPLES, ("Once upon a time", GREEDY_TEMPERATURE, 0)):
         ids = sample_text(
@@ -153,7 +156,7 @@ def _loss_lines(facts: Facts) -> str:
 
 
 def model_card(facts: Facts) -> str:
-    """README.md of the model's directory."""
+    """Returns README.md of the model's directory."""
     used = {bool(e.get("synthetic")): 0 for e in facts.manifest["sources"]}
     for entry in facts.manifest["sources"]:
         used[bool(entry.get("synthetic"))] += entry["used_bytes"]

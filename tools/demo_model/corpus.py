@@ -1,7 +1,8 @@
-"""The text the demo model reads: novels from installed Debian packages, and a seeded synthetic slice.
+"""Reads the demo model's corpus: novels from Debian packages, and a seeded synthetic slice.
 
-The corpus is a function of the installed packages and the seed. No text is shipped: the manifest names each source with its
-package, version, path, sha256 and licence, so that another machine can tell whether it reads the same.
+The corpus is a function of the installed packages and the seed. No text is shipped: the manifest
+names each source with its package, version, path, sha256 and licence, so that another machine can
+tell whether it reads the same.
 """
 
 import dataclasses
@@ -48,7 +49,10 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """Documents in reading order, split by a hash of their text; `human` documents are those of the sources."""
+    """Holds documents in reading order, split by a hash of their text.
+
+    The `human` documents are those of the sources.
+    """
 
     human_train: list[str]
     human_validation: list[str]
@@ -58,7 +62,7 @@ class Corpus:
 
 
 class MissingSource(RuntimeError):
-    """A package is not installed; the message is the command that installs it."""
+    """Says that a package is not installed; the message is the command that installs it."""
 
 
 def _read_austen(path: Path) -> str:
@@ -111,7 +115,7 @@ SOURCES = (
 
 
 def check_sources() -> None:
-    """Raise MissingSource with one command that installs all that is missing."""
+    """Raises MissingSource with one command that installs all that is missing."""
     missing = [source.package for source in SOURCES if not Path(source.path).exists()]
     if missing:
         raise MissingSource(
@@ -120,7 +124,10 @@ def check_sources() -> None:
 
 
 def _paragraphs(text: str) -> Iterator[str]:
-    """Paragraphs on one line each, in plain ASCII punctuation, without tables, notices and ornaments."""
+    """Yields paragraphs on one line each, in plain ASCII punctuation.
+
+    Tables, notices and ornaments are left out.
+    """
     for block in re.split(r"\n\s*\n", text.translate(PLAIN)):
         paragraph = " ".join(block.split())
         letters = sum(character.islower() for character in paragraph)
@@ -132,7 +139,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _chunks(paragraphs: Iterator[str]) -> Iterator[str]:
-    """Documents of whole paragraphs, each near CHUNK_CHARACTERS long."""
+    """Yields documents of whole paragraphs, each near CHUNK_CHARACTERS long."""
     held: list[str] = []
     for paragraph in paragraphs:
         held.append(paragraph)
@@ -159,7 +166,10 @@ def _is_held_out(document: str) -> bool:
 
 
 def _split(documents: list[str]) -> tuple[list[str], list[str]]:
-    """Train and validation; the same text is always on the same side, so repeats cannot leak across."""
+    """Returns training and validation documents.
+
+    The same text is always on the same side, so repeats cannot leak across.
+    """
     return [d for d in documents if not _is_held_out(d)], [d for d in documents if _is_held_out(d)]
 
 
@@ -187,7 +197,7 @@ def _read_source(source: Source) -> tuple[list[str], dict[str, object]]:
 
 
 def build_corpus(seed: int) -> Corpus:
-    """Read every source, generate the synthetic slice, and split both."""
+    """Reads every source, generates the synthetic slice, and splits both."""
     check_sources()
     human: list[str] = []
     entries: list[dict[str, object]] = []

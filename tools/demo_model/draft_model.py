@@ -1,4 +1,7 @@
-"""A draft model: a small Llama with the vocabulary of its target (Leviathan et al. 2023, arXiv:2211.17192)."""
+"""Makes a draft model: a small Llama with the vocabulary of its target.
+
+Leviathan et al. 2023, arXiv:2211.17192.
+"""
 
 import dataclasses
 
@@ -10,7 +13,7 @@ from tools.demo_model.training import Objective
 
 
 def draft_spec(target: ModelSpec) -> ModelSpec:
-    """Half as wide and half as deep, with keys and values of the target's shape."""
+    """Returns the sizes: half as wide, two layers, keys and values shaped like the demo model's."""
     return dataclasses.replace(
         target,
         width=target.width // 2,
@@ -22,17 +25,17 @@ def draft_spec(target: ModelSpec) -> ModelSpec:
 
 
 def first_params(teacher: Teacher, seed: int) -> Params:
-    """Random weights."""
+    """Returns random weights."""
     return init_params(draft_spec(teacher.spec), jax.random.key(seed))
 
 
 def logits(teacher: Teacher, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """Of the token behind each one."""
+    """Returns the logits of the token after each token."""
     return hidden_states(draft_spec(teacher.spec), params, tokens_BT) @ params["embed"].T
 
 
 def objective(teacher: Teacher) -> Objective:
-    """Be the target: soft cross entropy at every place."""
+    """Returns the loss: soft cross entropy with the target's distribution at every position."""
 
     def loss(params: Params, window_BT: jax.Array) -> jax.Array:
         p_BTV = jax.nn.softmax(teacher(window_BT).logits_BTV, -1)

@@ -1,4 +1,4 @@
-"""The card of the demo model's drafters: what they are, how they were trained and how often they are right."""
+"""Writes the card of the demo model's drafters: their training and how often they are right."""
 
 import json
 import os
@@ -64,7 +64,7 @@ The weights are under Apache-2.0, as jaxpage and the demo model are.
 def write_card(
     directory: Path, text_tokens: int, tokens_per_step: int, rows: int, length: int
 ) -> None:
-    """From the facts beside each drafter; those that were not trained have no lines."""
+    """Writes the card from each drafter's facts; drafters that were not trained have no lines."""
     trained = [name for name in TITLES if (directory / name / FACTS).exists()]
     facts = {name: json.loads((directory / name / FACTS).read_text()) for name in trained}
     overlap = facts.get("draft", {}).get("overlap", {})

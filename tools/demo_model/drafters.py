@@ -1,4 +1,7 @@
-"""Trains what drafts for the demo model: a draft model, Medusa heads and an EAGLE-3 head, from text that the model writes itself."""
+"""Trains the demo model's drafters: a draft model, Medusa heads and an EAGLE-3 head.
+
+They learn from text that the demo model writes itself.
+"""
 
 import dataclasses
 import functools
@@ -27,13 +30,13 @@ from tools.demo_model.model import Params
 TEXT_TOKENS = 655_360
 TOKENS_PER_STEP = 2048
 HELD_OUT_ROWS = 32
-# tokens among which heads choose: all but 4 in 1,000 of those that the model writes
+# Heads choose among this many tokens: all but 4 in 1,000 of those that the model writes.
 FREQUENT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How long a drafter is trained, and on how long windows in the end."""
+    """Sets how long a drafter is trained, and the length of the windows in the end."""
 
     steps: int
     learning_rate: float
@@ -49,7 +52,7 @@ RECIPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """One that can be trained."""
+    """A drafter that can be trained."""
 
     params: Params
     objective: training.Objective
@@ -58,7 +61,7 @@ class Drafter:
 
 
 def make_drafter(name: str, teacher: Teacher, token_map: np.ndarray, seed: int) -> Drafter:
-    """The first weights of "draft", "medusa" or "eagle3", and what is done with them."""
+    """Returns the first weights of "draft", "medusa" or "eagle3", and the functions for them."""
     if name == "draft":
         return Drafter(
             draft_model.first_params(teacher, seed),
@@ -95,7 +98,7 @@ def run_recipe(
     minutes: float | None,
     resume: bool,
 ) -> tuple[training.Plan, training.Run]:
-    """Train to the end of the plan, from the beginning or from the checkpoint in `scratch`."""
+    """Trains to the end of the plan, from the beginning or from the checkpoint in `scratch`."""
     checkpoint, longest = scratch / f"{name}.npz", RECIPES[name].longest
     stream, held_out = text[:-HELD_OUT_ROWS].ravel(), text[-HELD_OUT_ROWS:].astype(np.int32)
     if resume and checkpoint.exists():
@@ -134,10 +137,16 @@ def train_drafters(
     seed: int,
     resume: bool,
 ) -> None:
-    """Train those of `names` for the model in `directory`, write them below it, measure them, and write the card of all three.
+    """Trains, writes and measures drafters, and writes the card of all three.
 
     Args:
-        steps, minutes: of each drafter; without either, what its recipe says.
+        directory: The directory of the model; each drafter gets a directory in it.
+        scratch: The directory of checkpoints.
+        names: The drafters to train.
+        steps: The steps of each drafter.
+        minutes: The time of each drafter; without steps and minutes its recipe decides.
+        seed: The seed of the text, the first weights and the batches.
+        resume: Training goes on from a checkpoint if there is one.
     """
     teacher = Teacher(*exporting.import_model(directory))
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))

@@ -1,7 +1,8 @@
-"""An EAGLE-3 head: one layer that goes on from the target's hidden states (Li et al. 2025, arXiv:2503.01840).
+"""Makes an EAGLE-3 head: one layer that continues from the target's hidden states.
 
-At place t it gets the embedding of token t + 1 and a feature, and guesses token t + 2. Where the target has been, the feature is made of
-three of its hidden states; further on it is the head's own output at the place before.
+Li et al. 2025, arXiv:2503.01840. At position t the head gets the embedding of token t + 1 and a
+feature, and guesses token t + 2. For positions that the target has computed, the feature is made of
+three of its hidden states; further on it is the head's own output at the position before.
 """
 
 import math
@@ -21,13 +22,17 @@ TAPS = (
     1,
     2,
     3,
-)  # the hidden states that enter these layers of the target: 0.07 nats better than (1, 2, 4) in a short trial
+)  # the target's layers whose inputs are used: 0.07 nats better than (1, 2, 4) in a short trial
 FEED_FORWARD = 352
-UNROLLED = 3  # places on from the target's hidden states, in training
+UNROLLED = 3  # positions ahead of the target's hidden states, in training
 
 
 def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
-    """Random layers; the feature begins as the last of the hidden states, and the table as the target's rows, made smaller."""
+    """Returns random layers, and a feature and a table that come from the target.
+
+    The feature begins as the last of the three hidden states, and the table as the target's rows,
+    made smaller.
+    """
     spec, width = teacher.spec, teacher.spec.width
     inner, kv = spec.heads * spec.head_width, spec.kv_heads * spec.head_width
     shapes = {
@@ -56,10 +61,15 @@ def first_params(teacher: Teacher, token_map: np.ndarray, seed: int) -> Params:
 
 
 def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
-    """Attention of the newest pass over places: [B, T, N * H].
+    """Returns the attention of the newest pass over positions: [B, T, N * H].
 
-    past: the keys and values [B, T, K, H] of every pass so far. Pass j of place t goes on from passes j - 1, j - 2 and so on of the places
-    just before it; further back it sees the first pass, whose features are the target's.
+    Pass j of position t continues from passes j - 1, j - 2 and so on of the positions just before
+    it; further back it sees the first pass, whose features are the target's.
+
+    Args:
+        spec: The target's sizes.
+        q_BTNH: The queries of the newest pass.
+        past: The keys and values [B, T, K, H] of every pass so far.
     """
     b, t, _, _ = q_BTNH.shape
     q = q_BTNH.reshape(b, t, spec.kv_heads, -1, spec.head_width) / math.sqrt(spec.head_width)
@@ -78,10 +88,11 @@ def _mix(spec: ModelSpec, q_BTNH: jax.Array, past: list[tuple[jax.Array, jax.Arr
 def unrolled(
     teacher: Teacher, params: Params, seen: Seen, tokens_BT: jax.Array, passes: int
 ) -> list[jax.Array]:
-    """Logits over the frequent tokens, of one pass over all places after the other.
+    """Returns logits over the frequent tokens for each of several passes over all positions.
 
-    Pass j, place t, guesses token t + 2 from the target's hidden states up to place t - j and from tokens up to t + 1, as drafting does
-    that has got its last j guesses right. Places below j mean nothing in it; there is one place less than there are tokens.
+    Pass j, position t, guesses token t + 2 from the target's hidden states up to position t - j and
+    from tokens up to t + 1. This is what drafting does whose last j guesses were right. Positions
+    below j have no meaning in pass j; there is one position less than there are tokens.
     """
     spec = teacher.spec
     taps = [seen.streams[tap][:, :-1] for tap in TAPS]
@@ -111,7 +122,11 @@ def unrolled(
 
 
 def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
-    """Training-time test: the head goes on from its own outputs, and says at each place what the target says there."""
+    """Returns the loss of training-time test.
+
+    The head continues from its own outputs, and at each position it guesses the target's
+    distribution.
+    """
 
     def loss(params: Params, window_BT: jax.Array) -> jax.Array:
         seen = teacher(window_BT)
@@ -125,7 +140,7 @@ def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
 
 
 def export(teacher: Teacher, token_map: np.ndarray, params: Params, directory: Path) -> None:
-    """In the format of EAGLE's authors and SpecForge; the target's embedding is not repeated."""
+    """Writes the head in the format of EAGLE's authors and SpecForge, without the embedding."""
     names = {**LAYER_MODULES, "hidden_norm": "hidden_norm"}
     tensors = {
         "fc.weight": params["fc_proj"].T,
@@ -150,7 +165,7 @@ def export(teacher: Teacher, token_map: np.ndarray, params: Params, directory: P
         "draft_vocab_size": len(token_map),
         "target_hidden_size": teacher.spec.width,
         "norm_before_residual": False,
-        # that are entered: see docs/guides/drafters.md
+        # The layers whose inputs are used; see docs/guides/drafters.md.
         "eagle_aux_hidden_state_layer_ids": list(TAPS),
     }
     write_json(directory / "config.json", config)

@@ -1,4 +1,4 @@
-"""Losses and samples of a language model, for the progress report and the card."""
+"""Computes losses and samples of a language model, for the progress report and the card."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from tools.demo_model.tokenizer import END_OF_TEXT_ID
 def mean_loss(
     spec: ModelSpec, params: Params, stream: np.ndarray, most_tokens: int | None = None
 ) -> float:
-    """Nats per token over consecutive full-length windows, 8 rows at a time."""
+    """Returns nats per token over consecutive full-length windows, 8 rows at a time."""
     evaluate = jax.jit(lambda p, w: token_losses(spec, p, w[:, :-1], w[:, 1:]))
     length = spec.max_positions
     windows = max(8, (len(stream) - 1) // length // 8 * 8)
@@ -24,7 +24,10 @@ def mean_loss(
 def sample_text(
     spec: ModelSpec, params: Params, prompt: list[int], tokens: int, temperature: float, seed: int
 ) -> list[int]:
-    """Continue a prompt by recomputing the whole window each step: slow and simple, and independent of jaxpage."""
+    """Continues a prompt; recomputes the whole window in each step.
+
+    This is slow, but simple and independent of jaxpage.
+    """
     width = spec.max_positions // 2
     forward = jax.jit(lambda p, ids, last: hidden_states(spec, p, ids)[0, last] @ p["embed"].T)
     rng, ids = np.random.default_rng(seed), list(prompt)

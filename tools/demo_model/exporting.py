@@ -1,4 +1,7 @@
-"""Write a trained model as a Hugging Face directory: config, safetensors in [out, in] layout and bfloat16."""
+"""Writes a trained model as a Hugging Face directory, in bfloat16.
+
+It has a config, and safetensors in [out, in] layout.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +13,7 @@ from safetensors.flax import load_file, save_file
 from tools.demo_model.model import ModelSpec, Params, init_params
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
-DEFAULT_TEMPERATURE = 0.7  # of generation_config.json: at 1 so small a model invents words
+DEFAULT_TEMPERATURE = 0.7  # for generation_config.json: at 1 so small a model invents words
 
 LAYER_MODULES = {
     "input_norm": "input_layernorm",
@@ -21,12 +24,18 @@ LAYER_MODULES = {
 
 
 def round_to_bfloat16(params: Params) -> Params:
-    """The float32 values that the exported file holds, so that losses and samples are those of the file."""
+    """Returns the float32 values that the exported file holds.
+
+    Losses and samples are then those of the file.
+    """
     return {name: value.astype(jnp.bfloat16).astype(jnp.float32) for name, value in params.items()}
 
 
 def huggingface_name(name: str) -> str:
-    """The checkpoint's name for one of our parameters; the embedding is tied, so there is no lm_head."""
+    """Returns the checkpoint's name of a parameter.
+
+    The embedding is tied, so there is no lm_head.
+    """
     if name == "embed":
         return "model.embed_tokens.weight"
     if name == "norm":
@@ -36,7 +45,7 @@ def huggingface_name(name: str) -> str:
 
 
 def llama_config(spec: ModelSpec) -> dict[str, object]:
-    """config.json of LlamaForCausalLM."""
+    """Returns config.json of LlamaForCausalLM."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -62,14 +71,14 @@ def llama_config(spec: ModelSpec) -> dict[str, object]:
 
 
 def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
-    """Write config.json, generation_config.json and model.safetensors."""
+    """Writes config.json, generation_config.json and model.safetensors."""
     tensors = {
         huggingface_name(name): (value.T if name.endswith("_proj") else value).astype(jnp.bfloat16)
         for name, value in params.items()
     }
     weights = directory / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors makes it private; a packaged file is for everyone
+    weights.chmod(0o644)  # safetensors makes the file private; a packaged file is for everyone
     write_json(directory / "config.json", llama_config(spec))
     generation = {
         "bos_token_id": None,
@@ -82,7 +91,7 @@ def export_model(spec: ModelSpec, params: Params, directory: Path) -> None:
 
 
 def import_model(directory: Path) -> tuple[ModelSpec, Params]:
-    """What `export_model` wrote, in float32."""
+    """Returns what `export_model` wrote, in float32."""
     config = json.loads((directory / "config.json").read_text())
     spec = ModelSpec(
         vocabulary=config["vocab_size"],
@@ -104,5 +113,5 @@ def import_model(directory: Path) -> tuple[ModelSpec, Params]:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Indented, with a final newline."""
+    """Writes JSON, indented, with a final newline."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

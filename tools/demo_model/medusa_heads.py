@@ -1,4 +1,7 @@
-"""Medusa-1 heads for a model that does not change (Cai et al. 2024, arXiv:2401.10774), all with one table over its frequent tokens."""
+"""Makes Medusa-1 heads for a model that does not change, with one table for all heads.
+
+The table is over the frequent tokens. Cai et al. 2024, arXiv:2401.10774.
+"""
 
 from pathlib import Path
 
@@ -16,7 +19,10 @@ HEADS, LAYERS = 4, 2
 
 
 def first_params(teacher: Teacher, token_map: np.ndarray) -> Params:
-    """Blocks that change nothing yet, in [in, out] layout, and the rows of the target's table, made smaller."""
+    """Returns blocks that change nothing yet, and the rows of the target's table, made smaller.
+
+    Matrices are in [in, out] layout.
+    """
     width = teacher.spec.width
     params = {"table": UNSURE * teacher.params["embed"][token_map]}
     for head in range(HEADS):
@@ -27,7 +33,10 @@ def first_params(teacher: Teacher, token_map: np.ndarray) -> Params:
 
 
 def head_logits(params: Params, head: int, hidden_BTD: jax.Array) -> jax.Array:
-    """Of the token `head` + 2 places behind the one that stands there, over the frequent tokens."""
+    """Returns logits over the frequent tokens for the token `head` + 2 positions ahead.
+
+    Position t, which holds token t, gives the logits of token t + `head` + 2.
+    """
     x_BTD = hidden_BTD
     for layer in range(LAYERS):
         name = f"blocks.{head}.layers.{layer}"
@@ -36,7 +45,10 @@ def head_logits(params: Params, head: int, hidden_BTD: jax.Array) -> jax.Array:
 
 
 def objective(teacher: Teacher, token_map: np.ndarray) -> Objective:
-    """What the target says once the tokens between are known, of every head."""
+    """Returns the loss: each head guesses the target's distribution of its later token.
+
+    The target's distribution is the one with the tokens between known.
+    """
 
     def loss(params: Params, window_BT: jax.Array) -> jax.Array:
         seen = teacher(window_BT)
@@ -57,7 +69,11 @@ def export(
     directory: Path,
     accuracies: list[list[float]],
 ) -> None:
-    """In vLLM's format, and in config.json, for the search of a tree, how often each head's guess of each rank was right."""
+    """Writes the heads in vLLM's format.
+
+    config.json also has how often each head's guess of each rank was right, for the search of a
+    tree.
+    """
     tensors = {"lm_heads.0.weight": params["table"]}
     for head in range(HEADS):
         for layer in range(LAYERS):

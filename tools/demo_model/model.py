@@ -1,6 +1,7 @@
-"""The Llama architecture as one pure function of a nested dict of arrays, for training only.
+"""Defines the Llama architecture as one pure function of a dict of arrays, for training only.
 
-Shapes: B rows, T tokens, N query heads, K key/value heads, G = N/K, H head width, D model width, F feed-forward, V vocabulary.
+Shapes: B rows, T tokens, N query heads, K key/value heads, G = N/K, H head width, D model width, F
+feed-forward width, V vocabulary.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ Params = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec:
-    """Sizes of a Llama model with tied embeddings and no biases."""
+    """Holds the sizes of a Llama model with tied embeddings and no biases."""
 
     vocabulary: int = 2048
     width: int = 256
@@ -28,11 +29,15 @@ class ModelSpec:
 
     @property
     def head_width(self) -> int:
+        """Returns the width of a head."""
         return self.width // self.heads
 
 
 def init_params(spec: ModelSpec, key: jax.Array) -> Params:
-    """Normal(0.02) weights, in [in, out] layout; projections that write to the residual stream are scaled down."""
+    """Returns Normal(0.02) weights in [in, out] layout.
+
+    Projections that write to the residual stream are scaled down.
+    """
     d, h = spec.width, spec.head_width
     shapes = {
         "q_proj": (d, spec.heads * h),
@@ -59,15 +64,18 @@ def init_params(spec: ModelSpec, key: jax.Array) -> Params:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """Returns the root mean square norm of x over the last axis."""
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + epsilon) * weight
 
 
 def rotate(x_BTNH: jax.Array, cos_TH: jax.Array, sin_TH: jax.Array) -> jax.Array:
+    """Returns the heads with rotary embeddings."""
     first, second = jnp.split(x_BTNH, 2, -1)
     return x_BTNH * cos_TH[:, None] + jnp.concatenate([-second, first], -1) * sin_TH[:, None]
 
 
 def rope_tables(spec: ModelSpec, length: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the cosines and sines of rotary embeddings for the first positions."""
     frequency = spec.rope_theta ** (-jnp.arange(0, spec.head_width, 2) / spec.head_width)
     angle = jnp.arange(length)[:, None] * frequency
     angle_TH = jnp.concatenate([angle, angle], -1)
@@ -91,18 +99,18 @@ def _attend(
 def decoder_layer(
     spec: ModelSpec, p: Params, x_BTD: jax.Array, rope: tuple[jax.Array, jax.Array]
 ) -> jax.Array:
-    """What leaves a layer with the weights `p` for what enters it."""
+    """Returns the output of a layer with the weights `p`."""
     x_BTD = x_BTD + _attend(spec, p, rms_norm(x_BTD, p["input_norm"], spec.norm_epsilon), rope)
     return x_BTD + feed_forward(p, rms_norm(x_BTD, p["post_norm"], spec.norm_epsilon))
 
 
 def feed_forward(p: Params, x_BTD: jax.Array) -> jax.Array:
-    """SwiGLU."""
+    """Returns the SwiGLU feed-forward network's output."""
     return (jax.nn.silu(x_BTD @ p["gate_proj"]) * (x_BTD @ p["up_proj"])) @ p["down_proj"]
 
 
 def layer_params(params: Params, layer: int) -> Params:
-    """The weights of one layer, by their own names."""
+    """Returns the weights of one layer, by their own names."""
     prefix = f"layers.{layer}."
     return {
         name.removeprefix(prefix): value
@@ -112,7 +120,7 @@ def layer_params(params: Params, layer: int) -> Params:
 
 
 def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> list[jax.Array]:
-    """What enters layer 0, 1 and so on, and behind these what leaves the last layer."""
+    """Returns the inputs of all layers in order, and then the output of the last layer."""
     streams = [params["embed"][tokens_BT]]
     rope = rope_tables(spec, tokens_BT.shape[1])
     for layer in range(spec.layers):
@@ -121,7 +129,7 @@ def residual_streams(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> l
 
 
 def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.Array:
-    """The normed output of the last layer, before the tied embedding turns it into logits."""
+    """Returns the normed output of the last layer, which the tied embedding turns into logits."""
     return rms_norm(
         residual_streams(spec, params, tokens_BT)[-1], params["norm"], spec.norm_epsilon
     )
@@ -130,12 +138,15 @@ def hidden_states(spec: ModelSpec, params: Params, tokens_BT: jax.Array) -> jax.
 def token_losses(
     spec: ModelSpec, params: Params, tokens_BT: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
-    """Cross-entropy of each target in nats."""
+    """Returns the cross-entropy of each target in nats."""
     logits = hidden_states(spec, params, tokens_BT) @ params["embed"].T
     chosen = jnp.take_along_axis(logits, targets_BT[..., None], -1)[..., 0]
     return jax.nn.logsumexp(logits, -1) - chosen
 
 
 def next_token_loss(spec: ModelSpec, params: Params, window_BT: jax.Array) -> jax.Array:
-    """The objective of a language model: mean loss of each token of the windows after the first."""
+    """Returns the mean loss of each token of the windows after the first.
+
+    This is the objective of a language model.
+    """
     return token_losses(spec, params, window_BT[:, :-1], window_BT[:, 1:]).mean()

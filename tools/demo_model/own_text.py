@@ -1,6 +1,7 @@
-"""What the model itself writes: the text that drafters learn from, since what they shall guess is the model and not the novels.
+"""Writes text with the model itself, from which drafters learn.
 
-Every row of a batch has a start, a few tokens drawn freely, so that no two rows are alike, and then a temperature of its own.
+Drafters shall guess the model and not the novels. Every row of a batch has a start, a few tokens
+drawn at temperature 1, so that no two rows are alike, and then a temperature of its own.
 """
 
 import functools
@@ -27,11 +28,11 @@ from tools.demo_model.model import (
 from tools.demo_model.tokenizer import END_OF_TEXT_ID
 
 ROWS = 128
-START_TOKENS = 24  # the most that a start has
-FREE_TOKENS = 16  # drawn at temperature 1 behind a start
-TEMPERATURES = (0.2, 0.7, 1.0)  # of a third of the rows each; the first is nearly greedy
+START_TOKENS = 24  # the most tokens of a start
+FREE_TOKENS = 16  # tokens drawn at temperature 1 after a start
+TEMPERATURES = (0.2, 0.7, 1.0)  # each for a third of the rows; the first is nearly greedy
 
-Caches = list[tuple[jax.Array, jax.Array]]  # per layer: keys and values [B, S, K, H]
+Caches = list[tuple[jax.Array, jax.Array]]  # for each layer, keys and values [B, S, K, H]
 
 
 def _decode_layer(
@@ -42,7 +43,7 @@ def _decode_layer(
     place: jax.Array,
     rope: Any,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One token of each row through a layer, beside the keys and values of those before it."""
+    """Computes one token of each row in a layer, with the keys and values of those before it."""
     b, groups = x_BD.shape[0], spec.heads // spec.kv_heads
     y_BD = rms_norm(x_BD, p["input_norm"], spec.norm_epsilon)
     q, k, v = ((y_BD @ p[f"{part}_proj"]).reshape(b, 1, -1, spec.head_width) for part in "qkv")
@@ -64,9 +65,10 @@ def continue_rows(
     temperatures_BT: jax.Array,
     key: jax.Array,
 ) -> jax.Array:
-    """Rows of as many tokens as there are temperatures: the start of each, cut to its length, and what the model goes on with.
+    """Returns rows of as many tokens as there are temperatures.
 
-    Temperature t of a row is that with which its token t + 1 is drawn; at most 1e-4 counts as greedy.
+    A row is its start, cut to its length, and the model's continuation. Token t + 1 of a row is
+    drawn with its temperature t; at most 1e-4 counts as greedy.
     """
     rows, length = temperatures_BT.shape
     starts_BT = jnp.pad(starts_BP, ((0, 0), (0, max(0, length - starts_BP.shape[1]))))
@@ -99,7 +101,10 @@ def continue_rows(
 def starts(
     tokenizer: Tokenizer, earlier: np.ndarray | None, rng: random.Random
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A batch of starts and their lengths: openings of tales, the beginning of a text, and pieces of what was written earlier."""
+    """Returns a batch of starts and their lengths.
+
+    They are openings of tales, the beginning of a text, and pieces of what was written earlier.
+    """
     rows = []
     for row in range(ROWS):
         kind = ("opening", "beginning", "piece")[row // len(TEMPERATURES) % 3]
@@ -118,7 +123,10 @@ def starts(
 
 
 def temperature_table(lengths_B: np.ndarray, temperatures_B: np.ndarray, length: int) -> np.ndarray:
-    """Of every draw: 1 for the first few behind a start, then the row's own."""
+    """Returns the temperature of every draw.
+
+    It is 1 for the first few after a start, then the row's own.
+    """
     free_BT = np.arange(length) < (lengths_B + FREE_TOKENS)[:, None]
     return np.where(free_BT, 1.0, temperatures_B[:, None]).astype(np.float32)
 
@@ -126,7 +134,10 @@ def temperature_table(lengths_B: np.ndarray, temperatures_B: np.ndarray, length:
 def write(
     spec: ModelSpec, params: Params, tokenizer: Tokenizer, tokens: int, seed: int
 ) -> np.ndarray:
-    """At least so many tokens, in rows of the model's longest length. The same seed writes the same."""
+    """Returns at least this many tokens, in rows of the model's longest length.
+
+    The same seed writes the same.
+    """
     rng, key = random.Random(seed), jax.random.key(seed)
     batches: list[np.ndarray] = []
     temperatures_B = np.resize(np.array(TEMPERATURES), ROWS)

@@ -1,4 +1,7 @@
-"""Seeded low-entropy text: JSON records, log lines, sums and repeated quotations, as a served model meets them."""
+"""Writes seeded low-entropy text: JSON records, log lines, sums and repeated quotations.
+
+A served model meets such text.
+"""
 
 import json
 import random
@@ -81,5 +84,5 @@ def _quotation(rng: random.Random) -> str:
 
 
 def record(rng: random.Random) -> str:
-    """One document of a kind chosen at random."""
+    """Returns one document of a kind chosen at random."""
     return rng.choice((_json_record, _log_lines, _sums, _quotation))(rng)

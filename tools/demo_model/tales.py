@@ -1,6 +1,7 @@
-"""Seeded fairy tales: short coherent stories from a grammar, so that "Once upon a time" is a prompt the model has met.
+"""Writes seeded fairy tales: short coherent stories from a grammar.
 
-Every tale keeps its hero, helper, place and treasure from the first sentence to the last; the words around them vary.
+They make "Once upon a time" a prompt that the model has met. Every tale keeps its hero, helper,
+place and treasure from the first sentence to the last; the words around them vary.
 """
 
 import random
@@ -171,7 +172,7 @@ def _definite(noun: str) -> str:
 
 
 def tale(rng: random.Random) -> str:
-    """One story of six to nine sentences in three or four paragraphs."""
+    """Returns one story in four paragraphs."""
     pronoun = rng.choice(sorted(HEROES))
     kinds, names = HEROES[pronoun]
     name, helper, villain = (

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer in Hugging Face layout; token 0 ends a text."""
+"""Trains a byte-level BPE tokenizer in Hugging Face layout; token 0 ends a text."""
 
 import json
 from collections.abc import Iterable
@@ -16,7 +16,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
-    """Digits stand alone, so that sums and clocks are spelled one digit at a time."""
+    """Returns a tokenizer for these documents.
+
+    Each digit is a token of its own, so that sums and clocks are spelled one digit at a time.
+    """
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -35,7 +38,7 @@ def train_tokenizer(documents: Iterable[str]) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer."""
+    """Writes tokenizer.json and tokenizer_config.json for transformers.AutoTokenizer."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -49,7 +52,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 
 def encode_stream(tokenizer: Tokenizer, documents: list[str]) -> np.ndarray:
-    """All documents as one stream of ids, each closed by the end-of-text token."""
+    """Returns all documents as one stream of ids, each ended by the end-of-text token."""
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(documents):
         ids += encoding.ids

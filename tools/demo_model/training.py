@@ -1,11 +1,12 @@
-"""Training on random crops with a schedule that depends on the number of steps alone.
+"""Trains on random crops with a schedule that depends on the number of steps alone.
 
-The learning rate warms up, stays, and falls linearly to zero over the last part. The first steps read short crops (cheap),
-the last ones full-length crops (so that every position is trained). Batches depend on (seed, step) only, so a run that is
-interrupted and resumed, or repeated with the same number of steps, reads exactly the same.
+The learning rate warms up, stays, and falls linearly to zero over the last part. The first steps
+read short crops (cheap), the last ones full-length crops (so that every position is trained).
+Batches depend on (seed, step) only, so a run that is interrupted and resumed, or repeated with the
+same number of steps, reads exactly the same.
 
-What is learned is an objective: a mean loss of some weights over windows of tokens. The language model is one; a draft model
-or a head that guesses further ahead would be others, trained by the same code.
+A run minimises an objective: a mean loss of some weights over windows of tokens. The language model
+has one; the draft model and the heads have others, trained by the same code.
 """
 
 import dataclasses
@@ -36,7 +37,10 @@ CHECKPOINT_SECONDS = 240
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What makes a run reproducible: the same plan on the same corpus reads the same batches at the same rates."""
+    """Holds what makes a run reproducible.
+
+    The same plan on the same corpus reads the same batches at the same rates.
+    """
 
     steps: int
     seed: int
@@ -45,11 +49,11 @@ class Plan:
     tokens_per_step: int = 4096
 
     def crop(self, step: int, longest: int) -> int:
-        """Tokens per row at a step."""
+        """Returns the tokens per row at a step."""
         return SHORT_CROP if step < SHORT_FRACTION * self.steps else longest
 
     def schedule(self, step: jax.Array) -> jax.Array:
-        """The learning rate at a step."""
+        """Returns the learning rate at a step."""
         rise = (step + 1) / WARM_UP_STEPS
         fall = (self.steps - step) / (DECAY_FRACTION * self.steps)
         return self.learning_rate * jnp.minimum(1.0, jnp.minimum(rise, fall))
@@ -57,7 +61,7 @@ class Plan:
 
 @dataclasses.dataclass
 class Run:
-    """The state of training; `seconds` is the time spent in steps over all resumptions."""
+    """Holds the state of training; `seconds` is the time spent in steps over all resumptions."""
 
     params: Params
     optimizer_state: optax.OptState
@@ -66,7 +70,7 @@ class Run:
 
 
 def _optimizer(plan: Plan) -> optax.GradientTransformation:
-    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
+    """Returns Muon for the matrices of the layers, AdamW for the embedding and the norms."""
 
     def muon_axes(params: Params) -> dict[str, MuonDimensionNumbers | None]:
         return {name: MuonDimensionNumbers() if name.endswith("_proj") else None for name in params}
@@ -82,7 +86,7 @@ def _optimizer(plan: Plan) -> optax.GradientTransformation:
 
 
 def start_run(params: Params, plan: Plan) -> Run:
-    """A fresh run from copies of the initial weights (a step gives its input buffers away)."""
+    """Returns a new run with copies of the first weights, because a step donates its inputs."""
     params = {name: jnp.array(value) for name, value in params.items()}
     return Run(params, _optimizer(plan).init(params))
 
@@ -90,7 +94,10 @@ def start_run(params: Params, plan: Plan) -> Run:
 def make_step(
     objective: Objective, plan: Plan
 ) -> Callable[..., tuple[Params, optax.OptState, jax.Array]]:
-    """The compiled training step: (params, optimizer state, windows [B, T+1]) to their next values and the loss."""
+    """Returns the compiled training step.
+
+    It maps (params, optimizer state, windows [B, T+1]) to their next values and the loss.
+    """
     optimizer = _optimizer(plan)
 
     def step(params: Params, state: Any, window_BT: jax.Array) -> tuple[Params, Any, jax.Array]:
@@ -102,7 +109,10 @@ def make_step(
 
 
 def sample_windows(stream: np.ndarray, crop: int, plan: Plan, step: int) -> np.ndarray:
-    """Random crops of crop + 1 tokens, across documents, from a generator keyed by (seed, step)."""
+    """Returns random crops of crop + 1 tokens, across documents.
+
+    They come from a generator keyed by (seed, step).
+    """
     starts = np.random.default_rng((plan.seed, step)).integers(
         0, len(stream) - crop - 1, plan.tokens_per_step // crop
     )
@@ -117,7 +127,7 @@ def steps_for_minutes(
     longest: int,
     minutes: float,
 ) -> int:
-    """How many steps fit, from a measurement of both crop lengths on copies of the weights."""
+    """Returns how many steps fit; measures both crop lengths on copies of the weights."""
     seconds_per_step = []
     for crop in (SHORT_CROP, longest):
         run, step = start_run(params, plan), make_step(objective, plan)
@@ -137,7 +147,7 @@ def steps_for_minutes(
 
 
 def save_run(path: Path, plan: Plan, run: Run) -> None:
-    """All arrays and the plan in one file, replaced atomically."""
+    """Writes all arrays and the plan into one file, replaced atomically."""
     facts = json.dumps({"step": run.step, "seconds": run.seconds, "plan": dataclasses.asdict(plan)})
     arrays: dict[str, Any] = {"facts": np.array(facts)}
     for index, leaf in enumerate(jax.tree.leaves((run.params, run.optimizer_state))):
@@ -148,9 +158,12 @@ def save_run(path: Path, plan: Plan, run: Run) -> None:
 
 
 def load_run(path: Path, params: Params, steps: int | None = None) -> tuple[Plan, Run]:
-    """Resume a run of weights shaped like `params`.
+    """Resumes a run of weights shaped like `params`.
 
-    `steps` may move the end of the run, as long as its learning rate and its crops have not begun to change.
+    `steps` may move the end of the run, as long as its learning rate has not begun to fall.
+
+    Raises:
+        ValueError: The last part of the run has begun.
     """
     with np.load(path) as file:
         facts = json.loads(str(file["facts"]))
@@ -177,7 +190,11 @@ def train(
     checkpoint: Path,
     report: Callable[[Run], str],
 ) -> Run:
-    """Run the plan to its end, saving and reporting every few minutes."""
+    """Runs the plan to its end, and saves and reports every few minutes.
+
+    Raises:
+        FloatingPointError: The loss is not finite.
+    """
     step = make_step(objective, plan)
     saved = began = time.perf_counter()
     seconds_before, losses = run.seconds, []

@@ -1,4 +1,5 @@
-"""What is run on a real GPU: parity with float64, bitwise stability, timings beside measured ceilings, and the tuner.
+"""Holds what runs on a real GPU: parity, bitwise stability, timings and the tuner.
 
-The programs are tools/bench_kernels.py and tools/gpu_check.py; both run in miniature on a CPU.
+Parity compares each kernel with float64; timings are reported next to measured ceilings. The
+programs are tools/bench_kernels.py and tools/gpu_check.py; both run in miniature on a CPU.
 """

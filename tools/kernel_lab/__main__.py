@@ -1,4 +1,7 @@
-"""Runs one part of the GPU check: `python -m tools.kernel_lab parity --backend triton`. tools/gpu_check.py runs them all."""
+"""Runs one part of the GPU check: `python -m tools.kernel_lab parity --backend triton`.
+
+tools/gpu_check.py runs them all.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from tools.kernel_lab.parts import PARTS, Options
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Reads the command line and runs the part."""
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_lab", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument(

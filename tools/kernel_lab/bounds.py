@@ -1,4 +1,7 @@
-"""What a call must move and compute at the least, read off its shapes; a time is judged by the slower of the two."""
+"""Counts the least that a call must move and compute, from its shapes alone.
+
+A time is judged by the slower of the two.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,14 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Work:
-    """kv_bytes: of the keys and values (and scales) that some query token sees, each once per row. query_bytes: queries read and outputs
-    written. table_bytes: of the block table's entries for them. flops: of the two matrix products, for what each query token sees."""
+    """Holds the least bytes and operations of a call.
+
+    Attributes:
+        kv_bytes: The keys, values and scales that some query token sees, once for each row.
+        query_bytes: The queries that are read and the outputs that are written.
+        table_bytes: The block table's entries for those blocks.
+        flops: The two matrix products over what each query token sees.
+    """
 
     kv_bytes: int
     query_bytes: int
@@ -26,14 +35,18 @@ class Work:
 
     @property
     def num_bytes(self) -> int:
+        """Returns all bytes that are moved."""
         return self.kv_bytes + self.query_bytes + self.table_bytes
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What was measured on this GPU.
+    """Holds what was measured on this GPU.
 
-    copied: bytes per second of a large copy, read and written. read: of a large sum. matmul: FLOP/s of a large bfloat16 product.
+    Attributes:
+        copied: Bytes per second of a large copy, read and written.
+        read: Bytes per second of a large sum.
+        matmul: FLOP/s of a large bfloat16 product.
     """
 
     copied: float
@@ -42,19 +55,22 @@ class Ceilings:
 
     @property
     def bandwidth(self) -> float:
+        """Returns the larger of the two measured bandwidths."""
         return max(self.copied, self.read)
 
     def least_seconds(self, work: Work) -> float:
+        """Returns the least time that this work can take."""
         return max(work.num_bytes / self.bandwidth, work.flops / self.matmul)
 
     def bound(self, work: Work) -> str:
+        """Returns whether "memory" or "compute" limits this work."""
         return (
             "memory" if work.num_bytes / self.bandwidth >= work.flops / self.matmul else "compute"
         )
 
 
 def work(spec: Spec) -> Work:
-    """Counts a call of this spec. A row without queries needs nothing."""
+    """Counts the work of a call of this spec; a row without queries needs nothing."""
     rows = [row for row in range(len(spec.contexts)) if spec.queries[row]]
     positions = sum(spec.contexts[row] - first_visible(spec, row) for row in rows)
     vector_bytes = spec.head_width * _BYTES[spec.page_dtype] + (
@@ -73,7 +89,7 @@ def work(spec: Spec) -> Work:
 
 
 def _pairs(spec: Spec, row: int) -> int:
-    """Pairs of a query token and a position that it sees."""
+    """Returns the number of pairs of a query token and a position that it sees."""
     context, queries = spec.contexts[row], spec.queries[row]
     if spec.tree:
         return queries * (context - queries) + int(tree_mask(queries).sum())

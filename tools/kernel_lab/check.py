@@ -1,4 +1,4 @@
-"""A GPU check as a whole: which parts run, in which processes and for how long, and what comes out of them."""
+"""Runs a GPU check as a whole: its parts, their processes and time limits, and the findings."""
 
 from __future__ import annotations
 
@@ -17,15 +17,24 @@ from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, worst
 from tools.kernel_lab.parts import bench_tables
 
 ROOT = Path(__file__).parents[2]
-BENCH_SMALL = "llama-3-8b decode 16x2048"  # what a miniature times
-# of the GPU, among processes side by side
+BENCH_SMALL = "llama-3-8b decode 16x2048"  # the spec that a miniature times
+# Processes that share the GPU must not each reserve its memory.
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """minutes: nothing is started that may not fit, and what still runs then is stopped. only: texts, one of which a part's name must
-    hold; empty for all. directory: of findings and logs."""
+    """Holds the settings of a GPU check.
+
+    Attributes:
+        minutes: The time for the whole check. A part that may not fit is not started, and a part
+            that still runs at the end is stopped.
+        interpret: Kernels are interpreted on CPU, and everything is small.
+        backends: The kernel sets to check.
+        only: Parts whose name holds one of these texts run; empty for all parts.
+        jobs: The most processes that share the GPU.
+        directory: The directory of findings and logs.
+    """
 
     minutes: float = 9.0
     interpret: bool = False
@@ -35,7 +44,10 @@ class Check:
     directory: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="gpu_check_")))
 
     def children(self) -> list[Child]:
-        """In the order in which they start: what says most about whether the kernels are right comes first, then times."""
+        """Returns the parts in the order in which they start.
+
+        Checks that say most about whether the kernels are right come first, then times.
+        """
         kernels = [name for name in self.backends if name in KERNEL_BACKENDS]
         made = [self.part("parity", name, needs_s=60, limit_s=240) for name in kernels]
         made += (
@@ -69,7 +81,7 @@ class Check:
             if self.interpret
             else ["8b,1b"]
         )
-        # they compile faster, and every layer is the same
+        # Fewer layers compile faster, and every layer is the same.
         layers = [] if self.interpret else ["--layers", "4"]
         steps = ["--models", *sizes, *layers, "--seconds", "100"]
         made.append(self.tool("steps", "bench_step.py", *steps, needs_s=60, limit_s=130))
@@ -89,6 +101,7 @@ class Check:
         ]
 
     def environment(self) -> Child:
+        """Returns the part that describes the machine."""
         return self.part("environment", needs_s=0, limit_s=120)
 
     def part(
@@ -120,7 +133,7 @@ class Check:
         return self._child(name, command, to, needs_s, limit_s, alone)
 
     def tool(self, name: str, file: str, *arguments: str, needs_s: float, limit_s: float) -> Child:
-        """Returns the process that runs a program of tools/, which measures time and so has the GPU alone."""
+        """Returns the process of a program of tools/, which measures time and has the GPU alone."""
         to = self.directory / f"{name.replace(' ', '-')}.jsonl"
         command = [sys.executable, str(ROOT / "tools" / file), "--to", str(to), *arguments]
         return self._child(name, command, to, needs_s, limit_s, True)
@@ -156,7 +169,15 @@ class Check:
         found: Callable[[Finding], None] = lambda _: None,
         ended: Callable[[str, str], None] = lambda *_: None,
     ) -> list[Finding]:
-        """found: gets every finding. ended: gets each part's name and its verdict. Stops after the environment where there is no GPU."""
+        """Runs the parts; stops after the environment where there is no GPU.
+
+        Args:
+            found: Called with each finding.
+            ended: Called with the name of each part and its verdict.
+
+        Returns:
+            All findings.
+        """
         deadline = time.monotonic() + self.minutes * 60
         findings: list[Finding] = []
 
@@ -179,10 +200,12 @@ class Check:
 
 
 def nothing(child: Child) -> Finding:
+    """Returns the failure of a part whose process ended without a finding."""
     return Finding(child.name, FAILED, "its process ended well and found nothing")
 
 
 def has_gpu(findings: Sequence[Finding]) -> bool:
+    """Returns whether the environment's finding names a GPU."""
     return any(
         finding.data.get("platform") == "gpu"
         for finding in findings
@@ -191,7 +214,7 @@ def has_gpu(findings: Sequence[Finding]) -> bool:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """1 where a check failed, or none was made."""
+    """Returns 1 where a check failed or none was made, else 0."""
     made = [
         finding
         for finding in findings

@@ -1,4 +1,7 @@
-"""Runs parts of a check as processes of their own: what hangs, crashes or breaks its GPU context takes no other along."""
+"""Runs parts of a check in processes of their own.
+
+A part that hangs, crashes or breaks its GPU context does not stop the others.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,23 @@ from pathlib import Path
 from tools.kernel_lab.findings import FAILED, LEFT_OUT, Finding, append, read
 
 POLL_S = 0.1
-# what the data of a finding has when a process crashed or hung: the end of what it printed
+# The key in a finding's data, after a crash or a hang, of the end of what the process printed.
 ENDED_BADLY = "log"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
-    """command: appends findings to `to`. needs_s: it is not started with less time left. limit_s: it is stopped then. alone: it measures
-    time, so nothing else runs beside it."""
+    """A process that runs a part of a check.
+
+    Attributes:
+        name: The part's name.
+        command: The command, which appends findings to `to`.
+        to: The file of findings.
+        needs_s: The part is not started with less time left.
+        limit_s: The part is stopped after this time.
+        alone: Nothing else runs at the same time, because the part measures time.
+        environment: Variables that are added to the environment.
+    """
 
     name: str
     command: Sequence[str]
@@ -33,6 +45,7 @@ class Child:
 
     @property
     def log(self) -> Path:
+        """Returns the file of what the process prints."""
         return self.to.with_suffix(".log")
 
 
@@ -41,7 +54,7 @@ class _Running:
     child: Child
     process: subprocess.Popen[bytes]
     began: float
-    num_bytes: int = 0  # of the findings that were read
+    num_bytes: int = 0  # bytes of the findings that were read
     num_found: int = 0
 
 
@@ -56,8 +69,15 @@ def run_all(
 ) -> None:
     """Runs children in their order, up to `jobs` at once.
 
-    found: gets each finding as soon as its child has written it. done: gets all findings of a child when it has ended. Both get one more
-    of a child that did not end well.
+    A child that did not end well has one more finding, which says so.
+
+    Args:
+        children: The processes to run.
+        deadline: The time of `clock` when all are stopped.
+        jobs: The most processes at once.
+        done: Called with all findings of a child when it has ended.
+        found: Called with each finding as soon as its child has written it.
+        clock: Returns the time.
     """
     waiting = list(children)
     running: list[_Running] = []
@@ -107,7 +127,7 @@ def _start(child: Child) -> subprocess.Popen[bytes]:
 
 
 def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
-    """None while it runs; else what has to be said about how it ended."""
+    """Returns None while the child runs, else findings about a bad end."""
     status = one.process.poll()
     name, elapsed = one.child.name, now - one.began
     if status is None:
@@ -124,7 +144,7 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
                 data=_tail(one.child),
             )
         ]
-    _stop(one.process)  # what it started and left behind would keep the GPU busy
+    _stop(one.process)  # a process that it started and left would keep the GPU busy
     if status == 0:
         return []
     how = f"exit status {status}" if status > 0 else signal.Signals(-status).name
@@ -132,7 +152,7 @@ def _ending(one: _Running, deadline: float, now: float) -> list[Finding] | None:
 
 
 def _news(one: _Running) -> list[Finding]:
-    """Returns the findings that the child has written since it was asked last."""
+    """Returns the findings that the child has written since the last call."""
     num_bytes = one.child.to.stat().st_size if one.child.to.exists() else 0
     if num_bytes == one.num_bytes:
         return []
@@ -147,7 +167,7 @@ def _tail(child: Child) -> dict[str, str]:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that was started here, and its group, which may outlive it."""
+    """Ends a child and its process group, which may outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""One row per spec and backend: time, what it reaches, and what the XLA gather and contiguous attention need for the same."""
+"""Times each kernel set on each spec, and compares it with ceilings, XLA and other libraries."""
 
 from __future__ import annotations
 
@@ -16,35 +16,45 @@ from tools.kernel_lab.specs import SPECS, Spec
 from tools.kernel_lab.timing import Timing, num_layers, stays_in_cache, time_case
 
 TimeCase = Callable[..., Timing]
-SPOILED = "CUDA_ERROR"  # what an error says when no later call of its process can succeed
+SPOILED = "CUDA_ERROR"  # the text of an error after which no call of its process can succeed
 
 
 @dataclass
 class Row:
-    """seconds is None where the backend refused or failed; `note` says why, or what to mind about the number."""
+    """Holds the time of one backend on one spec.
+
+    Attributes:
+        spec: The spec.
+        backend: The kernel set.
+        seconds: The time of a call; None where the backend refused or failed.
+        note: The reason why there is no time, or what to mind about the number.
+        timing: The whole measurement.
+        failed: True if the row was neither measured nor refused.
+    """
 
     spec: Spec
     backend: str
     seconds: float | None
     note: str = ""
     timing: Timing | None = None
-    failed: bool = False  # neither measured nor refused
+    failed: bool = False
 
     def fraction(self, ceilings: Ceilings) -> float | None:
-        """Of the measured ceiling that binds this call."""
+        """Returns the reached share of the measured ceiling that limits this call."""
         return (
             None if self.seconds is None else ceilings.least_seconds(work(self.spec)) / self.seconds
         )
 
     @classmethod
     def of(cls, data: Mapping[str, Any], *, small: bool = False) -> Row:
-        """Returns the row that `as_data` wrote. small: its spec is that of the name, cut."""
+        """Returns the row that `as_data` wrote; in small its spec is the named one, cut."""
         spec = next(spec for spec in SPECS if label(spec) == data["spec"])
         timed = Timing(**data["timing"]) if "timing" in data else None
         kept = {name: data[name] for name in ("backend", "seconds", "note", "failed")}
         return cls(spec.cut() if small else spec, timing=timed, **kept)
 
     def as_data(self, ceilings: Ceilings) -> dict[str, Any]:
+        """Returns the row as plain data, with what it reaches."""
         needed = work(self.spec)
         plain: dict[str, Any] = {
             "spec": label(self.spec),
@@ -78,10 +88,23 @@ def compare(
 ) -> list[Row]:
     """Times every backend on every spec.
 
-    An error of CUDA spoils its process, so the rows that follow it are not tried and say so: where each kernel set must get its
-    chance, each gets a process of its own, as in tools/gpu_check.py.
+    A CUDA error spoils its process, so the rows that follow it are not tried and say so. Where each
+    kernel set must get its chance, each has a process of its own, as in tools/gpu_check.py.
 
-    interpret: the backends to interpret. time_left: asked before each row; what it refuses is a row that says so.
+    Args:
+        specs: The specs.
+        backends: The kernel sets.
+        ceilings: The measured ceilings.
+        interpret: The backends to interpret.
+        limit_s: The time for the rounds of a row.
+        time_left: Asked before each row; a row that it refuses is not timed and says so.
+        done: Called with each row.
+        time_one: Times one case.
+        tiles: The tiles of backends, where they are not the backend's choice.
+        layers: The number of sets of pages; None to make the cache useless.
+
+    Returns:
+        A row for each spec and backend.
     """
     rows, spoiled = [], ""
     for spec in specs:
@@ -108,7 +131,7 @@ def compare(
                         time_one,
                         (tiles or {}).get(backend),
                     )
-                except Exception as error:  # reported in its row, and the others go on
+                except Exception as error:  # the row reports it, and the others go on
                     refused = isinstance(error, NotImplementedError) or "RESOURCE_EXHAUSTED" in str(
                         error
                     )
@@ -152,7 +175,14 @@ def _row(
 def table(
     rows: Sequence[Row], ceilings: Ceilings, others: Mapping[str, Mapping[str, float]] | None = None
 ) -> Table:
-    """others: for names like "contiguous", the seconds that something else takes for a spec of that name. Ratios are time here / there."""
+    """Returns the rows as a table.
+
+    Args:
+        rows: The measured rows.
+        ceilings: The measured ceilings.
+        others: For names like "contiguous", the seconds of another library by the specs' labels.
+            Each gets a column with the ratio of the row's time to its time.
+    """
     others = others or {}
     made = Table(
         "Time of a call on the device. The fraction is of the measured ceiling that binds (memory or compute).",
@@ -200,6 +230,7 @@ def table(
 
 
 def ceilings_table(ceilings: Ceilings) -> Table:
+    """Returns the ceilings as a table."""
     return Table(
         "Measured ceilings (of 1 GiB and of 8192 x 8192 x 8192; smaller in a miniature)",
         ["what", "reached"],

@@ -1,4 +1,4 @@
-"""What the numbers were measured on."""
+"""Describes the machine and the versions that the numbers were measured with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def describe() -> dict[str, str]:
-    """Names and values, texts. Asking JAX for its device starts it up."""
+    """Returns names and values as texts; asking JAX for its device starts JAX."""
     device = jax.devices()[0]
     found = {
         "device": device.device_kind,
@@ -48,7 +48,7 @@ def describe() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the working tree; JAXPAGE_COMMIT where there is no git."""
+    """Returns the commit of the working tree, or JAXPAGE_COMMIT where there is no git."""
     answer = _output(["git", "-C", str(_ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
     return answer or os.environ.get("JAXPAGE_COMMIT", "") or "unknown (no git here)"
 
@@ -70,7 +70,7 @@ def _nvidia_smi() -> dict[str, str]:
 
 
 def _output(command: list[str]) -> str:
-    """What a program prints, "" where it is not there or fails."""
+    """Returns what a program prints; "" where it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

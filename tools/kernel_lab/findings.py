@@ -1,4 +1,7 @@
-"""What a check found: a verdict, a line, tables. Kept as lines of JSON, so that what a crash cuts short is not lost."""
+"""Defines what a check found: a verdict, a line, tables.
+
+Findings are kept as lines of JSON, so that a crash loses none that were written before.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,14 @@ _NUMBER = re.compile(r"[-+\d.e]+")
 
 @dataclass
 class Table:
-    """Cells are texts; the first column is the name of the row."""
+    """Holds rows of texts; the first column is the name of the row."""
 
     title: str
     columns: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
+        """Returns the table in Markdown."""
         rule = ["---:" if numeric else "---" for numeric in self._numeric()]
         cells = [
             [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
@@ -34,7 +38,7 @@ class Table:
         )
 
     def plain(self) -> str:
-        """Columns side by side, for a terminal."""
+        """Returns the table in aligned columns for a terminal."""
         rows = [self.columns, *self.rows]
         columns = []
         for column, numeric in enumerate(self._numeric()):
@@ -49,7 +53,7 @@ class Table:
         )
 
     def _numeric(self) -> list[bool]:
-        """Which columns hold nothing but numbers, and dashes for none."""
+        """Returns for each column whether it holds nothing but numbers, and dashes for none."""
         return [
             all(_NUMBER.fullmatch(row[column]) for row in self.rows)
             for column in range(len(self.columns))
@@ -58,7 +62,16 @@ class Table:
 
 @dataclass
 class Finding:
-    """check: its name, of the kind "parity triton decode". data: for machines, whatever JSON takes."""
+    """Holds the result of a check.
+
+    Attributes:
+        check: The check's name, such as "parity triton decode".
+        status: PASSED, FAILED or LEFT_OUT.
+        summary: A line for people.
+        seconds: The time that the check took.
+        tables: Tables for people.
+        data: Data for machines: anything that JSON takes.
+    """
 
     check: str
     status: str
@@ -69,11 +82,14 @@ class Finding:
 
 
 class LeftOut(Exception):
-    """A check cannot be done here; the text says why. No failure."""
+    """Says that a check cannot be done here, and why; this is no failure."""
 
 
 def judged(check: str, run: Callable[[], Finding]) -> Finding:
-    """Runs a check apart from the others: LeftOut leaves it out, any other exception is a failure with its traceback in `data`."""
+    """Runs a check so that an exception does not stop the others.
+
+    LeftOut leaves the check out. Any other exception is a failure with its traceback in `data`.
+    """
     began = time.monotonic()
     try:
         finding = run()
@@ -88,24 +104,30 @@ def judged(check: str, run: Callable[[], Finding]) -> Finding:
 
 
 def first_line(error: BaseException) -> str:
+    """Returns the exception's type and the first line of its text."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
 
 
 def append(path: Path, finding: Finding) -> None:
+    """Appends a finding to a file of JSON lines."""
     cut = _is_cut(path)
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut else "") + json.dumps(asdict(finding)) + "\n")
 
 
 def _is_cut(path: Path) -> bool:
-    """Whether the last line was left unfinished."""
+    """Returns whether the last line was left unfinished."""
     written = path.read_bytes() if path.exists() else b""
     return bool(written) and not written.endswith(b"\n")
 
 
 def read(path: Path) -> list[Finding]:
-    """What was appended; a last line that was cut short is left out."""
+    """Returns the findings that were appended; lines that were cut short are left out.
+
+    Raises:
+        ValueError: A line is JSON but no finding.
+    """
     found = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -119,6 +141,6 @@ def read(path: Path) -> list[Finding]:
 
 
 def worst(findings: Sequence[Finding]) -> str:
-    """FAILED if any failed, else passed if any passed, else left out."""
+    """Returns FAILED if any failed, else PASSED if any passed, else LEFT_OUT."""
     statuses = {finding.status for finding in findings}
     return FAILED if FAILED in statuses else PASSED if PASSED in statuses else LEFT_OUT

@@ -1,4 +1,4 @@
-"""The goals of the kernels, and how far measured rows are from them. Missing one is no failure of a check; it is said."""
+"""Compares measured rows with the goals of the kernels; a missed goal fails no check."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tools.kernel_lab.compare_sets import Row
 from tools.kernel_lab.findings import Table
 from tools.kernel_lab.kernel_cases import label
 
-BANDWIDTH = 0.85  # of the measured one: decode, batch 16 and up, context 2k and up
-CONTIGUOUS = 1.10  # times contiguous attention: the same
-MATMUL = 0.6  # of the measured matrix product: chunks of 2k tokens and up
+BANDWIDTH = 0.85  # share of the measured bandwidth: decode, batch from 16, context from 2k
+CONTIGUOUS = 1.10  # times the time of contiguous attention, for the same decodes
+MATMUL = 0.6  # share of the measured matrix product: chunks from 2k tokens
 BATCH, CONTEXT, CHUNK = 16, 2048, 2048
 
 
@@ -26,7 +26,13 @@ def _decode(row: Row) -> bool:
 def table(
     rows: Sequence[Row], ceilings: Ceilings, contiguous: Mapping[str, float] | None = None
 ) -> Table:
-    """The fastest backend of each spec that a goal speaks of. contiguous: seconds by the specs' labels."""
+    """Returns the fastest backend of each spec that has a goal.
+
+    Args:
+        rows: The measured rows.
+        ceilings: The measured ceilings.
+        contiguous: The seconds of contiguous attention by the specs' labels.
+    """
     made = Table(
         "Goals, by the fastest backend", ["goal", "spec", "backend", "reached", "wanted", "met"]
     )

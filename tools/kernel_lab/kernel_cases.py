@@ -1,4 +1,7 @@
-"""Arrays for a named shape: random queries, pages in shuffled blocks, and several sets of pages, like the layers of a model."""
+"""Makes arrays for a named shape: random queries, and pages in shuffled blocks.
+
+A case has several sets of pages, like the layers of a model.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ from pallas_kernels.quantized_pages import is_quantized, quantize
 from pallas_kernels.tiles import Shape, Tiles, kind_of
 from tools.kernel_lab.specs import Spec
 
-HOST_ELEMENTS = 2**23  # of a pool that numpy makes; larger ones are made on the device
+HOST_ELEMENTS = 2**23  # elements of a pool that numpy makes; larger pools are made on the device
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Pages:
-    """Keys and values of one layer, and the sinks of its heads."""
+    """Holds the keys and values of one layer, and the sinks of its heads."""
 
     k_pages: jax.Array
     v_pages: jax.Array
@@ -35,7 +38,7 @@ class Pages:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Step:
-    """What all layers of a step share."""
+    """Holds what all layers of a step share."""
 
     block_table_BM: jax.Array
     context_len_B: jax.Array
@@ -45,27 +48,28 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A call that can be run. Each of `layers` holds other pages under the same block table."""
+    """A call that can be run; each of `layers` holds other pages under the same block table."""
 
     spec: Spec
     q_TNH: jax.Array
     step: Step
     layers: tuple[Pages, ...]
     logit_softcap: float | None = None
-    max_query_len: int | None = None  # the promise; None: what the spec says
+    max_query_len: int | None = None  # the promised query length; None for the spec's
 
     @property
     def scale(self) -> float:
+        """Returns the scale of the scores."""
         return float(self.spec.head_width**-0.5)
 
     def attend(self, q_TNH: jax.Array, step: Step, pages: Pages, **options: Any) -> jax.Array:
-        """The call of the spec on these arrays. options: backend, tiles, interpret."""
+        """Makes the spec's call on these arrays; `options` are backend, tiles and interpret."""
         return _attend(q_TNH, step, pages, **self._static, **options)
 
     def run(
         self, backend: str, *, tiles: Tiles | None = None, interpret: bool = False
     ) -> jax.Array:
-        """out_TNH of the first layer, compiled."""
+        """Returns out_TNH of the first layer, from a compiled call."""
         options = {"backend": backend, "tiles": tiles, "interpret": interpret}
         return _compiled(self.q_TNH, self.step, self.layers[0], **self._static, **options)
 
@@ -109,12 +113,12 @@ _compiled = jax.jit(_attend, static_argnames=_STATIC)
 
 
 def label(spec: Spec) -> str:
-    """The spec's name, and the pages' type where it is not the queries'."""
+    """Returns the spec's name, and the type of the pages where it is not that of the queries."""
     return spec.name if spec.page_dtype == spec.dtype else f"{spec.name} {spec.page_dtype}"
 
 
 def shape_of_spec(spec: Spec) -> Shape:
-    """What the choice of tiles for this spec depends on."""
+    """Returns the Shape, on which the choice of tiles for this spec depends."""
     return Shape(
         kind=kind_of(spec.max_query_len),
         group=spec.num_heads // spec.num_kv_heads,
@@ -126,14 +130,17 @@ def shape_of_spec(spec: Spec) -> Shape:
 
 
 def first_visible(spec: Spec, row: int) -> int:
-    """The first position of a row that any of its query tokens sees."""
+    """Returns the first position of a row that any of its query tokens sees."""
     if spec.sliding_window is None:
         return 0
     return max(0, spec.contexts[row] - spec.queries[row] + 1 - spec.sliding_window)
 
 
 def tree_mask(num_tokens: int) -> np.ndarray:
-    """[Q, Q]: a binary tree of drafts in breadth-first order; a token sees itself and its ancestors."""
+    """Returns [Q, Q], the mask of a binary tree of drafts in breadth-first order.
+
+    A token sees itself and its ancestors.
+    """
     mask = np.eye(num_tokens, dtype=bool)
     for token in range(1, num_tokens):
         mask[token] |= mask[(token - 1) // 2]
@@ -141,7 +148,7 @@ def tree_mask(num_tokens: int) -> np.ndarray:
 
 
 def tree_masks(spec: Spec, padding: int = 0) -> np.ndarray | None:
-    """tree_mask_TQ of a spec, None where its queries are in causal order."""
+    """Returns tree_mask_TQ of a spec; None where its queries are in causal order."""
     if not spec.tree:
         return None
     masks = np.zeros((sum(spec.queries) + padding, spec.max_query_len), bool)
@@ -153,7 +160,10 @@ def tree_masks(spec: Spec, padding: int = 0) -> np.ndarray | None:
 
 
 def make_step(spec: Spec, *, seed: int = 0, padding: int = 0) -> tuple[Step, int]:
-    """The metadata of a spec, and how many blocks a pool for it has. Blocks that no query sees are the null block, 0."""
+    """Returns the metadata of a spec, and the number of blocks of its pool.
+
+    Blocks that no query sees are the null block, 0.
+    """
     rng = np.random.default_rng(seed)
     spans = [
         (
@@ -188,7 +198,19 @@ def make_case(
     poison: bool = False,
     logit_softcap: float | None = None,
 ) -> Case:
-    """padding: query tokens behind the last row. poison: NaN in every masked slot."""
+    """Makes the arrays of a spec.
+
+    Args:
+        spec: The spec.
+        layers: The number of sets of pages.
+        seed: The seed of all random numbers.
+        padding: The number of query tokens after the last row.
+        poison: Every masked slot holds NaN.
+        logit_softcap: The softcap of the call.
+
+    Raises:
+        ValueError: The pool is too large to be poisoned.
+    """
     step, num_blocks = make_step(spec, seed=seed, padding=padding)
     shape = (num_blocks, spec.block_size, spec.num_kv_heads, spec.head_width)
     rng = np.random.default_rng([seed, 1])
@@ -216,7 +238,7 @@ def make_case(
 
 
 def seen_slots(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
-    """[P, S]: which slots some query token sees."""
+    """Returns [P, S]: whether some query token sees the slot."""
     seen_PS = np.zeros((num_blocks, spec.block_size), bool)
     for row, context in enumerate(spec.contexts):
         if spec.queries[row]:
@@ -228,7 +250,10 @@ def seen_slots(spec: Spec, table_BM: np.ndarray, num_blocks: int) -> np.ndarray:
 def _host_pages(
     rng: np.random.Generator, shape: tuple[int, ...], page_dtype: str, seen_PS: np.ndarray | None
 ) -> Pages:
-    """Made by numpy, which has nothing to compile. What seen_PS leaves out gets NaN, in the scales where there are some."""
+    """Makes pages with numpy, which has nothing to compile.
+
+    Slots that are not in seen_PS hold NaN, which is in the scales where the pages have scales.
+    """
     arrays: list[Any] = []
     for _ in range(2):
         pages = jnp.asarray(rng.standard_normal(shape, np.float32))

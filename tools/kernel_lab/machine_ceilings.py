@@ -1,4 +1,7 @@
-"""What this GPU reaches at its best in things that attention is made of: a large copy, a large sum, a large matrix product. Measured."""
+"""Measures the best that this GPU reaches in a large copy, a large sum and a large product.
+
+The product is of two bfloat16 matrices.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tools.kernel_lab.timing import median_of_rounds
 
 COPY_BYTES = 2**30
 MATMUL_SIZE = 8192
-NUM_COPIES = 20  # of a round: they queue up behind each other, so that their dispatch is hidden
+NUM_COPIES = 20  # copies of a round; they queue up, so that their dispatch is hidden
 NUM_PRODUCTS = 10
 
 
@@ -36,7 +39,13 @@ def _products(x: jax.Array, w: jax.Array) -> jax.Array:
 def measure(
     *, copy_bytes: int = COPY_BYTES, matmul_size: int = MATMUL_SIZE, rounds: int = 7
 ) -> Ceilings:
-    """copied: bytes read plus bytes written of `copy_bytes` each, per second; read: bytes of a sum; matmul: 2 n**3 FLOP in bfloat16."""
+    """Measures the ceilings.
+
+    Args:
+        copy_bytes: The bytes that a copy reads and writes, and that a sum reads.
+        matmul_size: The rows and columns of the bfloat16 matrices; a product counts 2 n**3 FLOP.
+        rounds: The rounds of which the median is taken.
+    """
     x = jnp.arange(copy_bytes // 4, dtype=jnp.int32)
 
     def copies() -> jax.Array:
@@ -64,9 +73,10 @@ def measure(
 
 
 def as_data(ceilings: Ceilings) -> dict[str, float]:
+    """Returns the ceilings as plain data."""
     return dataclasses.asdict(ceilings)
 
 
 def of_data(data: Mapping[str, Any]) -> Ceilings:
-    """Returns the ceilings that `as_data` wrote, whatever else is there."""
+    """Returns the ceilings that `as_data` wrote; other entries are ignored."""
     return Ceilings(**{field.name: data[field.name] for field in dataclasses.fields(Ceilings)})

@@ -1,4 +1,7 @@
-"""The definition of paged attention in float64 numpy, one row at a time. It shares no code with the kernels, nor with their types."""
+"""Defines paged attention in float64 numpy, one row at a time.
+
+It shares no code with the kernels, nor with their types.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from tools.kernel_lab.kernel_cases import Case
 
 
 def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (out_TNH, size_TNH) in float64: the output, and the same sums over |v|, which is what rounding errors are measured by.
+    """Computes the attention of a case in float64.
 
-    Tokens behind the last row, and tokens that see nothing, have zeros in both.
+    Returns:
+        The output out_TNH, and size_TNH, which is the same weighted sum over |v|: rounding errors
+        are measured by it. Tokens after the last row, and tokens that see nothing, have zeros in
+        both.
     """
     spec, pages, step = case.spec, case.layers[0], case.step
     q_TNH = np.asarray(case.q_TNH).astype(np.float64)
@@ -47,7 +53,7 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 
 def visible(context: int, queries: int, sliding_window: int | None) -> np.ndarray:
-    """[Q, C]: the causal order of the last `queries` positions of a context."""
+    """Returns [Q, C]: the positions that the last `queries` positions of a context see."""
     position_Q, position_C = (
         np.arange(context - queries, context)[:, None],
         np.arange(context)[None, :],
@@ -91,7 +97,11 @@ class _plain:
 
 
 def float8_e4m3fn(bits: np.ndarray) -> np.ndarray:
-    """The numbers behind bytes: a sign, four bits of exponent (bias 7), three of fraction; 0x7f and 0xff are no numbers."""
+    """Returns the numbers that float8_e4m3fn bytes encode.
+
+    A byte holds a sign, four bits of exponent (bias 7) and three of fraction; 0x7f and 0xff are
+    NaN.
+    """
     sign = np.where(bits & 0x80, -1.0, 1.0)
     exponent, fraction = (bits >> 3 & 0xF).astype(np.int64), (bits & 7).astype(np.float64)
     size = np.where(

@@ -1,4 +1,4 @@
-"""`write_kv`, `copy_blocks` and their like: the kernels against the XLA versions, bit by bit, and how long both take."""
+"""Compares kernels that write and move pages with the XLA versions, bit by bit, and times both."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tools.kernel_lab.kernel_cases import Pages, make_case
 from tools.kernel_lab.specs import Spec
 from tools.kernel_lab.timing import median_of_rounds
 
-# Kernel sets that write and move pages by kernels of their own: the others do it as the definition
-# does, or as one of these.
+# The kernel sets that write and move pages with kernels of their own. The other sets use the
+# definition's, or those of one of these.
 _DEFINED = SETS[DEFINITION].write
 _OWN = {
     each.write: name
@@ -31,7 +31,7 @@ _OWN = {
 }
 KERNELS = tuple(name for name in _OWN.values() if name in KERNEL_BACKENDS)
 PAGE_DTYPES = ("bfloat16", "float32", "int8", "uint8")
-NUM_CALLS = 50  # of a timed program
+NUM_CALLS = 50  # calls of a timed program
 
 
 def _pool(page_dtype: str, small: bool) -> Spec:
@@ -40,7 +40,7 @@ def _pool(page_dtype: str, small: bool) -> Spec:
 
 
 def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys, values and the slots for them: no slot twice, none in the null block."""
+    """Returns keys, values and their slots: no slot twice, and none in the null block."""
     key = jax.random.key(5)
     shape = (num_tokens, spec.num_kv_heads, spec.head_width)
     k_TKH, v_TKH = (
@@ -52,17 +52,29 @@ def _new(spec: Spec, num_tokens: int, num_slots: int) -> tuple[jax.Array, jax.Ar
 
 
 def written(pages: Pages, new: tuple[jax.Array, ...], **options: Any) -> Pages:
+    """Writes new keys and values into the pages."""
     k_TKH, v_TKH, slots_T = new
     options |= {} if pages.k_scale is None else {"k_scale": pages.k_scale, "v_scale": pages.v_scale}
     return Pages(*write_kv(k_TKH, v_TKH, pages.k_pages, pages.v_pages, slots_T, **options))  # type: ignore[arg-type]
 
 
 def bits(tree: Any) -> list[bytes]:
+    """Returns the bytes of each array of a tree."""
     return [np.asarray(array).tobytes() for array in jax.tree.leaves(tree)]
 
 
 def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret: bool) -> Finding:
-    """run: takes backend and interpret. The pages are donated, as in the engine."""
+    """Compares the kernels' results with the definition's.
+
+    The pages are donated, as in the engine.
+
+    Args:
+        name: The check's name.
+        run: Takes the pages, `rest`, `backend` and `interpret`, and returns the new pages.
+        pages: The pages before the call.
+        *rest: The other arguments of `run`.
+        interpret: Kernels are interpreted.
+    """
     results = {}
     for backend in (DEFINITION, *KERNELS):
 
@@ -85,6 +97,7 @@ def check(name: str, run: Callable[..., Any], pages: Any, *rest: Any, interpret:
 def findings(
     *, interpret: bool, small: bool, page_dtypes: tuple[str, ...] = PAGE_DTYPES
 ) -> Iterator[Finding]:
+    """Yields the findings for each type of page."""
     for page_dtype in page_dtypes:
         spec = _pool(page_dtype, small)
         for num_tokens in (7,) if small else (1, 64, 2000):
@@ -102,7 +115,11 @@ def _write(name: str, spec: Spec, num_tokens: int, interpret: bool) -> Finding:
 
 
 def _pairs(count: int, least: int, seed: int) -> tuple[jax.Array, jax.Array]:
-    """Sources and destinations among `count` ids from `least` on: no destination twice, one chain of two, and padding with zeros."""
+    """Returns sources and destinations among the ids from `least` up to `count`.
+
+    No destination comes twice, except for the padding with zeros. Two of the ids trade places, so a
+    copy must read before another copy writes.
+    """
     picked = (
         np.random.default_rng(seed).permutation(count - least)[: min(64, count - least) // 2 * 2]
         + least
@@ -116,7 +133,7 @@ def _pairs(count: int, least: int, seed: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _there_and_back(pages: Any, pair: tuple[jax.Array, jax.Array], **options: Any) -> Any:
-    """What a swap does: blocks as bytes, and the bytes into other blocks."""
+    """Reads blocks as bytes and writes the bytes into other blocks, as a swap does."""
     contents = gather_blocks(pages, pair[0], **options)
     return scatter_blocks(pages, pair[1], contents, **options), contents
 
@@ -145,11 +162,11 @@ MOVES = {"copy_blocks": _copied, "copy_slots": _copied_slots, "gather and scatte
 
 
 def _seconds(run: Callable[..., Any], pages: Any, rest: Any, num_calls: int) -> float:
-    """Of one call among many in a program that carries the pages in place."""
+    """Times one call among many in a program that carries the pages in place."""
 
     def program(pages: Any, rest: Any) -> Any:
         def turn(index: jax.Array, pages: Any) -> Any:
-            # so that nothing is prepared once for all turns
+            # The barrier keeps XLA from preparing anything once for all turns.
             _, now = jax.lax.optimization_barrier((index, rest))
             return run(pages, now)
 
@@ -166,7 +183,10 @@ def _seconds(run: Callable[..., Any], pages: Any, rest: Any, num_calls: int) -> 
 
 
 def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Finding:
-    """Time of writing one layer's tokens, and of copying 16 blocks in 8 layers. GB/s counts what is read and written."""
+    """Times writing one layer's tokens, and copying 16 blocks in 8 layers.
+
+    GB/s counts what is read and what is written.
+    """
     num_calls = 2 if small else NUM_CALLS
     table = Table("Writing and copying pages", ["operation", "backend", "us", "GB/s", "note"])
     data: list[dict[str, Any]] = []
@@ -207,7 +227,7 @@ def timings(ceilings: Ceilings | None, *, interpret: bool, small: bool) -> Findi
                 options = {"backend": backend, "interpret": interpret and backend in KERNELS}
                 try:
                     seconds = _seconds(functools.partial(run, **options), pages, rest, num_calls)
-                except Exception as error:  # reported in its row
+                except Exception as error:  # the row reports it
                     failed |= not isinstance(error, NotImplementedError)
                     table.rows.append([name, backend, "-", "-", first_line(error)])
                     continue

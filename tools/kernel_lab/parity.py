@@ -1,8 +1,10 @@
-"""Every backend against float64: real shapes cut to a moderate size, in their own types, with what makes kernels wrong.
+"""Compares every backend with float64 on cases that make kernels wrong.
 
-The error of an output element is |got - want| over the same weighted sum of |v|: what rounding can be measured by, whatever cancels.
-Tolerances: 2**-6 where queries or pages have sixteen bits or fewer (the weights and the output are rounded to eight bits of fraction,
-scores may be too), 1e-4 in float32 (no TF32; exponentials from hardware). A planted mistake gives errors near 1.
+The shapes are real ones, cut to a moderate size, in their own types. The error of an output element
+is |got - want| over the same weighted sum of |v|: this measures rounding even where terms cancel.
+The tolerance for bfloat16 and float16 queries is 2**-6, because the weights and the output are
+rounded to eight bits of fraction, and scores may be too. For float32 it is 1e-4 (no TF32;
+exponentials from hardware). A planted mistake gives errors near 1.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ Run = Callable[[Case], jax.Array]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A spec and what a spec does not say. interpreted: one of the few that the interpreter gets."""
+    """A spec and the settings that a spec does not have.
+
+    Attributes:
+        spec: The spec.
+        logit_softcap: The softcap of the call.
+        padding: The query tokens after the last row.
+        interpreted: True if the interpreter runs this trial; it runs only a few.
+    """
 
     spec: Spec
     logit_softcap: float | None = None
@@ -36,7 +45,7 @@ class Trial:
     interpreted: bool = False
 
     def cut(self) -> Trial:
-        """The same in small, for the interpreter."""
+        """Returns a small version of the trial for the interpreter."""
         return dataclasses.replace(self, spec=self.spec.cut(rows=6, context=70, queries=20))
 
 
@@ -47,7 +56,7 @@ def _of(
     label: str = "",
     **changes: object,
 ) -> Spec:
-    """The heads and types of a named spec with rows of a moderate size."""
+    """Returns the heads and types of a named spec with rows of a moderate size."""
     spec = dataclasses.replace(specs.find(name), contexts=contexts, queries=queries, **changes)  # type: ignore[arg-type]
     return dataclasses.replace(spec, name=label or name.rpartition(" ")[0])
 
@@ -152,7 +161,19 @@ def _chunks_and_drafts() -> list[Trial]:
 
 
 def check(backend: str, trial: Trial, run: Run) -> Finding:
-    """run: the backend on a case. A refusal leaves the trial out; numbers beyond the tolerance fail it."""
+    """Compares a backend with float64 on a trial.
+
+    Args:
+        backend: The kernel set, for the name.
+        trial: The trial.
+        run: Runs the backend on a case.
+
+    Returns:
+        A failure where an error is above the tolerance or `compared` reports a problem.
+
+    Raises:
+        LeftOut: The backend refuses the call.
+    """
     case = make_case(
         trial.spec, padding=trial.padding, poison=True, logit_softcap=trial.logit_softcap, seed=1
     )
@@ -174,7 +195,10 @@ def check(backend: str, trial: Trial, run: Run) -> Finding:
 def compared(
     got_TNH: np.ndarray, want_TNH: np.ndarray, size_TNH: np.ndarray
 ) -> tuple[float, list[str]]:
-    """The largest error, and what no tolerance allows: numbers that are none, and values where nothing is seen."""
+    """Returns the largest error, and the problems that no tolerance allows.
+
+    These are numbers that are not finite, and values other than zero where nothing is seen.
+    """
     problems = []
     if not np.isfinite(got_TNH).all():
         problems.append(f"{int((~np.isfinite(got_TNH)).sum())} outputs are not finite")
@@ -186,7 +210,7 @@ def compared(
 
 
 def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]:
-    """small: only the few trials that suit an interpreter, cut."""
+    """Yields the findings of one backend; in small, of the few trials for an interpreter, cut."""
     for trial in trials():
         if small and not trial.interpreted:
             continue

@@ -1,4 +1,7 @@
-"""The parts of a GPU check by name; each yields findings. `python -m tools.kernel_lab PART` runs one in a process of its own."""
+"""Holds the parts of a GPU check by name; each yields findings.
+
+`python -m tools.kernel_lab PART` runs one in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -59,15 +62,23 @@ SHORT = (
 )
 
 
-CONTIGUOUS = "contiguous"  # the check whose data has times of attention without pages
-CEILINGS = "ceilings"  # the check whose data is `Ceilings`
-PAGES_S = 40  # that timing what writes and moves pages may take, most of it compilation
+CONTIGUOUS = "contiguous"  # the check whose data has the times of attention without pages
+CEILINGS = "ceilings"  # the check whose data is a `Ceilings`
+PAGES_S = 40  # the time for the timings of pages, most of it compilation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """interpret: kernels run on CPU, and everything is cut small. seconds: of the part. directory: where other parts left findings.
-    specs, splits: of "bench", as `chosen` takes them, and the numbers of splits to try."""
+    """Holds the options of a part.
+
+    Attributes:
+        backend: The kernel set.
+        specs: The specs of "bench", as `chosen` takes them.
+        splits: The numbers of splits that "bench" tries.
+        interpret: Kernels run on CPU, and everything is cut small.
+        seconds: The time for the part.
+        directory: The directory where other parts left their findings.
+    """
 
     backend: str = ""
     specs: str = "short"
@@ -78,7 +89,7 @@ class Options:
 
 
 def _kernel(options: Options) -> bool:
-    """Whether the backend has to be interpreted. XLA's never are: on CPU they just run."""
+    """Returns whether the backend has to be interpreted; XLA's backends just run on CPU."""
     return options.interpret and options.backend not in XLA_BACKENDS
 
 
@@ -110,7 +121,7 @@ def _sampler(options: Options) -> Iterator[Finding]:
 
 
 def _products(options: Options) -> Iterator[Finding]:
-    """By the first kernel set that has such a kernel: the others share it."""
+    """Checks the first kernel set, because the others share its product kernel."""
     backend, measured = KERNEL_BACKENDS[0], measured_ceilings(options.interpret)
     yield from products.findings(
         backend, measured, interpret=options.interpret, small=options.interpret
@@ -118,7 +129,10 @@ def _products(options: Options) -> Iterator[Finding]:
 
 
 def _one_case(options: Options) -> Iterator[Finding]:
-    """A small call with every kind of row, a decode, and what writes and moves pages: what compute-sanitizer watches."""
+    """Runs the small calls that compute-sanitizer watches.
+
+    They are a call with every kind of row, a decode, and the kernels that write and move pages.
+    """
     mixed = next(trial for trial in parity.trials() if trial.spec.name == "mixed, empty rows")
     spec = mixed.cut().spec
     decode = dataclasses.replace(spec, contexts=(1, 70, 33), queries=(1, 1, 1))
@@ -148,7 +162,8 @@ def _sanitized(options: Options) -> Finding:
     command = [program, "--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "86"]
     command += [sys.executable, "-m", "tools.kernel_lab", "one-case", "--backend", options.backend]
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
-    # Each buffer by itself, else a read behind its end would lie in the pool and be missed.
+    # Each buffer is allocated by itself: in a pool, a read past the end of a buffer would be
+    # missed.
     alone = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
@@ -183,7 +198,14 @@ def _sanitized(options: Options) -> Finding:
 
 
 def chosen(names: str) -> list[Spec]:
-    """Specs whose label holds one of the texts, comma-separated; "all", or "short" for a list of ten. Raises KeyError for none."""
+    """Returns the specs whose label holds one of the comma-separated texts.
+
+    Args:
+        names: The texts; "all" for every spec, "short" for a list of ten.
+
+    Raises:
+        KeyError: No label holds one of the texts.
+    """
     if names == "all":
         return list(specs.SPECS)
     if names == "short":
@@ -201,6 +223,7 @@ def chosen(names: str) -> list[Spec]:
 
 
 def measured_ceilings(small: bool) -> Ceilings:
+    """Measures the ceilings, or in small a miniature of them."""
     if small:
         return machine_ceilings.measure(copy_bytes=2**20, matmul_size=128, rounds=1)
     return machine_ceilings.measure()
@@ -219,7 +242,7 @@ def contiguous_seconds(findings: Iterable[Finding]) -> dict[str, dict[str, float
 
 
 def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
-    """For each spec the least time of anybody."""
+    """Returns for each spec the least time of any library."""
     best: dict[str, float] = {}
     for seconds in others.values():
         for name, taken in seconds.items():
@@ -228,7 +251,10 @@ def best_of(others: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def broken(directory: Path | None) -> list[str]:
-    """Backends whose parity ended with a crash or a hang: they would take the timings along."""
+    """Returns the backends whose parity ended with a crash or a hang.
+
+    Their timings would crash or hang too.
+    """
     names = []
     for name in BACKENDS:
         found = read(directory / f"parity-{name}.jsonl") if directory else []
@@ -237,7 +263,10 @@ def broken(directory: Path | None) -> list[str]:
 
 
 def _bench(options: Options) -> Iterator[Finding]:
-    """Times one kernel set. Each has a process of its own, since an error of CUDA spoils the process that it happens in."""
+    """Times one kernel set.
+
+    Each set has a process of its own, because a CUDA error spoils the process in which it happens.
+    """
     name, small = options.backend, options.interpret
     if name not in BACKENDS:
         reason = f"there is no kernel set of this name among {', '.join(BACKENDS)}"
@@ -270,7 +299,7 @@ def _bench(options: Options) -> Iterator[Finding]:
             splits = ", ".join(
                 [*(f"{one.max_splits} splits" for one in tiles.values()), *filter(None, [row.note])]
             )
-            # at once: what comes later may hang
+            # Yield each row at once, because a later one may hang.
             yield _timed(dataclasses.replace(row, note=splits), measured)
             if row.seconds is None:
                 break  # the other numbers of splits get the same answer
@@ -279,7 +308,11 @@ def _bench(options: Options) -> Iterator[Finding]:
 
 
 def _sweep(options: Options, spec: Spec) -> list[dict[str, Tiles]]:
-    """Returns the tiles to time: the kernel set's own choice, or in decode its rule's with each number of splits asked for."""
+    """Returns the tiles to time.
+
+    They are the kernel set's own choice, or, for decode, its rule's choice with each number of
+    splits that was asked for.
+    """
     rule = SETS[options.backend].tiles
     if not options.splits or rule is None or spec.max_query_len > 1:
         return [{}]
@@ -295,7 +328,7 @@ def _reached(measured: Ceilings) -> str:
 
 
 def bench_tables(findings: Sequence[Finding], *, small: bool = False) -> list[Table]:
-    """Returns what the parts "bench" of all kernel sets, and "contiguous", found, as one table and the goals."""
+    """Returns the results of "bench" and "contiguous" as one table, and the goals."""
     timed = [finding for finding in findings if finding.check.startswith("bench ")]
     rows = [Row.of(row, small=small) for finding in timed for row in finding.data.get("rows", [])]
     measured = [

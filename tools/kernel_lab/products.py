@@ -1,8 +1,8 @@
-"""The grouped product over named shapes: against float64, and its times next to those of a bfloat16
-product and to the bandwidth that was measured.
+"""Checks the grouped product over named shapes against float64, and times it.
 
-Rows are spread over the groups unevenly: some have none, and one has many. An error is a share of
-the sum of the absolute values that are added up; weights of few bits are rounded to the type of x.
+Times are reported next to those of a bfloat16 product and to the measured bandwidth. Rows are
+spread over the groups unevenly: some groups have none, and one has many. An error is a share of the
+sum of the absolute values that are added up; weights of few bits are rounded to the type of x.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tools.kernel_lab.specs import PRODUCTS, ProductSpec
 from tools.kernel_lab.timing import median_of_rounds
 
 TOLERANCE = 2.0**-7
-CHECKED = 48  # outputs, half of them the first and half the last, that are computed in float64
-NUM_CALLS = 20  # of a timed program
-NUM_WEIGHTS = 2  # that take turns, so that no call finds its own in the cache
+CHECKED = 48  # outputs that are computed in float64: half of them the first, half the last
+NUM_CALLS = 20  # calls of a timed program
+NUM_WEIGHTS = 2  # weights that take turns, so that no call finds its own in the cache
 DTYPES = {"int8": "int8", "fp8": "uint8", "int4": "uint8", "fp4": "uint8"}
 
 
@@ -89,7 +89,12 @@ def exact_weight(weight: Any, outputs: np.ndarray) -> np.ndarray:
 
 
 def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
-    """Compares a product with float64. multiply: of (x_PI, weight, count_E), in float32."""
+    """Compares a product with float64.
+
+    Args:
+        spec: The product.
+        multiply: Computes the product of (x_PI, weight, count_E) in float32.
+    """
     weight, count_E = make_weight(spec), counts(spec)
     x_PI = jax.random.normal(jax.random.key(1), (spec.num_rows, spec.num_in), jnp.dtype(spec.dtype))
     half = min(CHECKED, spec.num_out) // 2
@@ -112,6 +117,7 @@ def parity(spec: ProductSpec, multiply: Callable[..., jax.Array]) -> Finding:
 def findings(
     backend: str, ceilings: Ceilings | None, *, interpret: bool, small: bool
 ) -> Iterator[Finding]:
+    """Yields the findings of one backend."""
     multiply = functools.partial(grouped_product, backend=backend, interpret=interpret)
     for spec in specs(small):
         in_float32 = functools.partial(multiply, result="float32")
@@ -142,7 +148,7 @@ def timings(
         try:
             taken = seconds(multiply, spec, small)
             plain = dense_seconds(spec, small) if spec.num_groups == 1 else None
-        except Exception as error:  # reported in its row
+        except Exception as error:  # the row reports it
             failed = True
             table.rows.append([spec.name, "-", "-", "-", "-", first_line(error)])
             continue
@@ -194,7 +200,7 @@ def _seconds(one: Callable[..., jax.Array], spec: ProductSpec, weights: Any, sma
     def program(x_PI: jax.Array, weights: Any) -> jax.Array:
         def turn(_: jax.Array, out_PO: jax.Array) -> jax.Array:
             for index in range(NUM_WEIGHTS):
-                # each after the one before
+                # Each product waits for the one before.
                 x, out_PO = jax.lax.optimization_barrier((x_PI, out_PO))
                 out_PO = one(x, weights, index).astype(out_PO.dtype)
             return out_PO

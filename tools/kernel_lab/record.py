@@ -1,4 +1,7 @@
-"""What a run leaves behind: lines for people, a section of Markdown for docs/gpu-results.md, JSON for machines."""
+"""Writes the results of a run: lines for people, a Markdown section, and JSON for machines.
+
+The section goes to docs/gpu-results.md.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, Table
 
 
 def line(finding: Finding) -> str:
+    """Returns a finding as a line of text."""
     return f"{finding.status:<8}  {finding.check}: {finding.summary}  ({finding.seconds:.1f} s)"
 
 
 def counted(findings: Sequence[Finding]) -> str:
+    """Returns how many findings passed, failed and were left out."""
     counts = [
         (status, sum(finding.status == status for finding in findings))
         for status in (PASSED, FAILED, LEFT_OUT)
@@ -23,7 +28,7 @@ def counted(findings: Sequence[Finding]) -> str:
 
 
 def as_data(findings: Sequence[Finding], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Everything but the tables, which say the same for people."""
+    """Returns everything but the tables, which repeat the findings for people."""
     plain = [
         {key: value for key, value in asdict(finding).items() if key != "tables"}
         for finding in findings
@@ -42,7 +47,10 @@ def as_data(findings: Sequence[Finding], environment: Mapping[str, str]) -> dict
 def section(
     findings: Sequence[Finding], environment: Mapping[str, str], *, date: str, command: str
 ) -> str:
-    """A section with the machine, every verdict, and the tables of all findings but the environment's."""
+    """Returns a section with the machine, every verdict, and the findings' tables.
+
+    The environment's own table is left out, because the machine is named already.
+    """
     device = environment.get("device", "unknown device")
     parts = [
         f"## {date}: {device}, commit {environment.get('commit', 'unknown')}",
@@ -64,7 +72,7 @@ def section(
 
 
 def append_section(path: Path, text: str) -> None:
-    """Behind what the file holds; nothing in it is changed."""
+    """Appends a section to the file; what the file holds stays as it is."""
     before = (
         path.read_text(encoding="utf-8").rstrip("\n") + "\n\n"
         if path.exists()

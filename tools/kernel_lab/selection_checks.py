@@ -1,4 +1,4 @@
-"""Selection in rows of logits: the kernels against a sort in float64, and how long they take for 256 rows."""
+"""Checks selection in rows of logits against a sort in float64, and times 256 rows."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ CUTS = [  # top_k, top_p, min_p
     ),
     *((50, 0.9, 0.0), (0, 1.0, 0.1), (0, 0.9, 0.02), (3, 0.5, 0.0)),
 ]
-SCALES = (0.1, 1.0, 4.0)  # of random logits: from flat to peaked
+SCALES = (0.1, 1.0, 4.0)  # scales of random logits: from flat to peaked
 NUM_LIKELIEST = 64
-MASS_ERROR = 1e-5  # of what a device's exponentials may add up to
+MASS_ERROR = 1e-5  # the error that a device's exponentials may add up to
 TIMED_ROWS, VOCAB_SIZE, NUM_CALLS = 256, 128256, 20
 
 
 def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
-    """Of the first kernel set that selects."""
+    """Yields the findings of the first kernel set that selects."""
     found = next(((each.cutoffs, each.likeliest) for each in SETS.values() if each.cutoffs), None)
     if found is None or found[0] is None or found[1] is None:
         raise LeftOut("no kernel set selects in rows of logits")
@@ -47,7 +47,7 @@ def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
 
 
 def _rows(vocab_size: int) -> tuple[npt.NDArray[np.float32], list[tuple[int, float, float]]]:
-    """Every cut with every kind of row; the last kind has ties and masked tokens."""
+    """Returns every cut with every kind of row; the last kind has ties and masked tokens."""
     rng = np.random.default_rng(0)
     kinds = [rng.standard_normal(vocab_size) * scale for scale in SCALES]
     kinds.append(
@@ -78,12 +78,15 @@ def _cutoffs(cutoffs: Callable[..., jax.Array], vocab_size: int) -> Finding:
 def _is_right(
     logits_V: npt.NDArray[np.float64], least: float, top_k: int, top_p: float, min_p: float
 ) -> bool:
-    """Whether all is kept that must be, and nothing that must not: the difference is the error of exponentials and their sums."""
+    """Returns whether all is kept that must be, and nothing that must not.
+
+    Between the two lies what depends on the error of exponentials and their sums.
+    """
     allowed_V = logits_V >= (np.sort(logits_V)[-top_k] if top_k else -np.inf)
     likelihood_V = np.where(allowed_V, np.exp(logits_V - logits_V.max()), 0.0)
     sorted_V = np.sort(likelihood_V)
     up_to_V = np.append(0.0, np.cumsum(sorted_V)) / sorted_V.sum()
-    # the share of what is likelier
+    # The share of the mass of more likely tokens.
     above_V = 1.0 - up_to_V[np.searchsorted(sorted_V, likelihood_V, side="right")]
 
     def kept(error: float) -> npt.NDArray[np.bool_]:
@@ -119,7 +122,10 @@ def _likeliest(likeliest: Callable[..., Any], vocab_size: int) -> Finding:
 def _timings(
     cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], small: bool
 ) -> Finding:
-    """Microseconds of one call among many. The ceiling is one reading of the logits at the speed of a copy."""
+    """Times each operation, as one call among many.
+
+    The ceiling is one reading of the logits at the speed of a copy.
+    """
     num_rows, vocab_size, num_calls = (2, 300, 1) if small else (TIMED_ROWS, VOCAB_SIZE, NUM_CALLS)
     copied = None if small else measure().copied
     table = Table(
@@ -144,7 +150,7 @@ def _timings(
 def _works(
     cutoffs: Callable[..., jax.Array], likeliest: Callable[..., Any], num_rows: int
 ) -> dict[str, Any]:
-    """Functions of the logits that return a number of each row."""
+    """Returns functions of the logits that return a number for each row."""
 
     def cut(top_k: int, top_p: float) -> Callable[[jax.Array], jax.Array]:
         def run(logits_RV: jax.Array) -> jax.Array:
@@ -170,7 +176,7 @@ def _works(
 
 
 def _seconds(run: Callable[[jax.Array], jax.Array], logits_RV: jax.Array, num_calls: int) -> float:
-    """Of one call among many, each of which waits for the one before it."""
+    """Times one call among many, each of which waits for the one before it."""
 
     def program(logits_RV: jax.Array) -> jax.Array:
         def turn(_: jax.Array, found_R: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Named shapes of real models and steps. One list for tests (cut small), benchmarks and the tuner."""
+"""Names shapes of real models and steps, for tests (cut small), benchmarks and the tuner."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ MODELS: dict[str, tuple[int, int, int]] = {  # N query heads, K key/value heads,
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One call of paged attention by its shapes: `queries[b]` query tokens at the end of `contexts[b]` positions."""
+    """One call of paged attention by its shapes.
+
+    Row b has `queries[b]` query tokens at the end of `contexts[b]` positions.
+    """
 
     name: str
     num_heads: int
@@ -29,17 +32,21 @@ class Spec:
     queries: tuple[int, ...]
     block_size: int = 16
     sliding_window: int | None = None
-    tree: bool = False  # verification of a tree of drafts
+    tree: bool = False  # the queries are a tree of drafts to verify
     sinks: bool = False
     dtype: str = "bfloat16"
     page_dtype: str = "bfloat16"
 
     @property
     def max_query_len(self) -> int:
+        """Returns the largest number of query tokens of a row."""
         return max(self.queries)
 
     def cut(self, *, heads: int = 2, rows: int = 3, context: int = 96, queries: int = 40) -> Spec:
-        """The same call in small, for an interpreter: fewer heads in the same groups, fewer and shorter rows."""
+        """Returns a small version of the call for an interpreter.
+
+        It has fewer heads in groups of the same size, and fewer and shorter rows.
+        """
         num_kv_heads = min(heads, self.num_kv_heads)
         return dataclasses.replace(
             self,
@@ -93,7 +100,7 @@ def _verify(model: str, batch: int, drafts: int, context: int, **settings: objec
 
 
 def _ragged(num: int, longest: int) -> list[int]:
-    """Contexts of a batch in service: from short to long, in no order."""
+    """Returns the contexts of a batch in service: from short to long, in no order."""
     return [1 + (longest - 1) * ((7 * i) % num) // max(1, num - 1) for i in range(num)]
 
 
@@ -134,7 +141,11 @@ SPECS: tuple[Spec, ...] = (
 
 
 def find(name: str) -> Spec:
-    """The spec of that name. Raises KeyError with the names there are."""
+    """Returns the spec of that name.
+
+    Raises:
+        KeyError: There is none; the text lists the names.
+    """
     for spec in SPECS:
         if spec.name == name:
             return spec
@@ -145,10 +156,18 @@ def find(name: str) -> Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class ProductSpec:
-    """One product by its shapes, of rows that are spread over groups (experts), or with one weight.
+    """One grouped product by its shapes: rows spread over groups (experts), or one weight.
 
-    code, group_size: of the weight (see `QuantizedWeight`); None: it is of x's type.
-    zeros: whether it has zeros.
+    Attributes:
+        name: The name.
+        num_rows: The rows of x.
+        num_in: The inputs of the weight.
+        num_out: The outputs of the weight.
+        num_groups: The number of groups, each with a weight of its own.
+        code: The code of the weight (see `QuantizedWeight`); None for a weight of x's type.
+        group_size: The inputs that share a scale.
+        zeros: True if the weight has zeros.
+        dtype: The type of x.
     """
 
     name: str
@@ -162,7 +181,7 @@ class ProductSpec:
     dtype: str = "bfloat16"
 
     def cut(self) -> ProductSpec:
-        """The same product in small, for an interpreter."""
+        """Returns a small version of the product for an interpreter."""
         num_groups = min(self.num_groups, 5)
         return dataclasses.replace(
             self, num_rows=40, num_in=min(self.num_in, 512), num_out=72, num_groups=num_groups
@@ -170,7 +189,7 @@ class ProductSpec:
 
     @property
     def weight_bytes(self) -> int:
-        """Returns the bytes of all groups' codes, scales and zeros, or numbers."""
+        """Returns the bytes of all groups' weights, with their scales and zeros."""
         num_weights = self.num_groups * self.num_out * self.num_in
         if self.code is None:
             return 2 * num_weights

@@ -1,10 +1,16 @@
-"""Whether a token's output has the same bits whoever its neighbours are: measured, and a failure only where a backend promises it.
+"""Measures whether a token's output has the same bits whoever its neighbours are.
 
-One probe row keeps its queries, keys and values while the batch, its place in it, the table's width and the blocks' places change
-("decode"), and while the chunk that brings its last token grows and shrinks ("chunk", and "verify" for steps of few tokens). Kernels
-promise equal bits within one kind of step, since their tiles depend on nothing else. Nothing is promised, and the difference is recorded,
-across kinds (a decode step against a chunk), and in verification over a context of more than `max_splits` times `split_context`
-positions or behind a window: there the ends of the splits follow the tile's, and so the number of the row's query tokens.
+One probe row keeps its queries, keys and values. For "decode" the batch, the row's place in it, the
+table's width and the blocks change. For "chunk", and for "verify" in steps of few tokens, the chunk
+that brings the row's last token grows and shrinks. Kernels promise equal bits within one kind of
+step, because their tiles depend on nothing else; other bits are a failure only where a backend
+promises the same.
+
+Two differences are recorded, and nothing is promised about them:
+  * across kinds: a decode step against a chunk;
+  * in verification over a context of more than `max_splits` times `split_context` positions or with
+    a window: there the ends of the splits follow the tile's end, and so the number of the row's
+    query tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ Settings = Iterator[tuple[str, Case]]
 
 
 def pick(case: Case, rows: list[int], *, extra_width: int = 0) -> Case:
-    """The decode batch of these rows of a batch with one token per row."""
+    """Returns the decode batch of these rows of a batch with one token per row."""
     step = Step(
         jnp.pad(case.step.block_table_BM[jnp.asarray(rows)], ((0, 0), (0, extra_width))),
         case.step.context_len_B[jnp.asarray(rows)],
@@ -37,7 +43,7 @@ def pick(case: Case, rows: list[int], *, extra_width: int = 0) -> Case:
 
 
 def moved(case: Case, seed: int = 7) -> Case:
-    """The same contents in other blocks."""
+    """Returns a case with the same contents in other blocks."""
     pages = case.layers[0]
     num_blocks = pages.k_pages.shape[0]
     order = jnp.asarray(
@@ -51,7 +57,7 @@ def moved(case: Case, seed: int = 7) -> Case:
 
 
 def decode_settings(spec: Spec, batches: tuple[int, ...]) -> Settings:
-    """The probe is row 0 of `spec`; each setting names it first or last."""
+    """Yields decode batches whose probe is row 0 of `spec`; each setting names it first or last."""
     whole = make_case(spec, seed=3)
     last = len(spec.contexts) - 1
     yield "alone", pick(whole, [0])
@@ -69,7 +75,10 @@ def decode_settings(spec: Spec, batches: tuple[int, ...]) -> Settings:
 
 
 def last_tokens(whole: Case, size: int, num_tokens: int) -> Case:
-    """A step with the last `size` query tokens of row 0 alone, padded to `num_tokens`, which is then the longest that it may be."""
+    """Returns a step with the last `size` query tokens of row 0 alone.
+
+    The step is padded to `num_tokens`, which is then the largest query length that it may have.
+    """
     queries = whole.spec.queries[0]
     step = Step(
         whole.step.block_table_BM[:1], whole.step.context_len_B[:1], jnp.array([0, size], jnp.int32)
@@ -79,7 +88,11 @@ def last_tokens(whole: Case, size: int, num_tokens: int) -> Case:
 
 
 def chunk_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
-    """The last token of row 0 comes with the last `size` tokens of its row, in steps of one kind whatever their number of tokens."""
+    """Yields steps of one kind that bring the last `size` tokens of row 0.
+
+    The kind does not depend on the number of tokens: each step has room for at least 128 where the
+    row has as many.
+    """
     whole = make_case(spec, seed=4)
     for size in sizes:
         num_tokens = max(size, min(128, spec.queries[0]))
@@ -88,7 +101,7 @@ def chunk_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
 
 
 def verify_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
-    """The last token of row 0 comes with the last `size` tokens of its row, in steps of as many tokens as the row has."""
+    """Yields steps, each as long as the queries of row 0, that bring its last `size` tokens."""
     whole = make_case(spec, seed=4)
     for size in sizes:
         yield (
@@ -98,7 +111,7 @@ def verify_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
 
 
 def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
-    """The output of the probe's last token."""
+    """Returns the output of the probe's last token."""
     start = np.asarray(case.step.query_start)
     return np.asarray(out_TNH[int(start[1] if first else start[-1]) - 1])
 
@@ -106,7 +119,15 @@ def probe(case: Case, out_TNH: jax.Array, first: bool) -> np.ndarray:
 def check(
     backend: str, kind: str, settings: Settings, run: Run, *, promised: bool | None = None
 ) -> Finding:
-    """promised: whether other bits are a failure; None: where the backend promises the same."""
+    """Compares the probe's output in all settings with that in the first.
+
+    Args:
+        backend: The kernel set.
+        kind: The kind of step, for the names.
+        settings: The cases with their names.
+        run: Runs a case.
+        promised: True if other bits are a failure; None if the backend's promise decides.
+    """
     found: list[tuple[str, np.ndarray]] = []
     for name, case in settings:
         try:
@@ -145,7 +166,10 @@ def check(
 
 
 def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
-    """The last token of row 0 as a decode step and as the end of a chunk. Nothing is promised."""
+    """Compares the last token of row 0 in a decode step and at the end of chunks.
+
+    Nothing is promised, so the finding always passes.
+    """
     whole = make_case(spec, seed=4)
     queries = spec.queries[0]
     found = {}
@@ -175,6 +199,7 @@ def across_kinds(backend: str, spec: Spec, run: Run) -> Finding:
 
 
 def findings(backend: str, *, interpret: bool, small: bool) -> Iterator[Finding]:
+    """Yields the findings of one backend."""
     base = specs.find("llama-3-8b decode 64 ragged")
     decode = dataclasses.replace(
         base, contexts=(777, *(1 + 31 * i for i in range(1, 64))), queries=(1,) * 64

@@ -1,15 +1,22 @@
-"""How long a call takes on the device.
+"""Times a call on the device, as one of many in a single program.
 
-A kernel here takes ten microseconds and its dispatch from Python takes as long or longer, so single calls are not timed. One jitted
-program makes many: a `fori_loop` with a trip count that the compiler knows (so the host never waits between turns), each turn a step of
-a model of L layers. Layer l attends over its own pages, under the block table of the step, with the output of layer l - 1 as its
-queries: the calls depend on each other, so none is left out or overlaps, and no other operation comes between them. The pages of the L
-layers together are larger than the last-level cache (`num_layers`), so a call finds nothing of its keys and values in it. An
-optimisation barrier ties the block tables to the queries once per turn, so what a backend prepares per step is prepared anew each turn
-and shared by the layers, as in the engine; the XLA backends get a barrier per call, else XLA gathers all layers' pages at once.
+A kernel here takes ten microseconds, and its dispatch from Python takes as long or longer, so
+single calls are not timed. One jitted program makes many calls: a `fori_loop` whose trip count the
+compiler knows (so the host never waits between turns), each turn a step of a model of L layers:
 
-What a time includes: everything that a call launches, the gaps between those kernels, 1/L of a step's preparation, and one dispatch per
-program, which its many calls make small. What it leaves out: Python and the dispatch of a lone call.
+    step n    layer 0 ──out──▶ layer 1 ──▶ ... ──▶ layer L - 1 ──▶ queries of step n + 1
+              pages 0          pages 1             pages L - 1     together larger than the cache
+
+The calls depend on each other, so none is left out or overlaps, and no other operation comes
+between them. The pages of the L layers together are larger than the last-level cache
+(`num_layers`), so a call finds nothing of its keys and values in it. An optimisation barrier ties
+the block tables to the queries once per turn, so what a backend prepares per step is prepared anew
+each turn and shared by the layers, as in the engine. The XLA backends get a barrier for each call,
+or else XLA gathers all layers' pages at once.
+
+A time includes everything that a call launches, the gaps between those kernels, 1/L of a step's
+preparation, and its part of one dispatch per program. It does not include Python and the dispatch
+of a lone call.
 """
 
 from __future__ import annotations
@@ -30,38 +37,47 @@ from tools.kernel_lab.bounds import work
 from tools.kernel_lab.kernel_cases import Case, Pages, Step
 from tools.kernel_lab.specs import Spec
 
-# twice and a half the L2 of an H100 or H200, 50 MiB; of a B200 the whole, 126 MiB
+# This is 2.5 times the L2 of an H100 or H200 (50 MiB), and all of a B200's (126 MiB).
 CACHE_BYTES = 128 * 2**20
-POOL_BYTES = 12 * 2**30  # of all layers' pages together
+POOL_BYTES = 12 * 2**30  # the most bytes of all layers' pages together
 
 
 @dataclass(frozen=True)
 class Timing:
-    """seconds: of one call, the median over the rounds. spread: (slowest - fastest) / median of the rounds."""
+    """Holds the time of a call.
+
+    Attributes:
+        seconds: The median over the rounds, for one call.
+        spread: (slowest - fastest) / median of the rounds.
+        calls: The calls of a round.
+        rounds: The number of rounds.
+        compile_seconds: The time that compiling took.
+    """
 
     seconds: float
     spread: float
-    calls: int  # of a round
+    calls: int
     rounds: int
     compile_seconds: float = 0.0
 
 
 def num_layers(spec: Spec, fewest: int = 4, most: int = 16) -> int:
-    """How many sets of pages make the cache useless, and still fit."""
+    """Returns how many sets of pages make the cache useless and still fit."""
     kv_bytes = max(1, work(spec).kv_bytes)
     return max(1, min(max(fewest, -(-CACHE_BYTES // kv_bytes)), most, POOL_BYTES // kv_bytes))
 
 
 def stays_in_cache(spec: Spec, layers: int) -> bool:
-    """Whether all layers' keys and values are too few to leave the cache."""
+    """Returns whether the keys and values of all layers fit in the cache."""
     return work(spec).kv_bytes * layers < CACHE_BYTES
 
 
 def steps(
     case: Case, num_steps: int, *, backend: str, tiles: Tiles | None = None, interpret: bool = False
 ) -> Callable[[jax.Array, Step, tuple[Pages, ...]], jax.Array]:
-    """A function of (q_TNH, step, layers) that makes `num_steps` turns; jit it."""
-    # Jitted by itself, so that it is traced and lowered once and not per layer; XLA inlines it.
+    """Returns a function of (q_TNH, step, layers) that makes `num_steps` turns; jit it."""
+    # The function is jitted by itself, so that it is traced and lowered once and not for each
+    # layer; XLA inlines it.
     attend = jax.jit(
         functools.partial(case.attend, backend=backend, tiles=tiles, interpret=interpret)
     )
@@ -88,7 +104,10 @@ def median_of_rounds(
     limit_s: float = 2.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-    """Runs once to warm up, then `rounds` times, each waited for; fewer where the limit would be passed, but one at least."""
+    """Runs once to warm up, then `rounds` times, and waits for each.
+
+    Rounds that would pass the limit are left out, but one is always run.
+    """
     began = clock()
     jax.block_until_ready(run())
     first = clock() - began
@@ -104,7 +123,7 @@ def median_of_rounds(
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled turns over a case's layers."""
+    """Holds the compiled turns over a case's layers."""
 
     run: Callable[..., jax.Array]
     calls: int
@@ -120,9 +139,20 @@ def compiled(
     least_seconds: float | None = None,
     round_s: float = 0.02,
 ) -> Program:
-    """least_seconds: what a call takes at the ceiling, which fixes how many calls fill a round of `round_s`; None for one step a round.
+    """Compiles the program that times a case.
 
-    Raises what compiling raises: NotImplementedError for a refusal, others for memory or the compiler.
+    Args:
+        case: The case.
+        backend: The kernel set.
+        tiles: The tiles; None for the kernel set's choice.
+        interpret: Kernels are interpreted.
+        least_seconds: The time of a call at the ceiling, which sets how many calls fill a round;
+            None for one step in a round.
+        round_s: The wanted time of a round.
+
+    Raises:
+        NotImplementedError: The backend refuses the call. Compiling may also raise other errors, of
+            memory or of the compiler.
     """
     layers = len(case.layers)
     num_steps = 1
@@ -136,6 +166,7 @@ def compiled(
 
 
 def time_program(program: Program, case: Case, *, rounds: int = 7, limit_s: float = 2.0) -> Timing:
+    """Times the compiled program."""
     timing = median_of_rounds(
         lambda: program.run(case.q_TNH, case.step, case.layers),
         program.calls,
@@ -146,5 +177,5 @@ def time_program(program: Program, case: Case, *, rounds: int = 7, limit_s: floa
 
 
 def time_case(case: Case, *, limit_s: float = 2.0, rounds: int = 7, **options: Any) -> Timing:
-    """options: of `compiled`."""
+    """Compiles a case and times it; `options` are those of `compiled`."""
     return time_program(compiled(case, **options), case, rounds=rounds, limit_s=limit_s)

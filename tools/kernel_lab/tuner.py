@@ -1,9 +1,10 @@
-"""Finds tiles for each `Shape`: the ones with the least time over all the specs of that Shape together.
+"""Finds tiles for each `Shape`: those with the least time over all specs of that Shape together.
 
-The sum is of each time over the least time that its spec could take, so that a batch of one counts as much as a batch of 256. One
-choice serves them all, because it must not depend on how many rows a call has (path independence). From a start the tuner goes through
-the fields, keeps the fastest value of each, and begins anew until nothing is faster or time is up: a few dozen candidates per Shape,
-where the whole grid has thousands.
+The tuner sums each time divided by the least time that its spec could take, so that a batch of one
+counts as much as a batch of 256. One choice serves all specs, because it must not depend on how
+many rows a call has (path independence). From a start the tuner goes through the fields, keeps the
+fastest value of each, and begins anew until nothing is faster or time is up. This tries a few dozen
+candidates per Shape, where the whole grid has thousands.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from tools.kernel_lab.kernel_cases import Case, label, make_case, shape_of_spec
 from tools.kernel_lab.specs import Spec
 from tools.kernel_lab.timing import Program, compiled, num_layers, time_program
 
-Measure = Callable[[Spec, Tiles], float]  # what is to be least; raises where it does not compile
+# Returns the number to minimise; raises where the tiles do not compile.
+Measure = Callable[[Spec, Tiles], float]
 
-VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
+VALUES: dict[str, tuple[int, ...]] = {  # the fields in the order in which they are tried
     "context": (16, 32, 64, 128),
     "num_warps": (2, 4, 8),
     "query_rows": (16, 32, 64, 128),
@@ -39,7 +41,7 @@ VALUES: dict[str, tuple[int, ...]] = {  # in the order in which they are tried
 RULES: dict[str, Callable[[Shape], Tiles]] = {
     name: each.tiles for name, each in SETS.items() if each.tiles
 }
-# For each kind of step, what a walk also begins from: these changes of the set's rule.
+# For each kind of step, a walk also begins from these changes of the set's rule.
 STARTS: dict[str, tuple[dict[str, int], ...]] = {
     # Two programs of four warps fit on a multiprocessor, and one computes its softmax while the
     # other multiplies.
@@ -53,25 +55,35 @@ STARTS: dict[str, tuple[dict[str, int], ...]] = {
 
 @dataclass
 class Tuned:
-    """What was found for one Shape: `seconds[tiles]` summed over its specs as the measure gives it (infinite: it failed), `of_spec` with
-    the parts of the sums, `failures` with the reasons."""
+    """Holds what was found for one Shape.
+
+    Attributes:
+        shape: The Shape.
+        seconds: For each tiles, the sum of the measure over the specs; infinite where one failed.
+        of_spec: For each tiles, the parts of the sum.
+        failures: For each tiles that failed, the reason.
+        finished: False if time was up.
+    """
 
     shape: Shape
     seconds: dict[Tiles, float] = field(default_factory=dict)
     of_spec: dict[Tiles, dict[Spec, float]] = field(default_factory=dict)
     failures: dict[Tiles, str] = field(default_factory=dict)
-    finished: bool = False  # False: time was up
+    finished: bool = False
 
     @property
     def best(self) -> Tiles | None:
-        """The fastest, None where nothing ran."""
+        """Returns the fastest tiles; None where nothing ran."""
         tiles = min(self.seconds, key=self.seconds.__getitem__, default=None)
         return None if tiles is None or math.isinf(self.seconds[tiles]) else tiles
 
 
 def fastest(tuned: Mapping[str, Tuned]) -> str | None:
-    """Returns which of the kernel sets that were tuned for one Shape, by name, is fastest with its best tiles, over the specs that all of
-    them take; None where fewer than two ran."""
+    """Returns the name of the kernel set that is fastest with its best tiles.
+
+    The sets were tuned for one Shape, and are compared over the specs that all of them take. None
+    is returned where fewer than two ran or where they have no spec in common.
+    """
     ran = {name: each.of_spec[each.best] for name, each in tuned.items() if each.best is not None}
     common = set.intersection(*map(set, ran.values())) if len(ran) > 1 else set()
     return min(ran, key=lambda name: sum(ran[name][spec] for spec in common)) if common else None
@@ -82,7 +94,7 @@ def starts(backend: str, shape: Shape) -> list[Tiles]:
     rule = RULES[backend](shape)
     found = [rule]
     for changes in STARTS[shape.kind]:
-        with contextlib.suppress(ValueError):  # no kernel could take them
+        with contextlib.suppress(ValueError):  # no kernel could take the tiles
             found.append(dataclasses.replace(rule, **changes))
     return found
 
@@ -98,6 +110,7 @@ def refusal(backend: str, spec: Spec) -> str | None:
 
 
 def by_shape(specs: Iterable[Spec]) -> dict[Shape, list[Spec]]:
+    """Groups the specs by their Shape."""
     groups: dict[Shape, list[Spec]] = {}
     for spec in specs:
         groups.setdefault(shape_of_spec(spec), []).append(spec)
@@ -105,7 +118,10 @@ def by_shape(specs: Iterable[Spec]) -> dict[Shape, list[Spec]]:
 
 
 def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
-    """The checked tiles that differ in this field, and in what has to go with it: a split is whole turns of the loop over the context."""
+    """Returns the checked tiles that differ in this field, and in the fields that must go with it.
+
+    A split is whole turns of the loop over the context, so it changes with the length of a turn.
+    """
     found = []
     for value in VALUES[name]:
         if name == "split_context" and tiles.max_splits == 1:
@@ -115,12 +131,12 @@ def neighbours(tiles: Tiles, name: str) -> list[Tiles]:
             changes = [
                 {name: value, "split_context": max(value, tiles.split_context // value * value)}
             ]
-        if name == "context":  # larger turns leave shared memory for fewer of them
+        if name == "context":  # longer turns leave shared memory for fewer stages
             changes.append({**changes[0], "num_stages": 2})
-        if name == "query_rows":  # more rows go with more warps, and Mosaic takes nothing else
+        if name == "query_rows":  # more rows need more warps, and Mosaic takes nothing else
             changes.append({name: value, "num_warps": value // 16})
         for change in changes:
-            with contextlib.suppress(ValueError):  # no kernel could take them
+            with contextlib.suppress(ValueError):  # no kernel could take the tiles
                 found.append(dataclasses.replace(tiles, **change))
     return list(dict.fromkeys(found))
 
@@ -138,7 +154,15 @@ def tune(
 ) -> Tuned:
     """Measures `starts`, then walks from the best of them.
 
-    prefetch: is told what will be measured next. deadline: of `clock`.
+    Args:
+        shape: The Shape.
+        specs: The specs of that Shape.
+        measure: Measures tiles on a spec.
+        starts: The tiles to begin from.
+        prefetch: Is told what will be measured next.
+        deadline: The time of `clock` at which the walk ends.
+        clock: Returns the time.
+        progress: Called with a line of text after each candidate.
     """
     tuned = Tuned(shape)
 
@@ -167,7 +191,10 @@ def tune(
 
 
 def _sum(tuned: Tuned, specs: Sequence[Spec], measure: Measure, tiles: Tiles) -> float:
-    """Whatever measuring raises is a reason not to take these tiles; the other candidates go on."""
+    """Sums the measure over the specs; tiles that raise anything count as infinitely slow.
+
+    The other candidates go on.
+    """
     parts = tuned.of_spec.setdefault(tiles, {})
     for spec in specs:
         try:
@@ -182,7 +209,10 @@ def _sum(tuned: Tuned, specs: Sequence[Spec], measure: Measure, tiles: Tiles) ->
 
 
 class OnDevice:
-    """Measures on this process's device: `measure` and `prefetch` for `tune`. Candidates compile in threads ahead of their turn."""
+    """Measures on this process's device: has `measure` and `prefetch` for `tune`.
+
+    Candidates compile in threads ahead of their turn.
+    """
 
     def __init__(
         self,
@@ -202,6 +232,7 @@ class OnDevice:
         self._coming: dict[tuple[Spec, Tiles], Future[Program]] = {}
 
     def prefetch(self, candidates: Sequence[Tiles]) -> None:
+        """Starts to compile the candidates for all specs."""
         self._coming = {
             (spec, tiles): self._pool.submit(self._compiled, spec, tiles)
             for tiles in candidates
@@ -209,8 +240,9 @@ class OnDevice:
         }
 
     def measure(self, spec: Spec, tiles: Tiles) -> float:
-        """A call's time over the least that it could take."""
-        wait(self._coming.values())  # threads that trace would delay the dispatch of what is timed
+        """Returns a call's time divided by the least time that it could take."""
+        # Threads that trace would delay the dispatch of the timed calls.
+        wait(self._coming.values())
         coming = self._coming.pop((spec, tiles), None)
         program = coming.result() if coming else self._compiled(spec, tiles)
         return time_program(program, self.cases[spec], rounds=5, limit_s=0.5).seconds / self._least(
@@ -218,6 +250,7 @@ class OnDevice:
         )
 
     def close(self) -> None:
+        """Stops the threads, and drops what has not begun to compile."""
         self._pool.shutdown(cancel_futures=True)
 
     def _compiled(self, spec: Spec, tiles: Tiles) -> Program:

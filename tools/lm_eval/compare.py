@@ -1,8 +1,9 @@
-"""Compares a server's answers to lm-eval (`--log_samples`) with transformers on torch: docs/guides/serving.md, "lm-eval".
+"""Compares a server's answers to lm-eval (`--log_samples`) with transformers on torch.
 
     python tools/lm_eval/compare.py out/demo jaxpage/demo
 
-Status 1 if a log likelihood is off by more than 1e-3, or a text is called greedy that is not.
+The guide is docs/guides/serving.md, "lm-eval". Status 1 if a log likelihood is off by more than
+1e-3, or if a text is wrongly called greedy or not greedy.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ TOLERANCE = 1e-3
 
 
 def main(samples: str, model_directory: str) -> int:
+    """Prints the differences and returns the exit status."""
     tokenizer = AutoTokenizer.from_pretrained(model_directory)
     model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32).eval()
     differences, num_wrong = [], 0
@@ -39,7 +41,10 @@ def main(samples: str, model_directory: str) -> int:
 
 
 def told(directory: Path) -> Iterator[tuple[str, str, float, bool | None]]:
-    """Context, text, its log likelihood, and whether it is what greedy decoding gives; a whole page has no context."""
+    """Yields context, text, its log likelihood, and whether it is greedy decoding's text.
+
+    A whole page has no context, and None in the last place.
+    """
     for file in directory.glob("samples_jaxpage_*.jsonl"):
         for line in file.read_text().splitlines():
             sample = json.loads(line)
@@ -59,6 +64,7 @@ def told(directory: Path) -> Iterator[tuple[str, str, float, bool | None]]:
 
 @torch.no_grad()
 def likelihood(model: Any, before: list[int], token_ids: list[int]) -> tuple[float, bool]:
+    """Returns the log likelihood of these tokens, and whether all of them are greedy."""
     logprobs = model(torch.tensor([before + token_ids])).logits[0].log_softmax(-1)
     rows = logprobs[len(before) - 1 : -1]
     chosen = rows[torch.arange(len(token_ids)), token_ids]

@@ -1,1 +1,4 @@
-"""The figures of the PagedAttention paper, drawn by the engine's scheduler and block manager: `tools/reproduce_paper.py`."""
+"""Draws the figures of the PagedAttention paper with the engine's scheduler and block manager.
+
+The program is `tools/reproduce_paper.py`.
+"""

@@ -1,4 +1,4 @@
-"""What the block size changes: figures 18 and 19."""
+"""Shows the effect of the block size: figures 18 and 19."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tools.scheduler_lab.pressure import Mode
 SIZES = (1, 4, 16, 32, 64, 128, 256)
 QUICK_SIZES = (16, 64, 256)
 RATES = {"sharegpt": 1.6, "alpaca": 28.0}  # requests per second: the paper does not give its own
-PREEMPTED_RATE = 2.0  # of ShareGPT, at which requests are preempted
+PREEMPTED_RATE = 2.0  # a rate of ShareGPT at which requests are preempted
 MEASURED_SIZES, QUICK_MEASURED_SIZES = (1, 4, 16, 64, 128), (1, 16)
 NUM_SWAPPED_TOKENS = 256
 LATENCY = "normalised latency (s/token)"
@@ -26,7 +26,14 @@ MODES: tuple[Mode, ...] = ("recompute", "swap")
 
 
 class AttentionTime(NamedTuple):
-    """Microseconds of attention of one layer for rows of one query token, over blocks and over one stretch of memory a row."""
+    """Holds the microseconds of attention of one layer, for rows of one query token.
+
+    Attributes:
+        context: The positions of a row.
+        num_rows: The number of rows.
+        paged: The time over blocks.
+        contiguous: The time over one stretch of memory for each row.
+    """
 
     context: int
     num_rows: int
@@ -35,14 +42,16 @@ class AttentionTime(NamedTuple):
 
     @property
     def overhead(self) -> float:
+        """Returns the share by which paged attention is slower."""
         return self.paged / self.contiguous - 1
 
 
-# contexts, numbers of rows
+# Takes contexts and numbers of rows.
 MeasureAttention = Callable[[Sequence[int], Sequence[int]], list[AttentionTime]]
 
 
 def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
+    """Makes figure 18."""
     swept = [
         _sweep(
             effort,
@@ -79,7 +88,7 @@ def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
 
 
 def _sweep(effort: Effort, what: str, case: Case, rate: float, said: str) -> tuple[Row, Series]:
-    """The latency at each block size."""
+    """Simulates the latency at each block size."""
     sizes = _sizes(effort)
     keys = list(itertools.product(sizes, effort.seeds))
     outcomes = effort.pool.map(
@@ -108,6 +117,7 @@ def _attention_panel(times: Sequence[AttentionTime]) -> Panel:
 
 
 def figure_19(effort: Effort) -> Figure:
+    """Makes figure 19."""
     case = Case(PAGED, Workload("sharegpt"), effort.window("sharegpt") / 2, seed=0)
     swept = [
         _sweep(
@@ -130,7 +140,7 @@ def figure_19(effort: Effort) -> Figure:
 
 
 def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
-    """What the cost model of the simulation charges for a sequence."""
+    """Returns the cost model's times for swapping and recomputing a sequence."""
     num_tokens, cost = NUM_SWAPPED_TOKENS, A100_OPT_13B
     one_way = [1e3 * cost.swap_seconds(num_tokens // size, size) for size in sizes]
     both = [2 * time for time in one_way]
@@ -155,7 +165,7 @@ def _modelled(sizes: Sequence[int]) -> tuple[Panel, list[Row]]:
 
 
 def _measured(effort: Effort) -> tuple[Panel, Row]:
-    """An engine's own copies on this machine."""
+    """Measures an engine's own copies on this machine."""
     sizes = QUICK_MEASURED_SIZES if effort.quick else MEASURED_SIZES
     costs = [
         measure_swapping("demo", size, num_tokens=NUM_SWAPPED_TOKENS, repeats=9) for size in sizes

@@ -1,4 +1,4 @@
-"""Contiguous slots in powers of two: the buddy allocator that the PagedAttention paper gave its Orca baselines."""
+"""Allocates contiguous slots in powers of two, as the PagedAttention paper's Orca baselines do."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ from __future__ import annotations
 class BuddyAllocator:
     """Hands out chunks of 2^k slots, each at a multiple of its size.
 
-    The smallest free chunk that holds what is asked is halved until it is as small as it can be, the lowest first. A chunk that comes back
-    is joined with its other half whenever that is free. A pool that is no power of two begins as one chunk for each bit of its size.
+    The smallest free chunk that is large enough, the lowest first, is halved until it is as small
+    as it can be. A chunk that comes back is joined with its other half whenever that half is free:
+
+        16 slots, allocate(3):   [ 4 used | 4 free |    8 free     ]
+        free(0):                 [            16 free              ]
+
+    A pool whose size is no power of two begins as one chunk for each bit of its size.
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Raises ValueError if there is no slot."""
+        """Makes an empty pool.
+
+        Raises:
+            ValueError: There is no slot.
+        """
         if num_slots < 1:
             raise ValueError(f"{num_slots=} must be at least 1")
         self.num_slots = num_slots
-        self._sizes: dict[int, int] = {}  # of the chunks in use, by their first slots
-        # first slots, by the logarithm
+        self._sizes: dict[int, int] = {}  # sizes of the chunks in use, by their first slots
+        # First slots of the free chunks, by the logarithm of their size.
         self._free: list[set[int]] = [set() for _ in range(num_slots.bit_length())]
         start = 0
         for order in reversed(range(num_slots.bit_length())):
@@ -26,17 +35,21 @@ class BuddyAllocator:
 
     @property
     def num_free(self) -> int:
+        """Returns how many slots are free."""
         return sum(len(starts) << order for order, starts in enumerate(self._free))
 
     @property
     def largest(self) -> int:
-        """The largest chunk that an empty pool has."""
+        """Returns the size of the largest chunk of an empty pool."""
         return 1 << (self.num_slots.bit_length() - 1)
 
     def allocate(self, num_slots: int) -> int | None:
-        """The first slot of a chunk that holds so many; None: there is none, however many slots are free in smaller ones.
+        """Returns the first slot of a chunk that holds this many slots.
 
-        Raises ValueError if fewer than one is asked for.
+        None is returned if there is no such chunk, however many slots are free in smaller ones.
+
+        Raises:
+            ValueError: Fewer than one slot is asked for.
         """
         if num_slots < 1:
             raise ValueError(f"{num_slots=} must be at least 1")
@@ -52,7 +65,11 @@ class BuddyAllocator:
         return start
 
     def free(self, start: int) -> None:
-        """Takes a chunk back. Raises KeyError if none in use begins there."""
+        """Takes a chunk back.
+
+        Raises:
+            KeyError: No chunk in use begins at this slot.
+        """
         order = self._sizes.pop(start).bit_length() - 1
         while (buddy := start ^ (1 << order)) in self._free[order]:
             self._free[order].remove(buddy)

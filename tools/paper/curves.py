@@ -1,4 +1,4 @@
-"""Normalised latency against the request rate, and the highest rate that a system sustains."""
+"""Draws normalised latency against the request rate, and finds the highest sustained rate."""
 
 from __future__ import annotations
 
@@ -11,42 +11,58 @@ from tools.paper.effort import Effort
 from tools.paper.results import Interval, Panel, Row, Series
 from tools.paper.simulated_cases import OPT_13B, PAGED, Case, Machine, Outcome, Workload, run_curve
 
-# seconds per token: the rate at which a curve passes this is the highest that is sustained
+# Seconds per token; the highest sustained rate is the one at which a curve passes this.
 SUSTAINED = 0.5
 LIMIT = 1.0  # seconds per token: the end of the paper's axes
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One panel: systems with the same requests. expected: about the highest rate of each, around which rates are chosen."""
+    """One panel: systems that serve the same requests.
+
+    Attributes:
+        name: The letter of the panel.
+        title: The title.
+        workload: The requests.
+        expected: About the highest rate of each system; the rates of the curve are chosen around
+            it.
+        paper: The highest rates, read off the paper's plots.
+        machine: The model on its GPUs.
+        share_of_window: The part of the usual window for which requests arrive.
+    """
 
     name: str
     title: str
     workload: Workload
     expected: Mapping[str, float]
-    paper: Mapping[str, float]  # the highest rates, read off its plots
+    paper: Mapping[str, float]
     machine: Machine = OPT_13B
     share_of_window: float = 1.0
 
 
 @dataclass(frozen=True)
 class Curves:
-    """What came of a comparison: for each system a list of outcomes, by rising rate, for each seed."""
+    """Holds the results of a comparison.
+
+    Attributes:
+        comparison: The comparison.
+        of: For each system and each seed, the outcomes by rising rate.
+    """
 
     comparison: Comparison
     of: Mapping[str, Sequence[Sequence[Outcome]]] = field(default_factory=dict)
 
     def sustained(self, system: str) -> list[float]:
-        """Requests per second, of each seed."""
+        """Returns the highest rate of each seed, in requests per second."""
         return [highest_rate(outcomes) for outcomes in self.of[system]]
 
     def ratio(self, system: str) -> Interval:
-        """Of the highest rates of the engine and of another system, seed by seed."""
+        """Returns the engine's highest rate divided by another system's, seed by seed."""
         both = zip(self.sustained(PAGED), self.sustained(system), strict=True)
         return Interval.of(ours / theirs for ours, theirs in both)
 
     def rows(self) -> list[Row]:
-        """The highest rates, and the ratios to them."""
+        """Returns the lines of the table: the highest rates, and the engine's ratios to them."""
         rows = []
         paper = self.comparison.paper
         for system in self.of:
@@ -62,9 +78,10 @@ class Curves:
         return rows
 
     def panel(self) -> Panel:
+        """Returns the panel of the picture."""
         series = []
         for system, by_seed in self.of.items():
-            columns = list(zip(*by_seed, strict=False))  # up to where the first seed ends
+            columns = list(zip(*by_seed, strict=False))  # up to the end of the shortest curve
             latencies = [
                 Interval.of(outcome.normalized_latency for outcome in column) for column in columns
             ]
@@ -82,8 +99,11 @@ class Curves:
 
 
 def highest_rate(outcomes: Sequence[Outcome]) -> float:
-    """Where the curve passes `SUSTAINED`, on logarithmic axes between two points. A curve that begins above it ends at its first rate,
-    one that never comes there at its last."""
+    """Returns the rate at which the curve passes `SUSTAINED`.
+
+    The curve is interpolated on logarithmic axes between two points. For a curve that begins above
+    it, the first rate is returned; for one that never reaches it, the last rate.
+    """
     before = outcomes[0]
     for outcome in outcomes:
         if outcome.normalized_latency > SUSTAINED:
@@ -101,7 +121,10 @@ def compare(
     comparisons: Sequence[Comparison],
     ancestries: Mapping[int, Sequence[Ancestry]] | None = None,
 ) -> list[Curves]:
-    """All curves of all panels, side by side; the engine's, which take longest, begin."""
+    """Simulates all curves of all panels at the same time.
+
+    The engine's curves take longest, so they begin.
+    """
     jobs: list[tuple[int, str, Case, list[float]]] = []
     for index, comparison in enumerate(comparisons):
         for system, expected in comparison.expected.items():

@@ -1,4 +1,7 @@
-"""The figures as one document in Markdown: pictures, notes, and a table beside the paper's numbers."""
+"""Writes the figures as one Markdown document: pictures, notes, and tables.
+
+The tables have the paper's numbers and ours.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,14 @@ TOLERANCES = (
 
 
 def document(figures: Sequence[Figure], *, command: str, effort: str, images: str) -> str:
-    """images: where the document finds a picture: `images/{}.svg`."""
+    """Returns the document.
+
+    Args:
+        figures: The figures.
+        command: The command that made them.
+        effort: The text about the runs.
+        images: The place of a picture, as the document refers to it: `images/{}.svg`.
+    """
     effort = textwrap.fill(effort, WIDTH, subsequent_indent="  ")
     parts = [INTRODUCTION.format(command=command, effort=effort)]
     parts += [_section(figure, images) for figure in figures]

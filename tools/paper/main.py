@@ -1,4 +1,4 @@
-"""The program that draws the figures: `tools/reproduce_paper.py`."""
+"""Draws the figures of the paper: the program of `tools/reproduce_paper.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def main(words: Sequence[str] | None = None, *, measure_attention: MeasureAttention) -> int:
-    """Writes the document and its pictures. Status 1: a tolerance fails."""
+    """Writes the document and its pictures; the status is 1 if a tolerance fails."""
     parser = _parser()
     arguments = parser.parse_args(words)
     wanted = arguments.figures.split(",") if arguments.figures else list(NAMES)
@@ -98,10 +98,10 @@ def _parser() -> argparse.ArgumentParser:
 def _figures(
     effort: Effort, wanted: Sequence[str], measure_attention: MeasureAttention
 ) -> list[Figure]:
-    """In the order in which they are asked for, with a line of progress for each.
+    """Returns the figures in the order in which they are asked for, and prints progress.
 
-    What is only computed shares the processes, so that none of them waits for the longest run of a figure. What measures the machine comes
-    when they are idle.
+    Figures that are only computed share the processes, so that no process waits for the longest run
+    of a figure. Figures that measure the machine come when the processes are idle.
     """
     started = time.monotonic()
     memory = _once(lambda: memory_figures(effort))
@@ -137,7 +137,7 @@ def _figures(
 
 
 def _once(make: Callable[[], T]) -> Callable[[], T]:
-    """Made when it is first asked for, and by one thread."""
+    """Returns a function that makes a value once, in one thread, and returns it at every call."""
     lock, cached = threading.Lock(), functools.cache(make)
 
     def get() -> T:

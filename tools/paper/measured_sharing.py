@@ -1,8 +1,9 @@
-"""KV memory that is saved by sharing, in parallel sampling and in beam search: the paper's figure 15, measured on an engine.
+"""Measures the KV memory that parallel sampling and beam search save by sharing, on an engine.
 
-The saving is blocks saved by sharing / blocks without sharing, summed up over the steps and not over time, so that every run gives the same
-numbers. Requests have the lengths of a dataset. Prompts are what the model itself has written: how much beams share depends on how sure the
-model is of what follows, and it is unsure of noise.
+This is the paper's figure 15. The saving is blocks saved by sharing / blocks without sharing,
+summed over the steps and not over time, so that every run gives the same numbers. Requests have the
+lengths of a dataset. The model itself has written the prompts: how much beams share depends on how
+sure the model is of what follows, and it is unsure after noise.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ WIDTHS = (2, 4, 6)
 
 @dataclass(frozen=True)
 class Saving:
-    """One column of the figure."""
+    """Holds one column of the figure."""
 
     method: str
-    width: int  # samples, or beams
+    width: int  # the number of samples, or of beams
     saved_by_sharing: float  # 0 to 1
     peak_blocks: int
 
@@ -46,7 +47,10 @@ def measure(llm: LLM, workload: Sequence[WorkItem], method: str, width: int) -> 
 
 
 def written_prompts(llm: LLM, workload: Sequence[WorkItem]) -> list[WorkItem]:
-    """The workload with prompts of the same lengths that the model has written, each behind its own first token."""
+    """Returns the workload with prompts that the model has written.
+
+    Each prompt has the length and the first token of the old one.
+    """
     params = [
         SamplingParams(
             max_tokens=max(1, len(item.prompt_token_ids) - 1), ignore_eos=True, seed=seed

@@ -1,4 +1,4 @@
-"""What the slots hold and how many requests run at once: table 1 and figures 2 and 13."""
+"""Shows what the slots hold and how many requests run at once: table 1, figures 2 and 13."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tools.paper.simulated_cases import (
     run_case,
 )
 
-# OPT's layers, heads and width; and of the paper's table 1 the gigabytes of weights, those for keys
-# and values, and thousands of slots
+# The layers, heads and width of OPT's models. From the paper's table 1: the gigabytes of weights,
+# the gigabytes for keys and values, and the thousands of slots.
 SHAPES = {"OPT-13B": (40, 40, 5120), "OPT-66B": (64, 72, 9216), "OPT-175B": (96, 96, 12288)}
 TABLE_1 = {"OPT-13B": (26, 12, 15.7), "OPT-66B": (132, 21, 9.7), "OPT-175B": (346, 264, 60.1)}
 GIB = 2**30
@@ -41,6 +41,7 @@ COMPARED = tuple(system for system in SYSTEMS if system != FASTER_TRANSFORMER)
 
 
 def table_1() -> Figure:
+    """Makes table 1."""
     rows = []
     for name, (num_layers, num_heads, width) in SHAPES.items():
         config = {
@@ -70,7 +71,7 @@ def table_1() -> Figure:
 
 
 def memory_figures(effort: Effort) -> list[Figure]:
-    """Figures 2 and 13, from the same runs."""
+    """Makes figures 2 and 13, from the same runs."""
     cases = [
         Case(system, Workload(dataset), effort.memory_window(dataset, system), seed)
         for dataset in RATES
@@ -85,7 +86,7 @@ def memory_figures(effort: Effort) -> list[Figure]:
 
 
 def _shares(outcomes: Sequence[Outcome]) -> list[Interval]:
-    """Percent of the slots, by kind."""
+    """Returns the percentages of the slots, by kind."""
     means = [outcome.mean for outcome in outcomes]
     values = [(m.token_slots, m.reserved_slots, m.internal_slots, m.free_slots) for m in means]
     return [
@@ -149,7 +150,7 @@ def _figure_13(by_system: Mapping[tuple[str, str], Sequence[Outcome]]) -> Figure
                 (1 + tolerance[s]) * paper[s],
             )
             for s in COMPARED
-            if (dataset, s) != ("alpaca", PAGED)  # see the note
+            if (dataset, s) != ("alpaca", PAGED)  # see the note of figure 13
         ]
         ours = [running[s].mean for s in COMPARED], [running[s].half for s in COMPARED]
         series = [

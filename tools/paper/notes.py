@@ -1,4 +1,4 @@
-"""What the document says of each figure: what differs from the paper, and why."""
+"""Holds the document's text about each figure: differences from the paper, and their reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Orca, as the PagedAttention paper built it to compare with: scheduling by iterations, over reservations of a buddy allocator."""
+"""Simulates Orca, as the PagedAttention paper built it to compare with.
+
+It schedules by iterations, over reservations of a buddy allocator.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,22 @@ from tools.paper.reserving import MAX_MODEL_LEN, Reservation, ReservingScheduler
 
 
 def longest(request: Request) -> int:
-    """Max: the longest sequence that the model takes."""
+    """Returns the slots for Max: those of the longest sequence that the model takes."""
     return max(MAX_MODEL_LEN, request.max_total_tokens)
 
 
 def next_power(request: Request) -> int:
-    """Pow2: the output rounded up to a power of two, as if it were known within a factor of two."""
+    """Returns the slots for Pow2: the output is rounded up to a power of two.
+
+    This is as if the output were known within a factor of two.
+    """
     num_prompt = len(request.prompt_token_ids)
     output = 1 << (request.max_total_tokens - num_prompt - 1).bit_length()
     return max(min(num_prompt + output, MAX_MODEL_LEN), request.max_total_tokens)
 
 
 def exact(request: Request) -> int:
-    """Oracle: the output is known beforehand, which no system can."""
+    """Returns the slots for Oracle: the output is known beforehand, which no real system can do."""
     return request.max_total_tokens
 
 
@@ -29,7 +35,7 @@ RESERVATIONS: Mapping[str, Reservation] = {"Max": longest, "Pow2": next_power, "
 
 
 class Orca(ReservingScheduler):
-    """Requests join and leave between any two steps, as in the engine; only their memory is reserved."""
+    """Lets requests join and leave between any two steps, as in the engine, but reserves memory."""
 
     def __init__(
         self,
@@ -39,7 +45,14 @@ class Orca(ReservingScheduler):
         max_num_seqs: int = 256,
         max_num_batched_tokens: int = 2560,
     ) -> None:
-        """variant: a key of `RESERVATIONS`."""
+        """Makes a scheduler.
+
+        Args:
+            num_slots: The slots of the pool.
+            variant: A key of `RESERVATIONS`.
+            max_num_seqs: The most sequences of a step.
+            max_num_batched_tokens: The most tokens of a step.
+        """
         super().__init__(
             num_slots,
             RESERVATIONS[variant],

@@ -1,4 +1,7 @@
-"""A prefix that is computed once and stays in place, for requests that begin with it: figure 16 of the PagedAttention paper."""
+"""Pins a prefix for requests that begin with it: figure 16 of the PagedAttention paper.
+
+It is computed once and stays in place.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,11 @@ from jaxpage.simulation.scripts import PREFIX_TOKEN
 from jaxpage.step.edits import Append
 from jaxpage.step.request import Request, Sequence, SequenceGroup
 
-SEQUENCE_ID, PIN_ID = -1, -2  # no request of a trace has these
+SEQUENCE_ID, PIN_ID = -1, -2  # ids that no request of a trace has
 
 
 def pin_prefix(scheduler: Scheduler, num_tokens: int) -> None:
-    """Computes and pins what `Arrival.num_prefix_tokens` stands for, before anything else runs."""
+    """Computes and pins the prefix of `Arrival.num_prefix_tokens`, before anything else runs."""
     tokens = [PREFIX_TOKEN] * num_tokens
     request = Request(
         request_id="prefix",

@@ -1,4 +1,4 @@
-"""Draws the panels of a figure. Needs matplotlib; nothing else here does."""
+"""Draws the panels of a figure; this module alone needs matplotlib."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from tools.paper.results import Figure, Panel, Series
 
-# Of the palette of Okabe and Ito, whose colours differ for every eye; the last is the engine's in
-# figures that compare systems.
+# Colours of the palette of Okabe and Ito, which differ for every eye. The last one is the engine's
+# in figures that compare systems.
 COLOURS = ("#999999", "#E69F00", "#56B4E9", "#009E73", "#D55E00")
 PAPER_COLOUR = "#DDDDDD"
 MARKERS = "ov^sD"
-# The same numbers, the same file; text as text, which makes files small
+# The same numbers give the same file; text is kept as text, which makes files small.
 matplotlib.rcParams.update({"svg.hashsalt": "jaxpage", "svg.fonttype": "none", "font.size": 9})
 MOST_COLUMNS = 3
 
 
 def save(figure: Figure, directory: Path, formats: Sequence[str]) -> None:
-    """Writes figureNAME.FORMAT for each format. A figure without panels has no picture."""
+    """Writes figureNAME.FORMAT for each format; a figure without panels has no picture."""
     if not figure.panels:
         return
     columns = min(len(figure.panels), MOST_COLUMNS)
@@ -53,7 +53,7 @@ def _draw(panel: Panel, axes: Axes) -> None:
 
 
 def _draw_legends(canvas: Canvas, columns: int) -> None:
-    """One below all panels where they show the same, else one in each."""
+    """Draws one legend below all panels where they show the same, else one in each panel."""
     shown = [axes for axes in canvas.axes if axes.get_visible()]
     handles, labels = shown[0].get_legend_handles_labels()
     if all(axes.get_legend_handles_labels()[1] == labels for axes in shown):

@@ -1,4 +1,4 @@
-"""Independent runs side by side in processes, with the same results as one after the other."""
+"""Runs independent jobs at the same time in processes, with the same results as one by one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ T = TypeVar("T")
 
 
 class Pool(AbstractContextManager["Pool"]):
-    """As many processes as are asked for; with one, everything runs in this process. Their Python is a fresh one: nothing is forked."""
+    """A pool of processes; with one, everything runs in this process.
+
+    Each process is a fresh Python: nothing is forked.
+    """
 
     def __init__(self, num_processes: int) -> None:
         self.num_processes = num_processes
@@ -26,7 +29,7 @@ class Pool(AbstractContextManager["Pool"]):
             self._executor.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[..., T], jobs: Iterable[tuple[object, ...]]) -> list[T]:
-        """The results in the order of the jobs, each the arguments of one call."""
+        """Returns the results in the order of the jobs; each job is the arguments of one call."""
         if self._executor is None:
             return [function(*job) for job in jobs]
         return [

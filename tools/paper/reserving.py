@@ -1,4 +1,7 @@
-"""What systems before paging have in common: a request reserves contiguous slots for all that it may become, and keeps them to its end."""
+"""Holds what the systems before paging have in common.
+
+A request reserves contiguous slots for all that it may become, and keeps them until it ends.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ from tools.paper.buddy import BuddyAllocator
 
 MAX_MODEL_LEN = 2048
 
-# How many slots a sequence of a request reserves
+# Returns how many slots a sequence of a request reserves.
 Reservation = Callable[[Request], int]
 
 
 class _NoBlocks:
-    """In place of a block manager where no sequence has a block table."""
+    """Takes the place of a block manager where no sequence has a block table."""
 
     def fork(self, parent_id: int, child_id: int) -> None: ...
 
@@ -31,24 +34,26 @@ class _NoBlocks:
 
 @dataclass
 class _Held:
-    """What a running group has reserved: a chunk for each of its sequences, which share nothing."""
+    """Holds a running group's chunks, one for each of its sequences; they share nothing."""
 
     group: SequenceGroup
-    num_slots: int  # asked for by each sequence; the allocator gives a power of two
+    num_slots: int  # the slots that each sequence asked for; the allocator gives a power of two
     chunks: list[int]
 
     @property
     def num_needed(self) -> int:
-        """Slots that will hold a token in the end."""
+        """Returns the number of slots that will hold a token in the end."""
         return self.group.request.max_total_tokens * len(self.chunks)
 
 
 class ReservingScheduler:
-    """First come, first served; nobody is preempted. Subclasses say when requests are admitted and when they leave.
+    """Serves requests first come, first served, and preempts none.
 
-    A request is admitted when its reservation can be had. Then its whole prompt is computed in one step, and one token of each of
-    its sequences in every step after it, with those of all others that run. Several samples or beams have a copy of the prompt each, but
-    compute it once; copying is not charged, nor are beams that copy each other.
+    Subclasses decide when requests are admitted and when they leave. A request is admitted when its
+    reservation can be had. Then its whole prompt is computed in one step, and one token of each of
+    its sequences in every later step, together with those of all other running requests. Several
+    samples or beams have a copy of the prompt each, but compute it once; copying costs nothing, and
+    so do beams that copy each other.
     """
 
     block_size = 1  # nothing is swapped
@@ -72,17 +77,25 @@ class ReservingScheduler:
 
     @property
     def has_unfinished(self) -> bool:
+        """Returns whether a request waits or runs."""
         return bool(self._queue or self._running)
 
     @property
     def num_running(self) -> int:
+        """Returns how many requests run."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
+        """Returns how many requests wait."""
         return len(self._queue)
 
     def add(self, group: SequenceGroup) -> None:
+        """Adds a request to the queue.
+
+        Raises:
+            CapacityError: The pool can never hold the request.
+        """
         request = group.request
         num_slots, width = self._reservation(request), request.num_sequences
         most = self.allocator.largest
@@ -98,6 +111,7 @@ class ReservingScheduler:
         self._queue.append(group)
 
     def plan(self) -> StepPlan | None:
+        """Returns the next step; None if nothing can run."""
         self._admit()
         rows: list[Row] = []
         samples: list[Sample] = []
@@ -109,7 +123,7 @@ class ReservingScheduler:
         return StepPlan(self._num_steps, tuple(rows), tuple(samples))
 
     def _admit(self) -> None:
-        """Admits who has room, from the head of the queue."""
+        """Admits requests that have room, from the head of the queue."""
         num_tokens = sum(len(held.chunks) for held in self._running.values())
         num_seqs = num_tokens
         while self._queue:
@@ -124,7 +138,7 @@ class ReservingScheduler:
                 return
 
     def _reserve(self) -> bool:
-        """Takes the first of the queue in, if there is a chunk for each of its sequences."""
+        """Admits the first request of the queue, if there is a chunk for each of its sequences."""
         group = self._queue[0]
         num_slots = self._reservation(group.request)
         chunks: list[int] = []
@@ -142,7 +156,7 @@ class ReservingScheduler:
         return True
 
     def _plan(self, group: SequenceGroup, rows: list[Row], samples: list[Sample]) -> None:
-        """All known tokens of a group that are not computed, with a draw of each sequence behind them."""
+        """Adds the tokens of a group that are not computed, and a draw after them per sequence."""
         for sequence in group.unfinished:
             num_pending = sequence.num_pending_tokens
             sample = sample_of(len(rows), num_pending, sequence, group.request)
@@ -157,18 +171,19 @@ class ReservingScheduler:
             rows.append(Row(sequence.sequence_id, start, tuple(sequence.token_ids[start:]), ()))
 
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
+        """Applies the edits of a step, and returns the groups whose answers have something new."""
         for row in plan.rows:
             _, sequence = self._sequences[row.sequence_id]
             sequence.num_computed_tokens = row.context_length
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
-            group = apply_edit(edit, self._sequences, _NoBlocks())  # type: ignore[arg-type]  # who owns no block
+            group = apply_edit(edit, self._sequences, _NoBlocks())  # type: ignore[arg-type]
             assert group is not None
             touched[group.request.request_id] = group
         return self._leaving(list(touched.values()))
 
     def _leaving(self, touched: list[SequenceGroup]) -> list[SequenceGroup]:
-        """Lets go of who is done, and returns who has something new."""
+        """Releases the finished groups, and returns the groups that have something new."""
         for group in touched:
             if group.finished:
                 self._release(group)
@@ -181,8 +196,11 @@ class ReservingScheduler:
             del self._sequences[sequence.sequence_id]
 
     def memory(self, rows: Sequence[Row]) -> MemorySplit:
-        """As in the paper's figure 2: reserved are slots that will be used, internal fragmentation are those that were asked for and never
-        will be. What the allocator's powers of two add, and what is free, is the rest."""
+        """Splits the slots as the paper's figure 2 does.
+
+        Reserved slots will be used. Internal fragmentation is slots that were asked for and will
+        never be used. The rest is what the allocator's powers of two add, and the free slots.
+        """
         context = {row.sequence_id: row.context_length for row in rows}
         num_tokens = num_needed = num_asked = 0
         for held in self._running.values():

@@ -1,4 +1,4 @@
-"""Latency against the request rate: figures 12, 14, 16 and 17."""
+"""Draws latency against the request rate: figures 12, 14, 16 and 17."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ FIGURE_12 = (
 )
 
 PARALLEL, BEAM = "parallel sampling", "beam search"
-# part, method, width, rates that are expected of the Orcas and the engine, rates read off the plots
-# for Orca (Oracle) and vLLM
+# Each part has its method, width, the rates that are expected of the Orcas and the engine, and the
+# rates read off the plots for Orca (Oracle) and vLLM.
 _PARTS_14 = (
     ("a", PARALLEL, 2, (1.7, 8, 12, 18.5), (10, 15)),
     ("b", PARALLEL, 4, (0.55, 4.1, 6.1, 10), (6, 10)),
@@ -126,6 +126,7 @@ FIGURE_17 = (
 
 
 def figure_12(effort: Effort) -> Figure:
+    """Makes figure 12."""
     wanted = FIGURE_12[:1] if effort.quick else FIGURE_12
     curves = compare(effort, wanted)
     ratio = curves[0].ratio("Orca (Oracle)").mean
@@ -134,11 +135,13 @@ def figure_12(effort: Effort) -> Figure:
 
 
 def figure_14(effort: Effort, ancestries: Mapping[int, Sequence[Ancestry]]) -> Figure:
+    """Makes figure 14; beam searches follow the `ancestries` of real ones."""
     wanted = FIGURE_14[-1:] if effort.quick else FIGURE_14
     return _figure("14", "Parallel sampling and beam search", compare(effort, wanted, ancestries))
 
 
 def figure_16(effort: Effort) -> Figure:
+    """Makes figure 16."""
     curves = compare(effort, FIGURE_16[-1:] if effort.quick else FIGURE_16)
     figure = _figure("16", "A prefix that requests share", curves)
     rows = [
@@ -149,6 +152,7 @@ def figure_16(effort: Effort) -> Figure:
 
 
 def figure_17(effort: Effort) -> Figure:
+    """Makes figure 17."""
     return _figure("17", "Chat", compare(effort, FIGURE_17))
 
 

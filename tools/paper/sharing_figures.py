@@ -1,4 +1,7 @@
-"""Blocks that samples and beams share: figure 15, by real decoding, which also says which beams go on in figure 14."""
+"""Measures the blocks that samples and beams share: figure 15, by real decoding.
+
+The decoding also shows which beams survive, which figure 14 uses.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from tools.paper.results import Figure, Interval, Panel, Row, Series
 from tools.paper.simulated_cases import PAGED, Case, Workload, run_case
 
 METHODS = PARALLEL, BEAM = "parallel sampling", "beam search"
-PAPER = {  # percent; of ShareGPT the text gives only the ends
+PAPER = {  # percent; for ShareGPT the text gives only the ends
     (PARALLEL, "alpaca"): "6.09 / 8.53 / 9.79",
     (PARALLEL, "sharegpt"): "16.2 to 30.5",
     (BEAM, "alpaca"): "37.56 / 53.13 / 55.16",
     (BEAM, "sharegpt"): "44.3 to 66.3",
 }
-# requests per second of the simulated runs: nothing is preempted
+# Requests per second of the simulated runs; they are so low that nothing is preempted.
 RATES = {"alpaca": 4.0, "sharegpt": 0.3}
-NUM_PROMPTS, QUICK_NUM_PROMPTS = 16, 8  # of each seed
+NUM_PROMPTS, QUICK_NUM_PROMPTS = 16, 8  # prompts of each seed
 LONGEST = 256  # tokens of a prompt, and of an output: the demo model takes 512
 
 
@@ -37,14 +40,22 @@ Savings = Mapping[Key, Interval]  # percent
 
 @dataclass(frozen=True)
 class Decoded:
-    """What came of real decoding with the demo model. ancestries: of beams, by width."""
+    """Holds the results of real decoding with the demo model.
 
-    savings: Mapping[Key, Sequence[float]]  # by seed
+    Attributes:
+        savings: The saved shares of blocks, 0 to 1, by seed.
+        ancestries: The ancestries of beams, by width.
+    """
+
+    savings: Mapping[Key, Sequence[float]]
     ancestries: Mapping[int, Sequence[Ancestry]] = field(default_factory=dict)
 
 
 def decode(effort: Effort) -> Decoded:
-    """Both methods on prompts that the model has written, with lengths of both datasets."""
+    """Decodes with both methods prompts that the model has written.
+
+    Their lengths are those of both datasets.
+    """
     num_prompts = QUICK_NUM_PROMPTS if effort.quick else NUM_PROMPTS
     savings: dict[Key, list[float]] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +85,7 @@ def _workload(dataset: str, seed: int, num_prompts: int) -> list[WorkItem]:
 
 
 def read_ancestries(log: Path) -> dict[int, list[Ancestry]]:
-    """Which beams went on in the beam searches of an event log, by their width."""
+    """Returns which beams survived in the beam searches of an event log, by their width."""
     searches: dict[int, _Search] = {}  # by sequence id
     found: dict[int, list[Ancestry]] = {}
     with log.open(encoding="utf-8") as lines:
@@ -102,9 +113,10 @@ class _Search:
         self.width = width
         self.steps: list[list[tuple[int, int]]] = []
         self._sequence_ids = set(sequence_ids)
-        self._beams: list[int] = []  # by place; none before the prompt is computed
+        self._beams: list[int] = []  # by place; empty before the prompt is computed
 
     def step(self, edits: Sequence[Sequence[Any]]) -> None:
+        """Takes the edits of a step."""
         own = [edit for edit in edits if edit[1] in self._sequence_ids]
         forks = [(edit[1], edit[2]) for edit in own if edit[0] == "fork"]
         if any(edit[0] == "finish" for edit in own):
@@ -121,6 +133,7 @@ class _Search:
 
 
 def figure_15(effort: Effort, decoded: Decoded) -> Figure:
+    """Makes figure 15 from the decoded and from simulated runs."""
     keys = list(itertools.product(METHODS, RATES, WIDTHS, effort.seeds))
     jobs = []
     for method, dataset, width, seed in keys:

@@ -1,4 +1,7 @@
-"""One simulated run of the paper's evaluation: which system serves which model, which requests come and how often."""
+"""Simulates one run of the paper's evaluation.
+
+A case says which system serves which model, which requests come and how often.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ PAGED, FASTER_TRANSFORMER = "jaxpage", "FasterTransformer"
 ORCAS = {"Orca (Max)": "Max", "Orca (Pow2)": "Pow2", "Orca (Oracle)": "Oracle"}
 SYSTEMS = (FASTER_TRANSFORMER, *ORCAS, PAGED)
 
-MAX_NUM_SEQS = 1024  # so that memory is what bounds a batch
-WARM_UP = 0.25  # share of the window that is not averaged: the pool fills up
-LOOK_EVERY = 8  # steps
+MAX_NUM_SEQS = 1024  # so many that only memory limits a batch
+WARM_UP = 0.25  # the share of the window that is not averaged: the pool fills up
+LOOK_EVERY = 8  # steps between two samples of the memory
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A model on its GPUs: slots for keys and values, and what a step costs."""
+    """A model on its GPUs: its slots for keys and values, and the cost of a step."""
 
     name: str
     num_slots: int
@@ -38,22 +41,25 @@ class Machine:
 OPT_13B = Machine("OPT-13B", 15_728, A100_OPT_13B)
 OPT_66B = Machine("OPT-66B", 9_696, A100_OPT_66B)
 OPT_175B = Machine("OPT-175B", 60_096, A100_OPT_175B)
-LLAMA_13B = replace(OPT_13B, name="LLaMA-13B")  # as many layers, as wide
+LLAMA_13B = replace(OPT_13B, name="LLaMA-13B")  # as many layers, and as wide
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What the requests of a trace have in common."""
+    """Holds what the requests of a trace have in common."""
 
     dataset: str
-    num_samples: int = 1  # or beams
+    num_samples: int = 1  # the number of samples, or of beams
     is_beam_search: bool = False
     num_prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run but for its rate. Arrivals come for `seconds`; what is unfinished then is counted as such."""
+    """A run without its rate.
+
+    Requests arrive for `seconds`; requests that are unfinished then are counted as unfinished.
+    """
 
     system: str
     workload: Workload
@@ -67,7 +73,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run comes to."""
+    """Holds the results of a run."""
 
     rate: float  # requests per second
     normalized_latency: float  # seconds per token
@@ -75,10 +81,11 @@ class Outcome:
     num_requests: int
     num_unfinished: int
     num_preemptions: int
-    tokens_per_second: float  # of the requests that finished
+    tokens_per_second: float  # the tokens of the requests that finished
 
     @classmethod
     def of(cls, rate: float, run: Run) -> Outcome:
+        """Returns the results of a run at this rate."""
         num_unfinished = len(run.unfinished)
         counts = len(run.served) + num_unfinished, num_unfinished, run.num_preemptions
         num_tokens = sum(served.arrival.num_output_tokens for served in run.served.values())
@@ -86,6 +93,7 @@ class Outcome:
 
 
 def new_policy(case: Case) -> Policy:
+    """Returns the scheduler of the case's system."""
     num_slots = case.machine.num_slots
     if case.system in ORCAS:
         return Orca(num_slots, ORCAS[case.system], max_num_seqs=MAX_NUM_SEQS)
@@ -102,6 +110,7 @@ def new_policy(case: Case) -> Policy:
 
 
 def run_case(case: Case, rate: float) -> Outcome:
+    """Simulates a case at one rate."""
     work = case.workload
     trace = poisson_trace(
         work.dataset,
@@ -125,8 +134,10 @@ def run_case(case: Case, rate: float) -> Outcome:
 
 
 def run_curve(case: Case, rates: Sequence[float], limit: float) -> list[Outcome]:
-    """From low to high rates, up to the first at which the normalised latency is above `limit`: what lies beyond takes long and shows
-    nothing."""
+    """Simulates rates in ascending order, up to the first at which the latency is above `limit`.
+
+    The latency is normalised. Runs at higher rates take long and show nothing more.
+    """
     outcomes: list[Outcome] = []
     for rate in rates:
         outcomes.append(run_case(case, rate))

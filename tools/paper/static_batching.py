@@ -1,4 +1,7 @@
-"""Static batching: what FasterTransformer does behind a batcher that takes as many of the earliest requests as memory holds."""
+"""Simulates static batching, as with FasterTransformer.
+
+A batcher takes as many of the earliest requests as memory holds.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from tools.paper.reserving import ReservingScheduler
 
 
 class StaticBatcher(ReservingScheduler):
-    """A batch runs until its longest output ends. Then all its requests are answered, and the next batch begins.
+    """Runs a batch until its longest output ends, then answers its requests and begins the next.
 
-    Every sequence has room for the longest that the model takes. Who has ended goes on in the batch to no purpose: its rows are computed
-    and nothing is drawn from them. Prompts of a batch are computed in one step, without padding.
+    Every sequence has room for the longest sequence that the model takes. A sequence that has ended
+    stays in the batch: its rows are computed, but nothing is drawn from them. Prompts of a batch
+    are computed in one step, without padding.
     """
 
     def __init__(self, num_slots: int, *, max_num_seqs: int = 256) -> None:

@@ -1,1 +1,4 @@
-"""Engines that `tools/compare_engines.py` runs: `python -m tools.peers.NAME_peer`, with a `Task` on standard input."""
+"""Runs the engines of `tools/compare_engines.py`: `python -m tools.peers.NAME_peer`.
+
+Each reads a `Task` on standard input.
+"""

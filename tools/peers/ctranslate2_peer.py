@@ -1,4 +1,7 @@
-"""CTranslate2: batches of up to 32 requests, those with the longest outputs first, which is the best order for it."""
+"""Runs CTranslate2 in batches of up to 32 requests.
+
+Requests with the longest outputs come first, which is the best order for it.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ BATCH = 32
 
 
 def main() -> None:
+    """Answers the task."""
     task = read_task()
     with tempfile.TemporaryDirectory() as directory:
         source, converted = Path(directory) / "source", Path(directory) / "converted"
@@ -49,7 +53,10 @@ def main() -> None:
 
 
 def _with_tokenizer(model: Path, directory: Path) -> None:
-    """The model with a vocabulary of names for its token ids: the converter asks for a tokenizer, and takes tokens as text."""
+    """Links the model, with names for its token ids as the vocabulary.
+
+    The converter asks for a tokenizer, and takes tokens as text.
+    """
     directory.mkdir()
     for path in model.iterdir():
         if not path.name.startswith(("tokenizer", "special_tokens")):

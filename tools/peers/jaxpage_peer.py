@@ -1,4 +1,4 @@
-"""This project: continuous batching over paged memory."""
+"""Runs jaxpage itself: continuous batching over paged memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tools.peers.task import Prompts, answer, read_task
 
 
 def main() -> None:
+    """Answers the task."""
     task = read_task()
     quantized = {"dtype": "bfloat16", "quantization": task.dtype}
     weights: dict[str, Any] = quantized if task.dtype in ("int8", "int4") else {"dtype": task.dtype}

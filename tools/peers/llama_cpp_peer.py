@@ -1,4 +1,8 @@
-"""llama.cpp, by llama-cpp-python: all sequences in one batch, prompts and decodes apart, which is the best way for it on a CPU."""
+"""Runs llama.cpp, by llama-cpp-python.
+
+All sequences are in one batch, but prompts and decodes are apart, which is the best way for it on a
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ TYPES = {
     "int8": gguf.GGMLQuantizationType.Q8_0,
     "int4": gguf.GGMLQuantizationType.Q4_1,
 }
-BATCH = 512  # tokens
+BATCH = 512  # the most tokens of a call
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -38,6 +42,7 @@ _NAMES = {
 
 
 def main() -> None:
+    """Answers the task."""
     task = read_task()
     config = json.loads((Path(task.model) / "config.json").read_text())
     lengths = [len(prompt) + length for prompt, length in task.trace]
@@ -61,7 +66,11 @@ def main() -> None:
     batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
 
     def run(tokens: Sequence[tuple[int, int, int, bool]]) -> list[int]:
-        """Computes (token id, position, sequence, whether it draws), at most BATCH; the likeliest token behind each that draws."""
+        """Computes at most BATCH tokens, and returns the most likely next tokens.
+
+        A token is (token id, position, sequence, whether it draws); only those that draw have a
+        result.
+        """
         batch.n_tokens = len(tokens)
         for place, (token_id, position, sequence, draws) in enumerate(tokens):
             batch.token[place], batch.pos[place], batch.logits[place] = token_id, position, draws
@@ -99,7 +108,10 @@ def main() -> None:
 
 
 def write_gguf(model: Path, config: dict[str, Any], path: str, dtype: str) -> None:
-    """A Llama without a tokenizer. Its rows of queries and keys are in the order of interleaved rotary embeddings."""
+    """Writes a Llama without a tokenizer.
+
+    Its rows of queries and keys are in the order of interleaved rotary embeddings.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     heads = config["num_attention_heads"]
     writer.add_block_count(config["num_hidden_layers"])

@@ -1,4 +1,7 @@
-"""What every engine is asked, and how it answers: JSON on standard input and on the last line of standard output."""
+"""Defines the task of every engine, and its answer.
+
+Both are JSON: the task on standard input, the answer on the last line of standard output.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,17 @@ Generate = Callable[
 
 @dataclass
 class Task:
-    """model: a directory in Hugging Face's format. dtype: float32 or bfloat16, or another that the engine knows.
+    """Holds what an engine is asked.
 
-    trace: (prompt, tokens of the output) of each request. rows, context, steps: of uniform decode. threads: cores to use.
+    Attributes:
+        model: A directory in Hugging Face's format.
+        dtype: float32 or bfloat16, or another type that the engine knows.
+        trace: The prompt and the number of output tokens of each request.
+        rows: The numbers of rows of uniform decode.
+        context: The tokens of each prompt of uniform decode.
+        steps: The steps of uniform decode that are timed.
+        threads: The cores to use.
+        settings: Settings of jaxpage.
     """
 
     model: str
@@ -30,12 +41,19 @@ class Task:
     context: int
     steps: int
     threads: int
-    settings: dict[str, Any] = field(default_factory=dict)  # of jaxpage
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Answer:
-    """seconds: of the trace, the better of two runs. step_seconds: of a decode step, by number of rows."""
+    """Holds what an engine measured.
+
+    Attributes:
+        version: The version of the engine.
+        seconds: The time of the trace, the better of two runs.
+        outputs: The output tokens of each request of the trace.
+        step_seconds: The time of a decode step, by number of rows.
+    """
 
     version: str
     seconds: float
@@ -46,7 +64,8 @@ class Answer:
 def answer(task: Task, version: str, generate: Generate) -> None:
     """Runs everything and prints the answer.
 
-    A decode step is timed by two runs that differ in `steps` tokens of each output: the median of three such pairs.
+    A decode step is timed by two runs that differ in `steps` tokens of each output; the median of
+    three such pairs counts.
     """
     generate([[1, 2, 3]] * 2, [2, 2])  # what happens only once happens here
     prompts, lengths = [prompt for prompt, _ in task.trace], [length for _, length in task.trace]
@@ -70,6 +89,7 @@ def answer(task: Task, version: str, generate: Generate) -> None:
 
 
 def read_task() -> Task:
+    """Returns the task on standard input."""
     return Task(**json.load(sys.stdin))
 
 

@@ -1,4 +1,7 @@
-"""Hugging Face transformers: static batches of 16, padded on the left, each as long as its longest output."""
+"""Runs Hugging Face transformers in static batches of 16.
+
+A batch is padded on the left, and is as long as its longest output.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ BATCH = 16
 
 
 def main() -> None:
+    """Answers the task."""
     task = read_task()
     torch.set_num_threads(task.threads)
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -1,1 +1,4 @@
-"""Measures the scheduler without a device: its host time, the pool under pressure, the pool at saturation."""
+"""Measures the scheduler without a device.
+
+It measures the host time, the pool under pressure, and the pool at saturation.
+"""

@@ -1,4 +1,7 @@
-"""Wall time of the scheduler itself: what planning costs the host at every step, and whether a long queue makes it dearer."""
+"""Measures the wall time of the scheduler itself.
+
+It shows what planning costs the host at every step, and whether a long queue makes planning slower.
+"""
 
 from __future__ import annotations
 
@@ -19,49 +22,55 @@ from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 
 BLOCK_SIZE = 16
-# 200 lengths, in an order in which neighbours differ
+# The prompts have 200 lengths, in an order in which neighbours differ.
 SHORTEST_PROMPT, NUM_PROMPTS, STRIDE = 200, 200, 37
-SAMPLES = 200  # steps, arrivals or departures that a median is taken of
+SAMPLES = 200  # the steps, arrivals or departures of which the median is taken
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlanningTime:
-    """Medians over decode steps. No sequence begins or ends; one in sixteen takes a block."""
+    """Holds medians over decode steps.
+
+    No sequence begins or ends; one in sixteen takes a block.
+    """
 
     num_running: int
     prefix_caching: bool
     plan_us: float
     commit_us: float
-    build_us: float  # of the batch: not the scheduler's, but in the same step
+    build_us: float  # of the batch builder: not the scheduler's time, but in the same step
 
     @property
     def us_per_sequence(self) -> float:
-        """Of the scheduler, both of its visits."""
+        """Returns the scheduler's time of a step for each sequence: planning and committing."""
         return (self.plan_us + self.commit_us) / self.num_running
 
 
 @dataclass(frozen=True)
 class WaitingTime:
-    """Medians while requests wait, the first of them for more blocks than are free."""
+    """Holds medians while requests wait, the first of them for more blocks than are free."""
 
     num_waiting: int
     num_running: int
     plan_us: float
     commit_us: float
     add_us: float
-    abort_us: float  # of one in the middle of the queue
+    abort_us: float  # for a request in the middle of the queue
 
 
 Times = TypeVar("Times", PlanningTime, WaitingTime)
 
 
 class Decoding:
-    """A scheduler whose `num_running` sequences all decode, with blocks for `num_steps` more steps and one free sequence slot."""
+    """A scheduler whose `num_running` sequences all decode.
+
+    It has blocks for `num_steps` more steps, and one free sequence slot.
+    """
 
     def __init__(self, num_running: int, num_steps: int, *, prefix_caching: bool) -> None:
-        # Some decode while the prompts of the others are computed, a few of them at each step.
+        # Some sequences decode while the prompts of others are computed, a few in each step.
         self.longest = SHORTEST_PROMPT + NUM_PROMPTS + num_running + num_steps
         self.scheduler = Setup(
             num_blocks=num_running * -(-self.longest // BLOCK_SIZE),
@@ -70,7 +79,7 @@ class Decoding:
             prefix_caching=prefix_caching,
         ).new_scheduler()
         self.requests = ScriptedRequests()
-        self.steps: list[tuple[float, float]] = []  # seconds of plan and of commit
+        self.steps: list[tuple[float, float]] = []  # the seconds of plan and of commit
         for index in range(num_running):
             self.scheduler.add(
                 self.new_group(SHORTEST_PROMPT + index * STRIDE % NUM_PROMPTS, self.longest)
@@ -80,12 +89,13 @@ class Decoding:
         self.steps.clear()
 
     def new_group(self, num_prompt_tokens: int, num_tokens: int) -> SequenceGroup:
-        """A request that ends with `num_tokens` tokens in all."""
+        """Returns a request that ends with `num_tokens` tokens in all."""
         return self.requests.new_group(
             Arrival(0.0, num_prompt_tokens, num_tokens - num_prompt_tokens)
         )
 
     def step(self) -> StepPlan:
+        """Plans and commits a step, and keeps the times."""
         planning, plan = timed(self.scheduler.plan)
         assert plan is not None
         edits = self.requests.edits(plan)
@@ -94,12 +104,15 @@ class Decoding:
         return plan
 
     def medians(self) -> tuple[float, float]:
-        """Of plan and of commit, in microseconds."""
+        """Returns the medians of plan and of commit, in microseconds."""
         plans, commits = zip(*self.steps, strict=True)
         return _microseconds(plans), _microseconds(commits)
 
     def new_waiting(self, *, is_first: bool = False) -> SequenceGroup:
-        """A request that cannot run now: the first needs the whole pool, those behind it hardly anything."""
+        """Returns a request that cannot run now.
+
+        The first such request needs the whole pool; those after it need hardly anything.
+        """
         num_slots = self.scheduler.block_manager.num_usable * BLOCK_SIZE
         return (
             self.new_group(num_slots - 1, num_slots)
@@ -109,7 +122,7 @@ class Decoding:
 
 
 class Queue:
-    """The requests that wait at a scheduler. Measures what one more costs, and one less."""
+    """Holds the requests that wait at a scheduler; measures the cost of adding and aborting one."""
 
     def __init__(self, decoding: Decoding, num_waiting: int) -> None:
         self.decoding = decoding
@@ -121,24 +134,28 @@ class Queue:
         self.adds.clear()
 
     def add(self, group: SequenceGroup) -> None:
+        """Adds a request, and keeps the time."""
         self.adds.append(timed(partial(self.decoding.scheduler.add, group))[0])
         self._request_ids.append(group.request.request_id)
 
     def abort_one(self) -> None:
-        """From the middle."""
+        """Aborts a request from the middle of the queue, and keeps the time."""
         request_id = self._request_ids.pop(len(self._request_ids) // 2)
         self.aborts.append(timed(partial(self.decoding.scheduler.abort, request_id))[0])
 
 
 def timed(function: Callable[[], T]) -> tuple[float, T]:
-    """Seconds that the call took, and what it returned."""
+    """Returns the seconds that the call took, and its result."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
 
 
 def planning_times(num_running: int) -> list[PlanningTime]:
-    """Without and with prefix caching, step by step in turns: what else the machine does meanwhile meets both alike."""
+    """Measures planning without and with prefix caching.
+
+    The two take turns step by step, so that other load on the machine meets both alike.
+    """
     cachings = (False, True)
     sides = [Decoding(num_running, SAMPLES, prefix_caching=caching) for caching in cachings]
     builder = BatchBuilder(
@@ -159,7 +176,10 @@ def planning_times(num_running: int) -> list[PlanningTime]:
 
 
 def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[WaitingTime]:
-    """With so many requests waiting, step by step in turns. Prefix caching is on, as the engine has it."""
+    """Measures steps with each number of waiting requests, which take turns step by step.
+
+    Prefix caching is on, as in the engine.
+    """
     queues = [
         Queue(Decoding(num_running, SAMPLES, prefix_caching=True), num) for num in nums_waiting
     ]
@@ -178,7 +198,10 @@ def waiting_times(nums_waiting: Sequence[int], num_running: int = 64) -> list[Wa
 
 
 def least(rounds: Iterable[Sequence[Times]]) -> list[Times]:
-    """Of the medians of repeated measurements the least, each for itself: what else the machine does takes time and gives none back."""
+    """Returns, for each median, the least value of repeated measurements.
+
+    Other load on the machine only makes a time longer, never shorter.
+    """
     merged = []
     for same in zip(*rounds, strict=True):
         names = [field.name for field in fields(same[0]) if field.name.endswith("_us")]

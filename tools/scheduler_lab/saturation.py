@@ -1,4 +1,7 @@
-"""How full the pool is under more requests than the machine can serve: the experiment of the paper's figure 2, for this scheduler."""
+"""Measures how full the pool is when more requests come than the machine can serve.
+
+This is the experiment of the paper's figure 2, for this scheduler.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,21 @@ from jaxpage.simulation.policies import Policy
 from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import poisson_trace
 
-WARM_UP = 0.25  # share of the trace that is not averaged: the pool fills up
-LOOK_EVERY = 8  # steps
+WARM_UP = 0.25  # the share of the trace that is not averaged: the pool fills up
+LOOK_EVERY = 8  # steps between two samples of the memory
 
 
 @dataclass(frozen=True)
 class Saturation:
-    """One rate, a run per seed."""
+    """Holds the runs of one rate, one for each seed."""
 
     dataset: str
     rate: float  # requests per second
-    seconds: float  # of the traces
+    seconds: float  # the length of the traces
     runs: Sequence[Run]
 
     def over_seeds(self, measure: Callable[[Run], float]) -> tuple[float, float]:
-        """Mean and standard deviation over the seeds; a single seed has no deviation."""
+        """Returns mean and standard deviation over the seeds; a single seed has no deviation."""
         values = [measure(run) for run in self.runs]
         return fmean(values), stdev(values) if len(values) > 1 else 0.0
 
@@ -39,7 +42,7 @@ def saturate(
     seeds: Iterable[int],
     cost: CostModel = A100_OPT_13B,
 ) -> Saturation:
-    """Runs traces to their end; averages over what is left of their arrivals after the warm-up."""
+    """Runs traces to their end; averages over the time of their arrivals after the warm-up."""
     runs = []
     for seed in seeds:
         trace = poisson_trace(dataset, rate=rate, seconds=seconds, seed=seed)

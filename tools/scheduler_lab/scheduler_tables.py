@@ -1,4 +1,4 @@
-"""Results as text for people and as plain dicts for programs."""
+"""Returns results as text for people and as plain dicts for programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tools.scheduler_lab.host_time import PlanningTime, WaitingTime
 from tools.scheduler_lab.pressure import Pressure
 from tools.scheduler_lab.saturation import Saturation
 
-# (heading, key in JSON, measure, digits); shares are of 1 in JSON and percent in the table
+# Each measure has a heading, a key in JSON, a function and digits. Shares are of 1 in JSON and
+# percent in the table.
 _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
     ("tokens %", "token_share", lambda run: run.mean.token_slots / run.mean.num_slots, 2),
     ("reserved %", "reserved_share", lambda run: run.mean.reserved_slots / run.mean.num_slots, 2),
@@ -33,7 +34,7 @@ _MEASURES: tuple[tuple[str, str, Callable[[Run], float], int], ...] = (
 
 
 def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[str]:
-    """One line for each labelled result: means over the seeds with their standard deviation."""
+    """Returns a line for each labelled result: means over the seeds and standard deviations."""
     rows = [[heading, *(measured for measured, *_ in _MEASURES)]]
     for label, result in results.items():
         cells = [label]
@@ -46,7 +47,7 @@ def saturation_table(heading: str, results: Mapping[str, Saturation]) -> list[st
 
 
 def saturation_dict(result: Saturation) -> dict[str, Any]:
-    """Every measure, seed by seed."""
+    """Returns every measure, seed by seed."""
     return {
         "request_rate": result.rate,
         "num_requests": [len(run.served) for run in result.runs],
@@ -56,6 +57,7 @@ def saturation_dict(result: Saturation) -> dict[str, Any]:
 
 
 def pressure_table(results: Sequence[Pressure]) -> list[str]:
+    """Returns a line for each run under pressure."""
     rows = [
         [
             "pool",
@@ -84,6 +86,7 @@ def pressure_table(results: Sequence[Pressure]) -> list[str]:
 
 
 def pressure_dict(result: Pressure) -> dict[str, Any]:
+    """Returns the numbers of a run under pressure."""
     run = result.run
     return {
         "share": result.share,
@@ -99,6 +102,7 @@ def pressure_dict(result: Pressure) -> dict[str, Any]:
 
 
 def planning_table(times: Sequence[PlanningTime]) -> list[str]:
+    """Returns a line for each planning time."""
     rows = [
         [
             "running",
@@ -120,6 +124,7 @@ def planning_table(times: Sequence[PlanningTime]) -> list[str]:
 
 
 def waiting_table(times: Sequence[WaitingTime]) -> list[str]:
+    """Returns a line for each waiting time."""
     rows = [["waiting", "running", "plan µs", "commit µs", "add µs", "abort µs"]]
     for item in times:
         durations = (item.plan_us, item.commit_us, item.add_us, item.abort_us)

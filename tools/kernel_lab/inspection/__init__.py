@@ -1,4 +1,7 @@
-"""What the compiler makes of kernels and of whole steps, without a GPU: registers, spills, shared memory, instructions, copies."""
+"""Shows what the compiler makes of kernels and of whole steps, without a GPU.
+
+It finds registers, spills, shared memory, instructions and copies.
+"""
 
 from tools.kernel_lab.inspection.deviceless import (
     GPUS,

@@ -1,4 +1,7 @@
-"""The calls whose kernels are inspected: every kernel on shapes of real models. Nothing is allocated."""
+"""Lists the calls whose kernels are inspected: every kernel on shapes of real models.
+
+Nothing is allocated.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ from pallas_kernels import (
 )
 from tools.kernel_lab.specs import PRODUCTS, SPECS, ProductSpec, Spec
 
-# by JAX: those of a library are in it
+# The kernel sets that JAX compiles; fa3's kernels are in a library.
 _COMPILED = tuple(name for name in KERNEL_BACKENDS if name != "fa3")
-LAYERS = 32  # whose blocks one call of copy_blocks copies
-_MODELS = {  # what is inspected of `SPECS`: names of models, and how the names of their calls begin
+LAYERS = 32  # the layers whose blocks one call of copy_blocks copies
+_MODELS = {  # the models of `SPECS` to inspect, and the beginnings of their calls' names
     "llama-3-8b": (
         "decode 64x2048",
         "verify chain 16x8",
@@ -34,17 +37,17 @@ _MODELS = {  # what is inspected of `SPECS`: names of models, and how the names 
         "chunk 2048",
         "mixed",
     ),
-    "qwen2-0.5b": ("decode",),  # seven query heads to a key/value head
-    "opt-13b": ("decode", "chunk"),  # one
+    "qwen2-0.5b": ("decode",),  # seven query heads for each key/value head
+    "opt-13b": ("decode", "chunk"),  # one query head for each key/value head
     "gpt2": ("decode",),
-    "mistral-7b": ("decode", "chunk"),  # a window
-    "gpt-oss-20b": ("decode", "chunk"),  # sinks
+    "mistral-7b": ("decode", "chunk"),  # with a window
+    "gpt-oss-20b": ("decode", "chunk"),  # with sinks
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """A jitted function on arguments of certain shapes. `backend` is what the function asks for."""
+    """A jitted function on arguments of certain shapes; `backend` is the one that it asks for."""
 
     operation: str
     backend: str
@@ -54,10 +57,12 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Returns the operation, the backend and the shape."""
         return f"{self.operation} {self.backend}, {self.shape}"
 
 
 def cases() -> list[Case]:
+    """Returns all cases."""
     chosen = [spec for spec in SPECS if _is_chosen(spec)]
     return [
         *(attention_case(spec, backend) for backend in _COMPILED for spec in chosen),
@@ -68,7 +73,14 @@ def cases() -> list[Case]:
 
 
 def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
-    """settings: more arguments of `paged_attention`, such as tiles. With `value_width` there are no pages of values."""
+    """Returns a call of `paged_attention`.
+
+    Args:
+        spec: The shapes.
+        backend: The kernel set.
+        **settings: More arguments of `paged_attention`, such as tiles. With `value_width` there are
+            no pages of values.
+    """
     function = functools.partial(
         paged_attention,
         scale=spec.head_width**-0.5,
@@ -97,7 +109,7 @@ def attention_case(spec: Spec, backend: str, **settings: Any) -> Case:
 
 
 def product_case(spec: ProductSpec, backend: str = KERNEL_BACKENDS[0]) -> Case:
-    """The grouped product of this shape."""
+    """Returns the grouped product of this shape."""
     groups_and_outputs = (spec.num_groups, spec.num_out)
     shapes: dict[str, Any] = {"x_PI": _shape((spec.num_rows, spec.num_in), spec.dtype)}
     if spec.num_groups > 1:
@@ -135,7 +147,7 @@ def write_case(
     num_blocks: int = 4096,
     backend: str = KERNEL_BACKENDS[0],
 ) -> Case:
-    """The keys and values of a step of Llama-3-8B."""
+    """Returns the write of the keys and values of a step of Llama-3-8B."""
     new = _shape((num_tokens, 8, 128), "bfloat16")
     shapes = dict(
         k_TKH=new,
@@ -152,7 +164,7 @@ def write_case(
 def copy_case(
     num_copies: int, *, num_blocks: int = 4096, backend: str = KERNEL_BACKENDS[0]
 ) -> Case:
-    """The blocks that a step of Llama-3-8B copies in all its layers."""
+    """Returns the copy of the blocks that a step of Llama-3-8B copies in all its layers."""
     pages = _pages(8, 128, num_blocks, 16, "bfloat16")
     blocks = _shape((num_copies,), "int32")
     function = functools.partial(copy_blocks, backend=backend)
@@ -164,7 +176,7 @@ def copy_case(
 def selection_case(
     num_rows: int, *, vocab_size: int = 128256, backend: str = KERNEL_BACKENDS[0]
 ) -> Case:
-    """What a step of Llama-3-8B draws from, with cut-offs and log probabilities."""
+    """Returns the selection of a step of Llama-3-8B, with cut-offs and log probabilities."""
     kernels = SETS[backend]
     assert kernels.cutoffs is not None and kernels.likeliest is not None
     cutoffs, likeliest = kernels.cutoffs, kernels.likeliest
@@ -194,7 +206,7 @@ def _is_chosen(spec: Spec) -> bool:
 
 
 def _label(spec: Spec) -> str:
-    """Specs that differ in the pages' type may share a name."""
+    """Returns a label that differs where specs that share a name differ in the type of pages."""
     return (
         spec.name
         if spec.page_dtype == spec.dtype or spec.page_dtype in spec.name
@@ -221,7 +233,10 @@ def _shape(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 def _by_name(
     function: Callable[..., Any], shapes: dict[str, Any], donated: tuple[str, ...] = ()
 ) -> tuple[Any, tuple[Any, ...]]:
-    """A jitted function of two dicts, the first of which is donated, that calls the function by names."""
+    """Returns a jitted function of two dicts that calls the function by names.
+
+    The first dict is donated.
+    """
     jitted = jax.jit(lambda given, kept: function(**given, **kept), donate_argnums=0)
     kept = {name: shape for name, shape in shapes.items() if name not in donated}
     return jitted, ({name: shapes[name] for name in donated}, kept)

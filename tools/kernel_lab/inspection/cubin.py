@@ -1,7 +1,7 @@
-"""Reads the machine code of kernels: CUDA's ELF images, and what they say about each kernel.
+"""Reads the machine code of kernels: CUDA's ELF images, and their data about each kernel.
 
-The layout was read off images of CUDA 13 for sm_90 and compared with `cuobjdump -res-usage`, which counts CUDA's own
-shared memory as the kernel's; NVIDIA documents none of it.
+The layout was read off images of CUDA 13 for sm_90 and compared with `cuobjdump -res-usage`, which
+counts CUDA's own shared memory as the kernel's. NVIDIA documents none of it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _SIZED = 4  # EIFMT_SVAL: the form of an attribute whose size follows
 _RESERVED, _RESERVED_BYTES = (
     ".nv.shared.reserved.0",
     1024,
-)  # where it is, a kernel's own section begins with CUDA's part
+)  # where this section exists, a kernel's own section begins with CUDA's part
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What an image says of one kernel."""
+    """Holds what an image says about one kernel."""
 
     name: str
-    registers: int  # of a thread, at most 255; Mosaic's warps may trade theirs at run time
-    stack_bytes: int  # of a thread: registers spilled to memory, and arrays indexed at run time
-    static_shared_bytes: int  # of a program, without the 1024 that CUDA keeps to itself on a Hopper
+    registers: int  # per thread, at most 255; Mosaic's warps may trade theirs at run time
+    stack_bytes: int  # per thread: registers spilled to memory, and arrays indexed at run time
+    static_shared_bytes: int  # per program, without the 1024 that CUDA keeps on a Hopper
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,14 @@ class _Section:
     name: str
     offset: int
     size: int
-    link: int  # of a table of symbols: the index of the section with their names
+    link: int  # the index of the section with the names of a symbol table
 
 
 def images(data: bytes) -> Iterator[bytes]:
-    """Every CUDA image in `data`, wherever it lies; also one inside another machine's image, where Mosaic of jax 0.10 puts its."""
+    """Yields every CUDA image in `data`, wherever it lies.
+
+    An image may lie inside another machine's image: Mosaic of jax 0.10 puts its own there.
+    """
     at = data.find(ELF)
     while at >= 0:
         header = data[at : at + 64]
@@ -63,7 +66,11 @@ def images(data: bytes) -> Iterator[bytes]:
 
 
 def machines(image: bytes) -> list[Machine]:
-    """The kernels of an image. Raises ValueError if it says nothing about a kernel's registers."""
+    """Returns the kernels of an image.
+
+    Raises:
+        ValueError: The image does not say how many registers a kernel has.
+    """
     sections = list(_sections(image))
     by_name = {section.name: section for section in sections}
     attributes = _attributes(image, by_name[".nv.info"]) if ".nv.info" in by_name else {}
@@ -95,12 +102,12 @@ def _sections(image: bytes) -> Iterator[_Section]:
 def _symbols(image: bytes, sections: list[_Section], table: _Section) -> list[str]:
     names_at = sections[table.link].offset
     places = range(table.offset, table.offset + table.size, _SYMBOL_BYTES)
-    # A section's own symbol has no name; were it asked for, it would be found before the kernel's.
+    # A section's own symbol has no name; a search for it would find it before the kernel's.
     return [_text(image, names_at + struct.unpack_from("<I", image, place)[0]) for place in places]
 
 
 def _attributes(image: bytes, info: _Section) -> dict[int, dict[int, int]]:
-    """Value by attribute by symbol: the pairs of (symbol, value). Attributes of other forms are stepped over."""
+    """Returns {symbol: {attribute: value}}; attributes of other forms are skipped."""
     found: dict[int, dict[int, int]] = {}
     at, end = info.offset, info.offset + info.size
     while at + 4 <= end:

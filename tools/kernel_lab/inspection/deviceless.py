@@ -1,7 +1,9 @@
-"""Compiles jitted functions for a GPU that is not there: all of XLA, Triton and Mosaic down to the machine code of its chip.
+"""Compiles jitted functions for a GPU that is not present.
 
-It takes JAX's CUDA plugin of JAX's own version, and neither a GPU nor CUDA. What comes out is what a GPU would run, but for two things:
-it was not measured which kernel is best for a matrix product, nor shown that such an executable loads on a real device.
+XLA, Triton and Mosaic run as for a real GPU, down to the machine code of its chip. This needs JAX's
+CUDA plugin of JAX's own version, and neither a GPU nor CUDA. The result is what a GPU would run,
+with two limits: XLA did not measure which kernel is best for a matrix product, and nothing shows
+that such an executable loads on a real device.
 """
 
 from __future__ import annotations
@@ -21,14 +23,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.compat import described_gpu, without_compile_cache
 
-# a .textproto each, next to this file
+# Each has a .textproto next to this file.
 GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")
 INSTALL = 'pip install "jax[cuda13-local]=={}"'
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled here, with the command that helps; None if it can."""
+    """Returns why nothing can be compiled here, with the command that helps; None if it can."""
     found = {name: version for name in _PLUGINS if (version := _version(name)) is not None}
     if not found:
         return f"JAX's CUDA plugin is not installed: {INSTALL.format(jax.__version__)}"
@@ -47,11 +49,11 @@ def _version(distribution: str) -> str | None:
 
 @functools.cache
 def described_mesh(gpu: str = "h200") -> Mesh:
-    """A mesh of one GPU of that name that is not there.
+    """Returns a mesh of one GPU of that name that is not present.
 
     Raises:
-        ValueError: no GPU of `GPUS`.
-        RuntimeError: the plugin is absent or another version; the text says what to install.
+        ValueError: The name is none of `GPUS`.
+        RuntimeError: The plugin is absent or another version; the text says what to install.
     """
     if gpu not in GPUS:
         raise ValueError(f"gpu must be one of {', '.join(GPUS)}, not {gpu!r}")
@@ -74,13 +76,21 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> Any:
-    """A `jax.stages.Compiled` of a jitted function for one GPU of that name.
+    """Compiles a jitted function for one GPU of that name.
 
     Args:
-        arguments, keywords: as the function takes them; arrays may be anything with a shape and a type.
-        options: of the compiler.
+        function: The jitted function.
+        *arguments: Its arguments; arrays may be anything with a shape and a type.
+        gpu: The name of the GPU.
+        options: Options of the compiler.
+        **keywords: Its keyword arguments.
 
-    Raises as `described_mesh` does.
+    Returns:
+        The `jax.stages.Compiled`.
+
+    Raises:
+        ValueError: The name is none of `GPUS`.
+        RuntimeError: The plugin is absent or another version.
     """
     mesh = described_mesh(gpu)
     device = mesh.devices.flat[0]
@@ -96,20 +106,21 @@ def compile_for(
     arguments, keywords = jax.tree.map(placed, (arguments, keywords))
     with described_gpu(device.device_kind, device.core_count, device.compute_capability):
         lowered = function.lower(*arguments, **keywords)
-        # what is compiled for no device can be written there, but not read back
+        # An executable that is compiled for no device can be written to the cache, but not read
+        # back.
         with without_compile_cache():
-            as_by_default = {"xla_backend_optimization_level": 3}  # whatever XLA_FLAGS says
+            as_by_default = {"xla_backend_optimization_level": 3}  # independent of XLA_FLAGS
             return lowered.compile(as_by_default | dict(options or {}))
 
 
 def compile_with_thunks(
     function: Any, *arguments: Any, options: Mapping[str, Any] | None = None, **keywords: Any
 ) -> tuple[Any, str]:
-    """What `compile_for` gives, and XLA's list of thunks, for `thunks.on_host`."""
+    """Returns the result of `compile_for`, and XLA's list of thunks for `thunks.on_host`."""
     with tempfile.TemporaryDirectory() as directory:
         compiled = compile_for(
             function, *arguments, options={**(options or {}), "xla_dump_to": directory}, **keywords
         )
-        # after passes, where any changed it
+        # The last file is the list after all passes that changed it.
         *_, last = sorted(Path(directory).glob("*.thunk_sequence*.txt"))
         return compiled, last.read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
-"""The kernels of a compiled function: what its serialised executable says of each one's code and of how it is launched.
+"""Reads the kernels of a compiled function from its serialised executable.
 
-The executable is a Protocol Buffer without its description at hand, so a kernel is known by the form of the message around its image. The
-forms were read off executables of jax 0.10.2, 0.11.2 and 0.12.0.1.
+The executable is a Protocol Buffer whose description is not available, so a kernel is recognised by
+the form of the message around its image. The forms were read off executables of jax 0.10.2, 0.11.2
+and 0.12.0.1.
 """
 
 from __future__ import annotations
@@ -20,33 +21,40 @@ class Kernel:
     """One launch of a kernel in an executable."""
 
     machine: Machine
-    threads: int | None  # of a program; None where the executable does not say (Mosaic)
-    # of a program; None where the executable does not say (Mosaic before jax 0.11)
+    threads: int | None  # threads of a program; None where the executable does not say (Mosaic)
+    # Bytes of a program; None where the executable does not say (Mosaic before jax 0.11).
     dynamic_shared_bytes: int | None
     image: bytes
 
     @property
     def name(self) -> str:
+        """Returns the kernel's name."""
         return self.machine.name
 
     @property
     def shared_bytes(self) -> int | None:
-        """Shared memory of a program."""
+        """Returns the bytes of shared memory of a program; None if they are unknown."""
         if self.dynamic_shared_bytes is None:
             return None
         return self.machine.static_shared_bytes + self.dynamic_shared_bytes
 
 
 def kernels(serialised: bytes) -> list[Kernel]:
-    """Every launch of a kernel in an executable, XLA's own fusions among them, in the order in which they are kept.
+    """Returns every launch of a kernel in an executable, in the order in which they are kept.
 
-    serialised: what `jax.stages.Compiled.runtime_executable().serialize()` gives. Raises ValueError for what cannot be read.
+    XLA's own fusions are among them.
+
+    Args:
+        serialised: The result of `jax.stages.Compiled.runtime_executable().serialize()`.
+
+    Raises:
+        ValueError: The bytes cannot be read.
     """
     return [kernel for leaf in leaves(serialised) for kernel in _launches(leaf)]
 
 
 def _launches(data: bytes) -> Iterator[Kernel]:
-    """The launches in what may be a message; else one per kernel of the images in it."""
+    """Yields the launches in a possible message, or else one for each kernel of its images."""
     message = _message(data)
     if message is not None:
         launch = _xla_launch(message) or _mosaic_launch(message)
@@ -69,7 +77,10 @@ def _launches(data: bytes) -> Iterator[Kernel]:
 
 
 def _xla_launch(message: Message) -> Kernel | None:
-    """A custom kernel of XLA, which Triton's are too: {2: {2: {1: image}, 4: name}, 4: {1: threads in x, y, z}, 6: shared bytes}."""
+    """Reads a custom kernel of XLA, which Triton's kernels are too.
+
+    The message is {2: {2: {1: image}, 4: name}, 4: {1: threads in x, y, z}, 6: shared bytes}.
+    """
     spec = _message(_one(message, 2))
     if spec is None or not isinstance(name := _one(spec, 4), bytes):
         return None
@@ -86,7 +97,7 @@ def _xla_launch(message: Message) -> Kernel | None:
 
 
 def _mosaic_launch(message: Message) -> Kernel | None:
-    """Mosaic's resources from jax 0.11 on: {8: image, 9: name, 10: shared bytes}."""
+    """Reads Mosaic's resources of jax 0.11 or later: {8: image, 9: name, 10: shared bytes}."""
     image, name, shared = (_one(message, field) for field in (8, 9, 10))
     if not isinstance(image, bytes) or not isinstance(name, bytes) or not image.startswith(ELF):
         return None
@@ -100,7 +111,7 @@ def _one(message: Message, field: int) -> int | bytes | None:
 
 
 def _message(data: int | bytes | None) -> Message | None:
-    """Values by field, or None for what is no message."""
+    """Returns the values by field; None if the bytes are no message."""
     if not isinstance(data, bytes):
         return None
     found: Message = {}

@@ -1,5 +1,7 @@
-"""What is found in a compiled function: its Pallas kernels, the memory it takes, and what is wrong with a step that should change its
-pages in place."""
+"""Reports what a compiled function holds, and why a step fails to change its pages in place.
+
+It finds the Pallas kernels and the memory that the function takes.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +16,33 @@ from tools.kernel_lab.inspection.executable import Kernel
 
 @dataclass(frozen=True)
 class Findings:
-    """Of one `jax.stages.Compiled`."""
+    """Holds what one `jax.stages.Compiled` contains."""
 
     kernels: tuple[Kernel, ...]  # the launches of Pallas kernels
     num_launches: (
-        # of all kernels, XLA's fusions among them, but for those of cuBLAS and its like; a loop's
-        # count once
+        # Launches of all kernels: XLA's fusions are counted, cuBLAS and its like are not; a loop's
+        # launches count once.
         int
     )
-    calls: Mapping[str, int]  # how often each Pallas kernel is called
-    aliased_bytes: int  # of the results that lie where arguments lay
+    calls: Mapping[str, int]  # the number of calls of each Pallas kernel
+    aliased_bytes: int  # bytes of the results that use the memory of arguments
     temporary_bytes: int
     computations: Mapping[str, hlo.Computation]
 
     @property
     def spilled_bytes(self) -> int:
-        """Of a thread, of the Pallas kernel with the most."""
+        """Returns the spilled bytes per thread of the Pallas kernel with the most."""
         return max((kernel.machine.stack_bytes for kernel in self.kernels), default=0)
 
     def problems(self, *, pages_bytes: int, array_bytes: int) -> list[str]:
-        """What keeps the function from changing its pages in place, with kernels that hold their sums in registers; empty if nothing.
+        """Returns what keeps the function from changing its pages in place; empty if nothing.
 
-        pages_bytes: of all pages. array_bytes: of one layer's keys. The pool should be so large that nothing else has that size.
+        Spilled registers count as a problem too. The pool should be so large that nothing else has
+        the size of a layer's keys.
+
+        Args:
+            pages_bytes: The bytes of all pages.
+            array_bytes: The bytes of one layer's keys.
         """
         found = [
             f"{kernel.name} spills {kernel.machine.stack_bytes} bytes of a thread ({kernel.machine.registers} registers)"
@@ -57,7 +64,11 @@ class Findings:
 
 
 def inspect(compiled: Any) -> Findings:
-    """Raises ValueError if the executable has no code for a Pallas kernel that its program calls."""
+    """Reads the kernels, calls and memory of a compiled function.
+
+    Raises:
+        ValueError: The executable has no code for a Pallas kernel that its program calls.
+    """
     computations = hlo.computations(compiled.as_text())
     calls = hlo.kernel_calls(computations)
     launches = executable.kernels(compiled.runtime_executable().serialize())
@@ -76,5 +87,5 @@ def inspect(compiled: Any) -> Findings:
 
 
 def stem(name: str) -> str:
-    """The name that a kernel was given: XLA numbers those that share one, Mosaic adds its own."""
+    """Returns the name that a kernel was given, without what XLA and Mosaic add to it."""
     return re.sub(r"(__\d+|_mosaic_gpu_kernel)$", "", name)

@@ -1,4 +1,4 @@
-"""What a compiled function does with large arrays, read from its optimised HLO: what it copies, and which kernels of ours it calls."""
+"""Reads optimised HLO: which large arrays a function copies, which Pallas kernels it calls."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-$]+) \(.*\{\s*$")
 
 @dataclass(frozen=True)
 class Instruction:
+    """An instruction of HLO."""
+
     name: str
     opcode: str
     sizes: tuple[int, ...]  # bytes of its result, or of each part of it
@@ -39,20 +41,22 @@ class Instruction:
 
     @property
     def kernel(self) -> str | None:
-        """The name of the Pallas kernel that it calls."""
+        """Returns the name of the Pallas kernel that the instruction calls, or None."""
         target = (
             _attribute(self.rest, "custom_call_target") if self.opcode == "custom-call" else None
         )
         if target not in _KERNEL_TARGETS:
             return None
-        # Of "jit(f)/.../name/pallas_call", or .../mpmd_map, which is what Mosaic's kernels are
-        # inside.
+        # The operation's name is "jit(f)/.../name/pallas_call", or ends in mpmd_map, which holds
+        # Mosaic's kernels.
         path = (_attribute(self.rest, "op_name") or "").split("/")
         return path[-2] if len(path) > 1 else target
 
 
 @dataclass
 class Computation:
+    """A computation of HLO: the module's entry, the body of a loop, or a fusion."""
+
     name: str
     instructions: list[Instruction] = field(default_factory=list)
 
@@ -62,12 +66,12 @@ class Made:
     """An array that an instruction makes."""
 
     name: str
-    how: str  # its opcode, or that of what a fusion ends in
+    how: str  # the instruction's opcode, or the one that a fusion ends in
     num_bytes: int
 
 
 def computations(text: str) -> dict[str, Computation]:
-    """By name, of what `jax.stages.Compiled.as_text` says."""
+    """Returns the computations by name, from the text of `jax.stages.Compiled.as_text`."""
     found: dict[str, Computation] = {}
     current: Computation | None = None
     for line in text.splitlines():
@@ -82,10 +86,11 @@ def computations(text: str) -> dict[str, Computation]:
 
 
 def made(found: Mapping[str, Computation], at_least: int) -> list[Made]:
-    """Arrays of so many bytes or more that a function makes, be it by a copy, a slice, a transposition or a sum.
+    """Returns the arrays of at least this many bytes that a function makes.
 
-    What it updates in place (a scatter, a kernel's aliased output) is not among them. Where no array as large as a layer's pages is made,
-    none is copied.
+    It may make them by a copy, a slice, a transposition or a sum. Arrays that it updates in place
+    (a scatter, a kernel's aliased output) are not among them. Where no array as large as a layer's
+    pages is made, none is copied.
     """
     fused = {name for each in found.values() for item in each.instructions for name in _fused(item)}
     return [
@@ -98,7 +103,7 @@ def made(found: Mapping[str, Computation], at_least: int) -> list[Made]:
 
 
 def kernel_calls(found: Mapping[str, Computation]) -> Counter[str]:
-    """How often each Pallas kernel is called, by its name. A call inside a loop counts once."""
+    """Returns how often each Pallas kernel is called, by name; a call inside a loop counts once."""
     every = (item.kernel for each in found.values() for item in each.instructions)
     return Counter(name for name in every if name is not None)
 
@@ -113,7 +118,8 @@ def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -
     ):
         return
     if item.opcode == "custom-call" and "output_to_operand_aliasing" in item.rest:
-        # a kernel with large outputs both new and aliased would pass: the temporary memory tells
+        # A kernel with large outputs both new and aliased would pass here; the temporary memory
+        # shows it.
         return
     if item.opcode == "fusion":
         for name in _fused(item):
@@ -125,7 +131,10 @@ def _makes(item: Instruction, found: Mapping[str, Computation], at_least: int) -
 
 
 def _endings(computation: Computation) -> list[Instruction]:
-    """What makes the results of a fusion: its root, or the operands of a root that is a tuple, seen through bitcasts."""
+    """Returns the instructions that make the results of a fusion.
+
+    They are its root, or the operands of a root that is a tuple; bitcasts are skipped.
+    """
     by_name = {item.name: item for item in computation.instructions}
     (root,) = (item for item in computation.instructions if item.is_root)
     endings = [root]
@@ -151,14 +160,14 @@ def _instruction(match: re.Match[str]) -> Instruction:
     text = match[3]
     end = _closing(text) + 1 if text.startswith("(") else text.index(" ")
     opcode, _, rest = text[end:].lstrip().partition("(")
-    # An asynchronous start's result has its operands in it, in a tuple of their own.
+    # The result of an asynchronous start holds its operands, in a tuple of their own.
     begin = _closing(text[1:]) + 2 if text.startswith("((") else 0
     sizes = tuple(_bytes(kind, shape) for kind, shape in _ARRAY.findall(text[begin:end]))
     return Instruction(match[2], opcode, sizes, bool(match[1]), "(" + rest)
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens the text is closed."""
+    """Returns the position where the parenthesis that opens the text is closed."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")

@@ -1,4 +1,4 @@
-"""The table of what the compiler makes of the kernels: registers, spills, shared memory and the instructions that matter."""
+"""Makes the table of registers, spills, shared memory and instructions of the kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tools.kernel_lab.inspection.deviceless import compile_for
 from tools.kernel_lab.inspection.executable import Kernel
 from tools.kernel_lab.inspection.executable_findings import inspect, stem
 
-INSTRUCTIONS = {  # a column each: instructions of that name with these modifiers
+INSTRUCTIONS = {  # a column each: the instructions of that name with these modifiers
     "wgmma": (("HGMMA",), ("IGMMA",), ("QGMMA",)),
     "mma": (("HMMA",), ("IMMA",), ("QMMA",)),
     "16-byte async copies": (("LDGSTS", "128"),),
@@ -24,17 +24,18 @@ COLUMNS = ("kernel", "shape", "registers", "spilled bytes", "shared KiB", *INSTR
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel of a case. Bytes and registers are of one thread, shared memory of one program."""
+    """A kernel of a case; bytes and registers are per thread, shared memory per program."""
 
     kernel: str
     shape: str
     registers: int
     spilled_bytes: int
     shared_bytes: int | None
-    # in the order of `INSTRUCTIONS`; None without a disassembler
+    # The counts in the order of `INSTRUCTIONS`; None without a disassembler.
     instructions: tuple[int, ...] | None
 
     def cells(self) -> tuple[str, ...]:
+        """Returns the cells of the row."""
         shared = "?" if self.shared_bytes is None else f"{self.shared_bytes / 1024:.1f}"
         counts = (
             ["?"] * len(INSTRUCTIONS) if self.instructions is None else map(str, self.instructions)
@@ -50,7 +51,11 @@ class Row:
 
 
 def rows(case: Case, *, gpu: str = "h200") -> list[Row]:
-    """A row for each Pallas kernel in what the case compiles to. Raises NotImplementedError where the backend does not take the call."""
+    """Returns a row for each Pallas kernel that the case compiles to.
+
+    Raises:
+        NotImplementedError: The backend does not take the call.
+    """
     findings = inspect(compile_for(case.function, *case.arguments, gpu=gpu))
     return list(dict.fromkeys(_row(kernel, case) for kernel in findings.kernels))
 
@@ -70,7 +75,11 @@ def _row(kernel: Kernel, case: Case) -> Row:
 
 
 def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
-    """The table, with a line above that says what it was made with, and below which calls no kernel takes."""
+    """Returns the table in Markdown.
+
+    The line above it names the GPU and the version of JAX; the lines below it list the calls that
+    no kernel takes.
+    """
     lines = [f"Compiled for {gpu.upper()} by jax {jax.__version__}. {_NOTE}", ""]
     lines += ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
     lines += ["| " + " | ".join(row.cells()) + " |" for row in found]

@@ -1,27 +1,33 @@
-"""The records of a serialised executable. XLA writes it as Riegeli files of snappy chunks, one inside the other.
+"""Reads the records of a serialised executable.
 
-Formats: https://github.com/google/riegeli (doc/riegeli_records_file_format.md) and https://github.com/google/snappy
-(format_description.txt). Only what XLA writes is read: simple chunks, plain or in snappy.
+XLA writes it as Riegeli files of snappy chunks, one inside the other. Only what XLA writes is read:
+simple chunks, plain or in snappy.
+
+Formats: https://github.com/google/riegeli (doc/riegeli_records_file_format.md) and
+https://github.com/google/snappy (format_description.txt).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-# the first bytes of a Riegeli file: the hash of its first block header
+# The first bytes of a Riegeli file are the hash of its first block header.
 SIGNATURE = bytes.fromhex("83af70d10d884a3f")
-BLOCK_BYTES = 1 << 16  # every so many bytes a header interrupts the chunks
+BLOCK_BYTES = 1 << 16  # a header interrupts the chunks at every multiple of these bytes
 BLOCK_HEADER_BYTES = 24
 CHUNK_HEADER_BYTES = 40
 _PLAIN, _SNAPPY = 0, ord("s")
 
 
 class FormatError(ValueError):
-    """Bytes that are not what they were taken for."""
+    """Says that bytes do not have the format that was expected."""
 
 
 def leaves(data: bytes) -> Iterator[bytes]:
-    """The records of all Riegeli files in `data`, unpacked until none holds another; `data` itself where it holds none."""
+    """Yields the records of all Riegeli files in `data`, unpacked until none holds another.
+
+    Where `data` holds no file, it is the only record.
+    """
     start = data.find(SIGNATURE)
     if start < 0:
         yield data
@@ -39,7 +45,7 @@ def _records(file: bytes) -> Iterator[bytes]:
 
 
 def _chunks(file: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Kind and data of every chunk. What follows the file ends it: it begins no chunk."""
+    """Yields the kind and data of every chunk; bytes after the file begin no chunk and end it."""
     stream = b"".join(
         file[start + BLOCK_HEADER_BYTES : start + BLOCK_BYTES]
         for start in range(0, len(file), BLOCK_BYTES)
@@ -83,7 +89,10 @@ def _unpacked(data: bytes, compression: int) -> bytes:
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number that begins at `at`, seven bits a byte from the lowest, and where it ends."""
+    """Returns the number that begins at `at`, and where it ends.
+
+    A number has seven bits in a byte, the lowest first.
+    """
     value = shift = 0
     while True:
         if at >= len(data):
@@ -97,14 +106,18 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def unpack_snappy(data: bytes) -> bytes:
-    """Raises FormatError for what is not one whole snappy block."""
+    """Unpacks one snappy block.
+
+    Raises:
+        FormatError: The bytes are not one whole block.
+    """
     size, at = varint(data, 0)
     out = bytearray()
     while at < len(data):
         tag = data[at]
         at += 1
         kind = tag & 3
-        if kind == 0:  # bytes as they are
+        if kind == 0:  # a literal
             length = tag >> 2
             if length >= 60:  # the length follows, in one to four bytes
                 width = length - 59
@@ -125,7 +138,7 @@ def unpack_snappy(data: bytes) -> bytes:
             raise FormatError(f"a copy from {distance} bytes back where there are {len(out)}")
         if length <= distance:
             out += out[start : start + length]
-        else:  # it runs into what it writes
+        else:  # the copy reads bytes that it writes itself
             out += (out[start:] * -(-length // distance))[:length]
     if len(out) != size:
         raise FormatError(f"{len(out)} bytes unpacked where {size} were promised")

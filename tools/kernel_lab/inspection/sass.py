@@ -1,4 +1,7 @@
-"""Counts the instructions of a kernel, where NVIDIA's disassembler is at hand: of a CUDA toolkit, or in the wheel of `triton`."""
+"""Counts the instructions of a kernel, where NVIDIA's disassembler is installed.
+
+It comes with the CUDA toolkit and in the wheel of `triton`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _INSTRUCTION = re.compile(
 
 @functools.cache
 def disassembler() -> str | None:
-    """The path of `nvdisasm`, if there is one."""
+    """Returns the path of `nvdisasm`, or None."""
     if found := shutil.which("nvdisasm"):
         return found
     try:
@@ -34,7 +37,11 @@ def disassembler() -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def opcodes(image: bytes) -> Counter[str]:
-    """How often each instruction stands in an image, by its full name (LDGSTS.E.BYPASS.128). Raises RuntimeError without nvdisasm."""
+    """Counts each instruction in an image's code by its full name (LDGSTS.E.BYPASS.128).
+
+    Raises:
+        RuntimeError: nvdisasm is not installed.
+    """
     program = disassembler()
     if program is None:
         raise RuntimeError(
@@ -50,11 +57,12 @@ def opcodes(image: bytes) -> Counter[str]:
 
 
 def parse(text: str) -> Counter[str]:
+    """Counts the instructions in the disassembler's text."""
     return Counter(_INSTRUCTION.findall(text))
 
 
 def count(instructions: Counter[str], name: str, *modifiers: str) -> int:
-    """How many are called `name`, with all of these among their modifiers."""
+    """Returns how many instructions are called `name` and have all of these modifiers."""
     return sum(
         number
         for opcode, number in instructions.items()

@@ -1,6 +1,7 @@
-"""What the host does between the kernels of an executable, read from XLA's list of thunks, which are what it runs in order.
+"""Finds what the host does between the kernels of an executable.
 
-A command buffer is a CUDA graph: all within it runs without the host. A conditional or a loop outside of one has the host wait for its
+It reads XLA's list of thunks, which XLA runs in order. A command buffer is a CUDA graph: everything
+within it runs without the host. A conditional or a loop outside of one makes the host wait for its
 condition.
 """
 
@@ -14,9 +15,10 @@ _CONTROL = ("Conditional", "While")
 
 
 def on_host(text: str) -> list[str]:
-    """The kinds of the conditionals and loops that are in no command buffer, in order.
+    """Returns the kinds of the conditionals and loops that are in no command buffer, in order.
 
-    text: as `compile_with_thunks` gives it; what a thunk holds is indented below it.
+    Args:
+        text: The list that `compile_with_thunks` gives; what a thunk holds is indented below it.
     """
     found, within = [], None  # the indentation of the command buffer that this line is in
     for match in filter(None, map(_THUNK.match, text.splitlines())):
@@ -30,6 +32,7 @@ def on_host(text: str) -> list[str]:
 
 
 def num_command_buffers(text: str) -> int:
+    """Returns how many command buffers the list has."""
     return sum(
         match[2] == COMMAND_BUFFER for match in filter(None, map(_THUNK.match, text.splitlines()))
     )
