@@ -228,6 +228,11 @@ def stop():
 
 
 PLANTED = [
+    (
+        "jaxpage/llm.py",
+        'def f():\n    """Of a request."""',
+        'a docstring begins with "Of"',
+    ),
     ("jaxpage/memory/a.py", "import jax", "the host side never imports jax"),
     ("jaxpage/memory/a.py", "from flax import nnx", "the host side never imports flax"),
     ("jaxpage/step/request.py", "import jax.numpy as jnp", "the host side never imports jax"),
@@ -379,7 +384,7 @@ def test_a_planted_violation_is_found(tmp_path: Path, path: str, code: str, mess
     }
     for name, text in {**good, path: code}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f'"""What lives here."""\n{text}\n')
+        (tmp_path / name).write_text(f'"""Holds what lives here."""\n{text}\n')
     found = house.violations(tmp_path)
     assert re.match(rf"{re.escape(path)}:\d+: .*{re.escape(message)}", found[0]), found
     assert all(line.startswith(path) for line in found), "only the planted file is wrong"
@@ -413,5 +418,5 @@ def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
     }
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f'"""What lives here."""\n{text}\n')
+        (tmp_path / name).write_text(f'"""Holds what lives here."""\n{text}\n')
     assert house.violations(tmp_path) == []

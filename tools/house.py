@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 
 from tests.support.reach import unreached
 from tests.support.sources import (
+    DOCUMENTED,
+    FIRST_WORDS,
     WHEEL,
     Function,
     Module,
@@ -39,10 +41,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LONG = 100  # characters
 # These rooms are vocabulary: every room imports their modules, past any door.
 OPEN_ROOMS = {"layers", "settings", "step"}
-FIRST_WORDS = ("Of", "What", "Whether", "As", "Behind")
 # Words that end in "s" and begin a docstring without being its verb.
 NO_VERBS = {"Arguments", "As", "Bytes", "Globs", "Its", "Less", "Names", "This", "Tokens"}
-DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 Table = dict[str, float]
 
 

@@ -1,4 +1,7 @@
-"""Events of an engine, in order. A listener ignores them, writes them to a log, or compares them with a log (replay)."""
+"""Tells listeners what an engine does, in order.
+
+A listener ignores the events, writes them to a log, or compares them with a log (replay).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from jaxpage.step.request import SequenceGroup
 
 
 class Events:
-    """The default listener: it ignores all events."""
+    """Listens to an engine and ignores all events. Listeners override what they want to hear."""
 
     def arrived(self, group: SequenceGroup) -> None:
         """A request was admitted to the queue."""

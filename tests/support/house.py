@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.support.sources import (
+    DOCUMENTED,
+    FIRST_WORDS,
     Import,
     Module,
     functions,
@@ -202,6 +204,7 @@ def violations(root: Path) -> list[str]:
             found += [f"{module.path}:{item.line}: {text}" for text in _import_laws(module, item)]
             found += [f"{module.path}:{item.line}: {text}" for text in _door_laws(module, item)]
         found += [f"{module.path}:{line}: {text}" for line, text in _never(module)]
+        found += [f"{module.path}:{line}: {text}" for line, text in _fragments(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _products(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _steps(module)]
         found += [f"{module.path}:{line}: {text}" for line, text in _sizes(module)]
@@ -287,6 +290,16 @@ def _floor_laws(importer: str, target: str, floor: int, wing: str) -> Iterator[s
             yield f"{room}/ does not import {other}/"
 
 
+def _fragments(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields docstrings whose subject is in another line."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
+            word = text.split(maxsplit=1)[0]
+            if word in FIRST_WORDS:
+                line = getattr(node, "lineno", 1)
+                yield line, f'a docstring begins with "{word}": say who does what'
+
+
 def _never(module: Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Call):
@@ -348,10 +361,12 @@ def _sizes(module: Module) -> Iterator[tuple[int, str]]:
     if (num_tokens := len(token_lines(module))) > MAX_MODULE_TOKENS:
         yield 1, f"has {num_tokens} tokens; {MAX_MODULE_TOKENS} are enough for a module"
     for node, length in functions(module):
-        if length > MAX_FUNCTION_LINES:
+        told = node.body[0] if ast.get_docstring(node) else None
+        code = length - (told.end_lineno - told.lineno + 1 if told and told.end_lineno else 0)
+        if code > MAX_FUNCTION_LINES:
             yield (
                 node.lineno,
-                f"{node.name} has {length} lines; {MAX_FUNCTION_LINES} are enough for a function",
+                f"{node.name} has {code} lines; {MAX_FUNCTION_LINES} are enough for a function",
             )
 
 

@@ -15,6 +15,9 @@ from pathlib import Path
 
 WHEEL = ("jaxpage", "pallas_kernels")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+# A docstring that begins with one of these is a fragment: its subject is in another line.
+FIRST_WORDS = ("Of", "What", "Whether", "As", "Behind")
 
 
 @dataclass(frozen=True)
