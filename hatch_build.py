@@ -20,7 +20,7 @@ WANTED = os.environ.get("JAXPAGE_BUILD_KERNELS") == "1"
 
 class Kernels(BuildHookInterface):
     def dependencies(self) -> list[str]:
-        """Of the build: XLA's headers come with JAX. The oldest that jaxpage allows: newer ones take what was built for it."""
+        """Returns what the build needs: the oldest JAX that jaxpage allows, whose headers of XLA newer ones accept."""
         return ["jax>=0.10,<0.11"] if WANTED else []
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:

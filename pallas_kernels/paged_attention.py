@@ -106,10 +106,8 @@ def paged_attention(
 
 def _show_options(call: Any) -> None:
     """Gives a function that takes `**options` the signature that `help` and editors should show."""
-    own, of_options = (
-        inspect.signature(call),
-        inspect.signature(AttentionOptions).parameters.values(),
-    )
+    own = inspect.signature(call)
+    of_options = inspect.signature(AttentionOptions).parameters.values()
     named = [
         each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD
     ]

@@ -120,12 +120,10 @@ def main(argv: list[str] | None = None) -> int:
     if MISSING:
         tell(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
         return 0
-    table, rows, longest, failed = (
-        Table("Whole steps (ms)", [*COLUMNS]),
-        list[dict[str, Any]](),
-        0.0,
-        0,
-    )
+    table = Table("Whole steps (ms)", [*COLUMNS])
+    rows = list[dict[str, Any]]()
+    longest = 0.0
+    failed = 0
     for case in cases(arguments):
         began = time.monotonic()
         if began + longest > end:

@@ -58,10 +58,8 @@ PACKAGES = {  # the packages that each process imports
     "ctranslate2": "ctranslate2 torch transformers",
     "llama_cpp": "llama-cpp-python gguf torch safetensors",
 }
-BEGIN, END = (
-    "<!-- written by tools/compare_engines.py -->",
-    "<!-- end of what tools/compare_engines.py wrote -->",
-)
+BEGIN = "<!-- written by tools/compare_engines.py -->"
+END = "<!-- end of what tools/compare_engines.py wrote -->"
 
 
 def main() -> None:

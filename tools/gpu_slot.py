@@ -148,10 +148,8 @@ class Slot:
 
     def look(self, deadline: float) -> str:
         """Asks for the machine; returns why nothing can be done here, "" if something can."""
-        old, before = (
-            self.results.parts.get(ENVIRONMENT),
-            machine(self.results.findings).get("device"),
-        )
+        old = self.results.parts.get(ENVIRONMENT)
+        before = machine(self.results.findings).get("device")
         others = set(self.results.parts) - {ENVIRONMENT}
         self._run([self.check.environment()], deadline)
         here, reason = machine(self.results.findings).get("device"), ""

@@ -58,10 +58,8 @@ def _microseconds(
         table = 1 + random.permutation(num_rows * num_blocks).reshape(num_rows, num_blocks).astype(
             np.int32
         )
-        lengths, starts = (
-            jnp.full(num_rows, context, jnp.int32),
-            jnp.arange(num_rows + 1, dtype=jnp.int32),
-        )
+        lengths = jnp.full(num_rows, context, jnp.int32)
+        starts = jnp.arange(num_rows + 1, dtype=jnp.int32)
         function = jax.jit(
             lambda *arrays: paged_attention(
                 *arrays, scale=HEAD_WIDTH**-0.5, backend=backend, max_query_len=1

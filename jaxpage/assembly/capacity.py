@@ -96,12 +96,10 @@ def _without_blocks(
     longest_row: int,
 ) -> MemoryPlan:
     """Returns the plan without the number of blocks; see `plan_memory`."""
-    config, device, layout, drafting = (
-        described.config,
-        described.device,
-        described.layout,
-        described.drafting,
-    )
+    config = described.config
+    device = described.device
+    layout = described.layout
+    drafting = described.drafting
     first, *further = groups
     longest = config.max_model_len or described.model.max_position_embeddings
     workspace_bytes = _workspace_estimate(described.model, longest, menu)
@@ -163,11 +161,9 @@ def _how_to_fit_one(config: EngineConfig, plan: MemoryPlan) -> str:
 
 def notices(described: Described, plan: MemoryPlan) -> list[str]:
     """Returns warnings about settings whose effect is not what their values suggest."""
-    config, device, longest = (
-        described.config,
-        described.device,
-        described.model.max_position_embeddings,
-    )
+    config = described.config
+    device = described.device
+    longest = described.model.max_position_embeddings
     found = [device.notice] if device.notice else []
     if device.is_cpu and "gpu_memory_utilization" in config.model_fields_set:
         found.append(

@@ -45,12 +45,10 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     Raises:
         UnsupportedError: No kernel set takes a step; the message has the reason of each.
     """
-    files, mesh, drafting, lora = (
-        opened.files,
-        opened.mesh,
-        spec.described.drafting,
-        spec.described.lora,
-    )
+    files = opened.files
+    mesh = opened.mesh
+    drafting = spec.described.drafting
+    lora = spec.described.lora
     hooks.phase(PHASES[3])
     adapters = (
         adapter_weights(files.family, files.spec, lora, files.rule, spec.sharding) if lora else []
@@ -122,11 +120,9 @@ def shards_of_weights(files: ModelFiles, spec: EngineSpec) -> list[ShardedWeight
 
 
 def _step_options(spec: EngineSpec, files: ModelFiles, *, by_row: bool) -> StepOptions:
-    lora, kernels, drafter = (
-        spec.described.lora,
-        spec.described.kernels,
-        spec.described.drafting.drafter,
-    )
+    lora = spec.described.lora
+    kernels = spec.described.kernels
+    drafter = spec.described.drafting.drafter
     assert kernels is not None, "the device is at hand"
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)
     graph, _ = abstract_model(files.family, files.spec, spec.layout.dtype, rule)

@@ -302,10 +302,8 @@ def choose_sharding(described: Described) -> Sharding:
     Raises:
         ConfigError: The devices cannot share the model.
     """
-    asked, num_devices = (
-        described.config.tensor_parallel_reduction,
-        described.layout.tensor_parallel_size,
-    )
+    asked = described.config.tensor_parallel_reduction
+    num_devices = described.layout.tensor_parallel_size
     invariant = asked == "invariant" or (
         asked == "auto"
         and described.device.is_cpu

@@ -285,10 +285,8 @@ def _of_other_form(
         for piece in pieces
         if piece.stored and not {*piece.stored.dtypes} <= {*FLOATS}
     }
-    known, floats = (
-        {name for piece in pieces for name in piece.names},
-        [_CODES[name] for name in FLOATS],
-    )
+    known = {name for piece in pieces for name in piece.names}
+    floats = [_CODES[name] for name in FLOATS]
     plain = [
         info
         for name in sorted(coded)
@@ -437,10 +435,8 @@ def _check_unused(
         for name in (
             name for name in unused if name.endswith(check.end) and _module(name) not in passed
         ):
-            info, says = (
-                stored[name],
-                f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}",
-            )
+            info = stored[name]
+            says = f"has dtype {stored[name].dtype}, not {' or '.join(check.codes)}"
             found = (
                 check.says(_module(name), map_array(info)) if info.dtype in check.codes else says
             )

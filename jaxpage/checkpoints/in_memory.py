@@ -138,10 +138,8 @@ def _fitted(
         else TensorInfo(name, _CODES[array.dtype], tuple(array.shape), PLACE, 0, int(array.nbytes))
         for name, array in arrays.items()
     }
-    empty, ignored = (
-        LoadPlan(PLACE, "memory", arrays=arrays),
-        ignored_tensors(files.family, files.spec),
-    )
+    empty = LoadPlan(PLACE, "memory", arrays=arrays)
+    ignored = ignored_tensors(files.family, files.spec)
     plan = fit_stored(
         empty,
         stored,

@@ -219,10 +219,8 @@ def _rank(config: Mapping[str, Any], module: str) -> int:
 
 
 def _factor(config: Mapping[str, Any], module: str) -> float:
-    alpha, rank = (
-        _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]),
-        _rank(config, module),
-    )
+    alpha = _by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"])
+    rank = _rank(config, module)
     return alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
 
 

@@ -163,12 +163,10 @@ def _open(directory: Path, quantization: str | None, *, compare: bool) -> ModelF
         read_layout(directory, problems)  # The faults of the files belong in the same list.
         problems.raise_if_any()
     assert described is not None
-    config, family, spec, scheme = (
-        described.config,
-        described.family,
-        described.spec,
-        described.quantization,
-    )
+    config = described.config
+    family = described.family
+    spec = described.spec
+    scheme = described.quantization
     with problems.collect():
         weights = model_weights(family, spec, described.rule)
         plan = fit(

@@ -294,12 +294,10 @@ def _users(plan: MemoryPlan) -> list[tuple[int, int, int]]:
 
 
 def _chosen_lines(subject: Subject, chosen: Option) -> list[str]:
-    plan, layout, kv, max_num_seqs = (
-        chosen.plan,
-        chosen.layout,
-        subject.spec.kv,
-        subject.config.max_num_seqs,
-    )
+    plan = chosen.plan
+    layout = chosen.layout
+    kv = subject.spec.kv
+    max_num_seqs = subject.config.max_num_seqs
     rows = [
         (
             "model",
@@ -352,12 +350,10 @@ def _option_lines(options: Sequence[Option], chosen: Option, length: int) -> lis
 
 
 def _option_row(option: Option, chosen: Option, length: int) -> tuple[str, ...]:
-    layout, plan, users, of = (
-        option.layout,
-        option.plan,
-        option.num_users(length),
-        chosen.num_users(length),
-    )
+    layout = option.layout
+    plan = option.plan
+    users = option.num_users(length)
+    of = chosen.num_users(length)
     names = (
         layout.dtype,
         layout.kv_cache_dtype,

@@ -133,10 +133,8 @@ class BucketMenu:
         Raises:
             ValueError: No bucket holds the step.
         """
-        longest, num_rows = (
-            max(query_lens),
-            max(len(query_lens), 0 if verifies or multi_step else num_draws),
-        )
+        longest = max(query_lens)
+        num_rows = max(len(query_lens), 0 if verifies or multi_step else num_draws)
         single = self.decode if longest == 1 and not scores else self.chunk
         for bucket in self.multi_step if multi_step else self.verify if verifies else single:
             if branches and not bucket.trees:

@@ -285,11 +285,9 @@ def _best(
     The last result has the ids and the probabilities that each was drawn from, for the choice
     "drawn"; otherwise it is empty. Scores of drawn tokens are 0.
     """
-    width, choice, target = (
-        drafting.options.shape.num_branches,
-        drafting.options.choice,
-        drafting.target,
-    )
+    width = drafting.options.shape.num_branches
+    choice = drafting.options.choice
+    target = drafting.target
     if choice == "drawn":
         token_ids, (ids_BW, q_BW) = draw_draft(logits, draws, by_row=target.by_row)
         return token_ids, jnp.zeros(token_ids.shape), [ids_BW[:, :, None], _bits(q_BW)[:, :, None]]

@@ -35,10 +35,8 @@ logger = logging.getLogger(__name__)
 
 MOST_BYTES = 2 * 2**30  # in the directory: what was unused for the longest time goes first
 # A file has the digest of its name and of the rest, the workspace in bytes, and the executable.
-_DIGEST_BYTES, _SIZE_BYTES = (
-    32,
-    8,
-)
+_DIGEST_BYTES = 32
+_SIZE_BYTES = 8
 # Steps are traced from the code in these folders.
 _TRACED = (
     "jaxpage/device",

@@ -289,10 +289,8 @@ def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
     ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
     for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
         if row.q is not None:
-            drafts, width = (
-                slice(first + 1, first + len(row.token_ids)),
-                row.q.token_ids_NW.shape[1],
-            )
+            drafts = slice(first + 1, first + len(row.token_ids))
+            width = row.q.token_ids_NW.shape[1]
             q_TW[drafts] = 0.0
             ids_TW[drafts, :width], q_TW[drafts, :width] = row.q
 

@@ -345,10 +345,8 @@ class Engine:
         """
         edits: list[Edit] = []
         for group in self.scheduler.running:
-            ended, due = (
-                [sequence.sequence_id for sequence in group.unfinished],
-                group.pending_forks,
-            )
+            ended = [sequence.sequence_id for sequence in group.unfinished]
+            due = group.pending_forks
             edits += [
                 Fork(ended[0], child_id, index) for index, child_id in enumerate(due, start=1)
             ]

@@ -79,11 +79,9 @@ class Latencies:
         """Notes that a request has ended."""
         if {sequence.finish_reason for sequence in group.sequences} - {"stop", "length"}:
             return
-        scheduled, first, last = (
-            metrics.first_scheduled_time,
-            metrics.first_token_time,
-            metrics.last_token_time,
-        )
+        scheduled = metrics.first_scheduled_time
+        first = metrics.first_token_time
+        last = metrics.last_token_time
         if scheduled is None or first is None or last is None or metrics.finished_time is None:
             return
         num_tokens = [sequence.num_output_tokens for sequence in group.sequences]

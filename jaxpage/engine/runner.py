@@ -145,10 +145,8 @@ class Runner:
                 module = at(self._parameters["target"], place.path[:-1])
                 before, parts = module[name], []
                 for shard in before.addressable_shards:
-                    numbers, device = (
-                        np.array(shard.data),
-                        (shard.index[0].start or 0) // place.shape[0],
-                    )
+                    numbers = np.array(shard.data)
+                    device = (shard.index[0].start or 0) // place.shape[0]
                     numbers[slot - 1] = (
                         0 if layer is None else sharded.part(layer[index][None], place, device)[0]
                     )

@@ -87,10 +87,8 @@ class _Eagle(nnx.Module):
 
     def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
         width, rows = spec.decoder.model_width, spec.table_rows
-        tokens_name, head_name = (
-            "embed_tokens" if spec.own_tokens else None,
-            "lm_head" if spec.own_head else None,
-        )
+        tokens_name = "embed_tokens" if spec.own_tokens else None
+        head_name = "lm_head" if spec.own_head else None
         self.spec = spec
         self.tokens = Embedding(spec.decoder.vocab_size, width, name=tokens_name, dtype=dtype)
         self.head = Embedding(rows, width, name=head_name, dtype=dtype)

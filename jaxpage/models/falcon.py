@@ -96,10 +96,8 @@ def _kv_heads(fields: Fields, num_heads: int) -> int:
 
 def _form(fields: Fields) -> tuple[tuple[str, str | None], bool]:
     """Returns `Spec.norms` and `Spec.parallel`."""
-    new, parallel = (
-        fields.flag("new_decoder_architecture", False),
-        fields.flag("parallel_attn", True),
-    )
+    new = fields.flag("new_decoder_architecture", False)
+    parallel = fields.flag("parallel_attn", True)
     if new and not parallel:
         text = "parallel_attn = false with new_decoder_architecture is not supported"
         fields.note(RefusedField(text), parallel_attn=True)

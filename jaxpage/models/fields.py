@@ -242,10 +242,8 @@ class Fields(ConfigFields):
             max_position_embeddings: The number of positions of the config.
             theta: For each layer type the field of older configs, or "" for none, and the default.
         """
-        given, scaling = (
-            self.get("rope_parameters", None) or {},
-            self.get("rope_scaling", None) or {},
-        )
+        given = self.get("rope_parameters", None) or {}
+        scaling = self.get("rope_scaling", None) or {}
         if not isinstance(given, dict) or not all(
             value is None or isinstance(value, dict) for value in given.values()
         ):

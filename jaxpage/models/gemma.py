@@ -39,10 +39,8 @@ class Spec(RotaryDecoderSpec):
         if config.get("hidden_act") == "gelu":
             config = {**config, "hidden_act": ACTIVATION}
         with Fields(config, "gemma") as fields:
-            used, other = (
-                fields.get("hidden_act", ACTIVATION),
-                fields.get("hidden_activation", None),
-            )
+            used = fields.get("hidden_act", ACTIVATION)
+            other = fields.get("hidden_activation", None)
             if other not in (None, used):
                 text = f"hidden_activation = {other!r} is not supported beside hidden_act = {used!r}, which is used"
                 fields.note(RefusedField(text), hidden_activation=None)

@@ -43,10 +43,8 @@ class Spec(RotaryDecoderSpec):
             "gpt_oss",
             {"num_local_experts": "num_experts", "num_experts_per_tok": "experts_per_token"},
         ) as fields:
-            head_width, num_layers = (
-                fields.integer("head_dim", 64),
-                fields.integer("num_hidden_layers"),
-            )
+            head_width = fields.integer("head_dim", 64)
+            num_layers = fields.integer("num_hidden_layers")
             longest = fields.integer("max_position_embeddings", 131_072)
             swiglu = ClampedSwiGLU(
                 fields.number("swiglu_limit", 7.0), fields.number("swiglu_alpha", 1.702)

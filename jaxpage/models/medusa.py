@@ -65,11 +65,9 @@ class MedusaHeads(nnx.Module):
     """
 
     def __init__(self, spec: MedusaSpec, *, dtype: DTypeLike):
-        width, rows, aliases = (
-            spec.model_width,
-            spec.table_rows,
-            ("lm_head",) if spec.one_table else (),
-        )
+        width = spec.model_width
+        rows = spec.table_rows
+        aliases = ("lm_head",) if spec.one_table else ()
 
         def block(head: int, layer: int) -> Linear:
             part = Part(width, "embed", spec.block(head, layer))

@@ -29,14 +29,10 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "mixtral", {"num_local_experts": "num_experts"}) as fields:
-            num_layers, head_width = (
-                fields.integer("num_hidden_layers"),
-                head_width_or_quotient(fields),
-            )
-            longest, width = (
-                fields.integer("max_position_embeddings", 4096 * 32),
-                ("intermediate_size", 14336),
-            )
+            num_layers = fields.integer("num_hidden_layers")
+            head_width = head_width_or_quotient(fields)
+            longest = fields.integer("max_position_embeddings", 4096 * 32)
+            width = ("intermediate_size", 14336)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 8),

@@ -51,14 +51,10 @@ class Spec:
     def from_config(cls, config: Mapping[str, Any]) -> Spec:
         """Returns the spec of a config.json."""
         with Fields(config, "opt") as fields:
-            num_heads, num_layers = (
-                fields.integer("num_attention_heads"),
-                fields.integer("num_hidden_layers"),
-            )
-            width, head_width = (
-                fields.integer("hidden_size"),
-                fields.divided("hidden_size", "num_attention_heads"),
-            )
+            num_heads = fields.integer("num_attention_heads")
+            num_layers = fields.integer("num_hidden_layers")
+            width = fields.integer("hidden_size")
+            head_width = fields.divided("hidden_size", "num_attention_heads")
             norm_first = fields.flag("do_layer_norm_before", True)
             return cls(
                 vocab_size=fields.integer("vocab_size"),
@@ -105,10 +101,8 @@ class DecoderLayer(nnx.Module):
             head_width=spec.kv.head_width,
         )
         self.mlp_norm = norm("final_layer_norm")
-        up, down = (
-            projection(width, inner, "fc1", "ffn", "embed"),
-            projection(inner, width, "fc2", "embed", "ffn"),
-        )
+        up = projection(width, inner, "fc1", "ffn", "embed")
+        down = projection(inner, width, "fc2", "embed", "ffn")
         self.mlp = MLP(up, down, activation=spec.activation)
         self.norm_first = spec.norm_first
 

@@ -31,10 +31,8 @@ class Spec(RotaryDecoderSpec):
             if fields.flag("use_sliding_window", False):
                 text = "use_sliding_window = true is not supported for this family"
                 fields.note(RefusedField(text), use_sliding_window=False)
-            width, shared = (
-                ("moe_intermediate_size", 1408),
-                fields.integer("shared_expert_intermediate_size", 5632),
-            )
+            width = ("moe_intermediate_size", 1408)
+            shared = fields.integer("shared_expert_intermediate_size", 5632)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 16),

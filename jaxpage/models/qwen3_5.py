@@ -53,10 +53,8 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     if (activation := fields.get("hidden_act", "silu")) != "silu":
         text = f"hidden_act = {activation!r} is not supported: the convolution of linear attention has silu"
         fields.note(RefusedField(text), hidden_act="silu")
-    every, numbers = (
-        fields.integer("full_attention_interval", 4),
-        range(1, 1 + fields.integer("num_hidden_layers")),
-    )
+    every = fields.integer("full_attention_interval", 4)
+    numbers = range(1, 1 + fields.integer("num_hidden_layers"))
     types = fields.layer_types(
         [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
     )

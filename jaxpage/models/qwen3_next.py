@@ -25,10 +25,8 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "qwen3_next", {"num_experts": "num_local_experts"}) as fields:
-            width, shared = (
-                ("moe_intermediate_size", 512),
-                fields.integer("shared_expert_intermediate_size", 512),
-            )
+            width = ("moe_intermediate_size", 512)
+            shared = fields.integer("shared_expert_intermediate_size", 512)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),

@@ -154,10 +154,8 @@ class RotaryDecoderSpec:
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
         """
-        num_layers, num_query_heads = (
-            fields.integer("num_hidden_layers"),
-            fields.integer("num_attention_heads"),
-        )
+        num_layers = fields.integer("num_hidden_layers")
+        num_query_heads = fields.integer("num_attention_heads")
         if num_query_heads % num_kv_heads:
             text = f"num_key_value_heads = {num_kv_heads} must divide num_attention_heads = {num_query_heads}"
             heads = dict.fromkeys(("num_key_value_heads", "num_attention_heads"), num_query_heads)

@@ -33,10 +33,8 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "smollm3") as fields:
-            num_layers, head_width = (
-                fields.integer("num_hidden_layers"),
-                head_width_or_quotient(fields),
-            )
+            num_layers = fields.integer("num_hidden_layers")
+            head_width = head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 32768)
             every = fields.integer("no_rope_layer_interval", 4)
             rotates = fields.get("no_rope_layers", None)

@@ -178,11 +178,9 @@ class SpeculativeConfig(BaseModel):
             yield from self._wrong_choices(self.medusa_choices)
 
     def _never_drafted(self, settings: SuffixDecoding) -> Iterable[str]:
-        depth, factor, wanted = (
-            settings.max_tree_depth,
-            settings.max_spec_factor,
-            self.num_speculative_tokens,
-        )
+        depth = settings.max_tree_depth
+        factor = settings.max_spec_factor
+        wanted = self.num_speculative_tokens
         if wanted != "auto" and wanted >= depth:
             yield (
                 f"num_speculative_tokens is {wanted}, but suffix_decoding_max_tree_depth {depth} leaves at most {depth - 1}"

@@ -326,10 +326,8 @@ class Controller:
             // self._unit
         )
         known = self._parents[:most] if self._unit == 1 else ()
-        parents, average = (
-            (*known, *range(len(known) - 1, most - 1)),
-            self.acceptance.average(1 + most),
-        )
+        parents = (*known, *range(len(known) - 1, most - 1))
+        average = self.acceptance.average(1 + most)
         rates = {each: self.acceptance.rates(each, average) for each in sequence_ids}
         return [node for each in sequence_ids for node in _nodes(each, parents, rates[each])]
 

@@ -87,11 +87,9 @@ def entry(plan: Plan, operands: Operands) -> None:
 def _program(plan: Plan, operands: Operands, shared: Shared) -> None:
     # Later tiles of a row have more to read, so they start first.
     tile = plan.num_tiles - 1 - lax.axis_index("tile")
-    head, split, warpgroup = (
-        lax.axis_index("head"),
-        lax.axis_index("split"),
-        lax.axis_index("warpgroup"),
-    )
+    head = lax.axis_index("head")
+    split = lax.axis_index("split")
+    warpgroup = lax.axis_index("warpgroup")
     turns = _turns(plan, operands.tiles, tile, split)
 
     @pl.when(turns.number > 0)

@@ -90,10 +90,8 @@ class Plan:
     @property
     def shared_bytes(self) -> int:
         """Returns the shared memory of a program, without barriers and Mosaic's own needs."""
-        queries, buffers = (
-            self.consumers * ROWS * self.head_width * 2,
-            4 * self.stages * self.context * self.head_width,
-        )
+        queries = self.consumers * ROWS * self.head_width * 2
+        buffers = 4 * self.stages * self.context * self.head_width
         partials = self.consumers * ROWS * 4 * (self.head_width + 2) if self.splits > 1 else 0
         return queries + buffers + partials
 

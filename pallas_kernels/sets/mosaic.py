@@ -136,11 +136,9 @@ def supports(device: Any, call: Call) -> str | None:
 
 def _attention_reason(arguments: Arguments) -> str | None:
     dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    width, block_size, tree = (
-        arguments.q_TNH.shape[2],
-        arguments.k_pages.shape[1],
-        arguments.options.tree_mask_TQ,
-    )
+    width = arguments.q_TNH.shape[2]
+    block_size = arguments.k_pages.shape[1]
+    tree = arguments.options.tree_mask_TQ
     tree_width = 0 if tree is None else tree.shape[1]
     return first_reason(
         (
@@ -164,10 +162,8 @@ def _attention_reason(arguments: Arguments) -> str | None:
 
 
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
-    group, block_size = (
-        arguments.q_TNH.shape[1] // arguments.k_pages.shape[2],
-        arguments.k_pages.shape[1],
-    )
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    block_size = arguments.k_pages.shape[1]
     rows, context = tiles.query_rows, tiles.context
     reason = first_reason(
         (

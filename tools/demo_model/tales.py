@@ -175,11 +175,9 @@ def tale(rng: random.Random) -> str:
     """Returns one story in four paragraphs."""
     pronoun = rng.choice(sorted(HEROES))
     kinds, names = HEROES[pronoun]
-    name, helper, villain = (
-        rng.choice(names.split()),
-        rng.choice(WORDS["helper"]),
-        rng.choice(WORDS["villain"]),
-    )
+    name = rng.choice(names.split())
+    helper = rng.choice(WORDS["helper"])
+    villain = rng.choice(WORDS["villain"])
     fixed = {
         "name": name,
         "Name": name,

@@ -54,10 +54,8 @@ def attention(case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def visible(context: int, queries: int, sliding_window: int | None) -> np.ndarray:
     """Returns [Q, C]: the positions that the last `queries` positions of a context see."""
-    position_Q, position_C = (
-        np.arange(context - queries, context)[:, None],
-        np.arange(context)[None, :],
-    )
+    position_Q = np.arange(context - queries, context)[:, None]
+    position_C = np.arange(context)[None, :]
     seen_QC = position_C <= position_Q
     return (
         seen_QC if sliding_window is None else seen_QC & (position_C > position_Q - sliding_window)

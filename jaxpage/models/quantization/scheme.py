@@ -154,10 +154,8 @@ def read_kv_cache(config: QuantizationFields) -> Literal["auto", "fp8"]:
     checkpoint, one for a layer (`KV_SCALES`), are not read: pages have a scale for each token and
     head.
     """
-    algorithm, scheme = (
-        config.config.get("kv_cache_quant_algo"),
-        config.config.get("kv_cache_scheme"),
-    )
+    algorithm = config.config.get("kv_cache_quant_algo")
+    scheme = config.config.get("kv_cache_scheme")
     if not algorithm and not scheme:
         return "auto"
     is_fp8 = isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (

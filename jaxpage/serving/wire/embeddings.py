@@ -102,10 +102,8 @@ def open_embeddings(
         raise ApiError(
             400, f"input must be 1 to {MAX_INPUTS} inputs, not {len(inputs)}", param="input"
         )
-    params, add_special_tokens = (
-        SamplingParams(max_tokens=1),
-        request.add_special_tokens is not False,
-    )
+    params = SamplingParams(max_tokens=1)
+    add_special_tokens = request.add_special_tokens is not False
     checked = [context.checked_prompt(one, "input") for one in inputs]
     return kind(
         request, [PromptRequest(one, params, add_special_tokens) for one in checked], ignored

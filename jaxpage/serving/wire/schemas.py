@@ -113,10 +113,8 @@ def admits_object(schema: dict[str, Any]) -> bool:
         return known[id(part)]
 
     def leaves_object(part: dict[str, Any], root: Any, depth: int) -> bool:
-        types, values = (
-            part.get("type", "object"),
-            [part["const"]] if "const" in part else part.get("enum"),
-        )
+        types = part.get("type", "object")
+        values = [part["const"]] if "const" in part else part.get("enum")
         if "object" not in (types if isinstance(types, list) else [types]):
             return False
         if isinstance(values, list) and not any(isinstance(value, dict) for value in values):
@@ -223,9 +221,7 @@ def _problem_of(pattern: Any) -> str | None:
             return "is not a valid regular expression"
         else:
             depth += (character == "(") - (character == ")")
-            in_class, escaped, may_repeat = (
-                character == "[",
-                character == "\\",
-                character not in "(|",
-            )
+            in_class = character == "["
+            escaped = character == "\\"
+            may_repeat = character not in "(|"
     return "is not a valid regular expression" if depth or in_class or escaped else None

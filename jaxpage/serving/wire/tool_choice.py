@@ -112,10 +112,8 @@ def _named(tools: list[Tool], name: str) -> ToolUse:
         raise ApiError(
             400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice"
         )
-    schema, parameter = (
-        named_schema(parameters_of(tools[index])),
-        f"tools[{index}].function.parameters",
-    )
+    schema = named_schema(parameters_of(tools[index]))
+    parameter = f"tools[{index}].function.parameters"
     return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
 
 
