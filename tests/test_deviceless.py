@@ -341,6 +341,7 @@ def test_pages_are_changed_in_place_on_the_card(gpu: str) -> None:
         *((gpu, LLAMA_3_8B, kind, LAYERS) for gpu in CARDS for kind in ("decode", "chunk")),
         *((gpu, LLAMA_3_1B, kind, LAYERS) for gpu in CARDS for kind in ("decode", "verify")),
         ("rtx4090", LLAMA_3_1B, "decode", 16),
+        ("b200", LLAMA_3_8B, "decode", 32),
     ],
 )
 def test_a_step_on_the_card_is_one_cuda_graph(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxpage.device import executables
@@ -131,6 +132,18 @@ def test_what_cannot_be_stored_is_said_in_a_line(
     assert "cannot store executables in" in record.getMessage() and len(
         record.getMessage()
     ) < 300 + len(str(tmp_path))
+
+
+def test_a_step_that_calls_python_is_not_stored_and_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def calls_python(x: jax.Array) -> jax.Array:
+        return jax.pure_callback(lambda given: given, jax.ShapeDtypeStruct((), x.dtype), x)
+
+    compile_one = functools.partial(lambda: jax.jit(calls_python).lower(jnp.ones(())).compile())
+    kept = StoredExecutables(tmp_path / "executables", jax.devices()).get(compile_one, (1.0,), 1.0)
+    assert kept(jnp.ones(())) == 1.0
+    assert not caplog.records and not [*tmp_path.glob("*/*")]
 
 
 def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(

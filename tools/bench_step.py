@@ -120,11 +120,19 @@ def main(argv: list[str] | None = None) -> int:
     if MISSING:
         tell(Finding("steps", LEFT_OUT, f"no {MISSING} here"))
         return 0
+    chosen = cases(arguments)
+    if (platform := jax.default_backend()) != "gpu" and any(
+        case.model != "tiny" for case in chosen
+    ):
+        sys.exit(
+            f"--models {arguments.models}: steps of these sizes are for GPUs, and JAX's device here "
+            f"is a {platform}. `--models tiny` runs on every device."
+        )
     table = Table("Whole steps (ms)", [*COLUMNS])
     rows = list[dict[str, Any]]()
     longest = 0.0
     failed = 0
-    for case in cases(arguments):
+    for case in chosen:
         began = time.monotonic()
         if began + longest > end:
             tell(

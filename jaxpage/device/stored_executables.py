@@ -100,6 +100,11 @@ class StoredExecutables:
         try:
             _write(path, compiled, trees)
         except Exception as error:  # it is compiled again at the next start
+            if "pickle" in str(error):
+                logger.info(
+                    "%s calls Python, as interpreted kernels do: it is not stored", path.name
+                )
+                return compiled
             if not self._is_full:
                 # JAX may print whole trees of arrays, so the text is cut.
                 why = f"{type(error).__name__}: {error}".partition("\n")[0][:200]

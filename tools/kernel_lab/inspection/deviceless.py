@@ -25,7 +25,7 @@ from pallas_kernels.compat import described_gpu, without_compile_cache
 
 # Each has a .textproto next to this file.
 GPUS = ("h200", "h100", "a100", "rtx3090", "rtx4090", "rtx5090", "b200", "t4")
-INSTALL = 'pip install "jax[cuda13-local]=={}"'
+INSTALL = 'pip install "jax[cuda13-local]=={}" (or jaxpage with its extra "inspect")'
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
 
 
