@@ -86,6 +86,8 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
             context, stages = 64, stages if few else 7
     elif shape.kind == "verify":
         rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
+        if in_registers and eight_bits and shape.head_width <= 64:
+            stages = 7  # with a third turn in flight, as above
     elif in_registers and eight_bits and not wide:
         rows, warps = 64, 4
     else:
