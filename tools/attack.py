@@ -254,13 +254,17 @@ class Siege:
         return growth
 
     def _memory(self) -> int:
-        """Returns the resident bytes of the server and its child processes."""
+        """Returns the resident bytes of the server and its child processes.
+
+        A page that several of them share counts once, where the system says how many share it.
+        """
         total = 0
         for process in [self._process, *self._process.children(recursive=True)]:
             try:
-                total += process.memory_info().rss
+                memory = process.memory_full_info()
             except psutil.NoSuchProcess:  # a child that has ended
                 continue
+            total += getattr(memory, "pss", 0) or memory.rss
         return total
 
 

@@ -48,7 +48,7 @@ def advance(plan: StepPlan, result: StepResult, strategies: Mapping[int, Strateg
         plan: The plan of the step.
         result: The result that the device returned for it.
         strategies: The strategy of each sequence, by sequence id. The draws of a sequence that has
-            none are ignored: its request was aborted.
+            none are ignored.
     """
     edits: list[Edit] = [] if result.scored is None else _scores(plan, result.scored)
     for strategy, drawn in groupby(

@@ -55,8 +55,8 @@ class CompiledStep(NamedTuple):
     Attributes:
         executable: The executable.
         neutral: Arrays on the device for the inputs of logits processors that a step does not use.
-        off: The drafter whose parameters and layers the executable does not take: it is the
-            target's alone. None if nothing is left out.
+        off: The drafter that is left out, so that the executable is the target's alone; None if
+            none is.
     """
 
     executable: Any

@@ -30,8 +30,8 @@ from jaxpage.shapes import MOST_CANDIDATES, NOT_FINITE, NOTHING_ALLOWED
 
 # W: candidates whose log probabilities leave the device when a row asks for any
 NUM_CANDIDATES = 64
-# The rows that are processed together, where rows are computed at once: processing takes several
-# times the memory of their logits.
+# Draws that are processed together, where all draws of a step are made at once (on a GPU):
+# processing takes several times the memory of their logits.
 PROCESSED_AT_ONCE = 16
 
 

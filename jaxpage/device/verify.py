@@ -1,4 +1,4 @@
-"""Finds the drafts that were right.
+"""Finds the drafts that were right, by the rule "coupled"; other rules are in `acceptance.py`.
 
 Noise is a function of the position, so the draw after a right draft is the one that a step without
 drafts would make.

@@ -228,7 +228,7 @@ class Turns:
         """Ends all requests after a step that raised an error outside the engine's own handling.
 
         The block tables may have what the step moved while the pages lack it, so the pages are made
-        anew. If the engine is not empty and whole afterwards, it is not used any more.
+        anew. If a request or a block is left over afterwards, the driver ends.
         """
         logger.error("a step failed; all requests end with an error", exc_info=error)
         failure = EngineFailed("The engine failed during generation")
@@ -272,7 +272,7 @@ class Turns:
         self._offer(one)
 
     def _offer(self, one: Handle) -> None:
-        """Makes the next output of a request, if its reader wants one."""
+        """Makes the next output of a request, if its reader wants one now (see `Handle`)."""
         try:
             output = one.news()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Turns a plan into the arrays of a step. This is the only code that pads.
+"""Turns a plan into the arrays of a step, padded to the sizes of its bucket.
 
 It also checks token ids, slots and blocks, because JAX silently clamps or drops an index that is
 out of range.

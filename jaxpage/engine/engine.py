@@ -53,7 +53,11 @@ class EngineParts(TypedDict, total=False):
 
 
 class Engine:
-    """Calls the scheduler and the runner in turn; only the thread of its driver uses it."""
+    """Calls the scheduler and the runner in turn.
+
+    Only the thread of its driver uses it, but for `prepare`, `compiled` and `opened_adapter`, which
+    any thread may call.
+    """
 
     def __init__(
         self,
@@ -158,7 +162,7 @@ class Engine:
         return None if asked is None else self.grammars.compiled(asked)
 
     def add(self, request_id: str, prepared: PreparedRequest) -> Reporter:
-        """Admits a request, and compiles its grammar if it has one that is not compiled.
+        """Takes in a request, and compiles its grammar if it has one that is not compiled.
 
         Raises:
             CapacityError: The request can never fit into the pool.
@@ -217,7 +221,8 @@ class Engine:
     def step(self) -> list[SequenceGroup]:
         """Runs one step on the device, and returns the groups that it changed.
 
-        An empty list means that nothing is left to do.
+        The list is also empty after a step that computed chunks of prompts alone, so
+        `has_unfinished` says whether anything is left to do.
         """
         drafts = self.speculator.propose(self.scheduler.running)
         if (plan := self._plan(drafts)) is None:

@@ -82,7 +82,11 @@ class Attention(nnx.Module):
         return self.attended(q, k, v, layer_pages, context)
 
     def projected(self, x_TI: Float[Array, "T I"]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns queries, keys and values [T, heads x H]."""
+        """Returns queries, keys and values [T, heads x H].
+
+        A model over several devices calls this and `attended` by themselves, with a norm over all
+        devices in between.
+        """
         fused = self.query_key_value(x_TI)
         if self.num_groups is None:
             ends = list(itertools.accumulate(part.rows for part in self.query_key_value.spec.parts))

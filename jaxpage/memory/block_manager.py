@@ -1,8 +1,8 @@
 """Keeps the block tables of every cache group in step, finds cached prefixes, and holds pins.
 
 A model whose layers need different caches (full attention, sliding window, latent) has one cache
-group for each kind. A sequence owns a block table in every group, and each operation here either
-succeeds in all groups or changes none of them:
+group for each kind. A sequence owns a block table in every group. An operation succeeds in all
+groups if `has_room` or `fits` said yes before it:
 
     group 0 (full)      sequence 7: [ 3  9  4 11 ]     positions 0..63, blocks of 16 slots
     group 1 (window 32) sequence 7: [ 0  0 21 25 ]     0 is the null block: out of the window
@@ -166,6 +166,8 @@ class BlockManager:
     def reserve(self, sequence_id: int, start: int, stop: int) -> Moves:
         """Makes positions start to stop - 1 writable by this sequence alone; ask `has_room` first.
 
+        A block that another sequence shares, or that the prefix cache can find, is replaced.
+
         In a group with a sliding window only as many of the positions are reserved as the sequence
         has blocks for.
 
@@ -173,7 +175,8 @@ class BlockManager:
             The copies (source block, destination block) that must happen before the step writes.
 
         Raises:
-            CapacityError: There are too few free blocks.
+            CapacityError: There are too few free blocks. Groups before the one that lacks them have
+                reserved already, so this is a mistake of a caller that did not ask.
             ValueError: The range cannot be reserved; see `BlockTables.reserve`.
         """
         copies: list[tuple[int, int]] = []
@@ -307,6 +310,9 @@ class BlockManager:
         salt: str | None,
     ) -> None:
         """Adds the full blocks among a sequence's computed tokens to the prefix index.
+
+        A block whose content is cached already is given up for the cached one, so the sequence's
+        block tables may change.
 
         Args:
             sequence_id: The sequence.
@@ -453,7 +459,8 @@ class BlockManager:
 def _cut(group: BlockTables, spans: Iterable[Span]) -> list[Span]:
     """Returns the parts of the spans that a group reserves.
 
-    Where a window slides a sequence never holds more blocks than the window and one step need.
+    Where a window slides, a sequence never holds more blocks than the window and one step need,
+    and at least the first position of a span is reserved.
     """
     if group.sliding_window is None:
         return list(spans)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 Digest = bytes
-Parent = int | str | None  # the block before; for the first block of a sequence the cache salt
+Parent = int | str | None  # the block before; at the root the cache salt, None without one
 
 
 def blake2b_256(content: bytes) -> Digest:
@@ -168,7 +168,7 @@ class PrefixIndex:
 
         Returns:
             The block that can be found for this content: the block itself, or another one that was
-            there first. None if neither can be found, because other content has this digest, or
+            there first, which the caller takes in place of its own. None if neither can be found, because other content has this digest, or
             because the block before it is not in the index any more.
         """
         if isinstance(parent, int) and parent not in self._entries:

@@ -93,7 +93,7 @@ class Scheduler:
 
     @property
     def running(self) -> tuple[SequenceGroup, ...]:
-        """Returns the groups that own blocks, the lowest rank first."""
+        """Returns the groups that own blocks, in order of rank."""
         return self._requests.running
 
     @property
@@ -210,7 +210,8 @@ class Scheduler:
     def plan(self, drafts: Drafts = NO_DRAFTS) -> StepPlan | None:
         """Returns the next step, or None when there is nothing to do.
 
-        The blocks of the step are reserved. No sequence is changed but those that are preempted.
+        The blocks of the step are reserved. No sequence is changed but those that are admitted or
+        preempted.
 
         Args:
             drafts: What may follow some sequences. As many drafts are verified as fit in a step in
@@ -265,11 +266,11 @@ class Scheduler:
     def _plan_decoding(self, step: PlanBuilder, decoding: list[Members]) -> None:
         """Computes a token of every sequence that decodes, in order of rank.
 
-        When blocks run out, the running group of the highest rank is preempted.
+        When blocks run out, the running group that ranks last is preempted.
         """
         for group, sequences in decoding:
             if step.preempted and not self._requests.is_running(group):
-                return  # the group was preempted, and with it all groups of a higher rank
+                return  # the group was preempted, and with it all groups that rank after it
             if self._make_room(group, sequences, step):
                 for sequence in sequences:
                     step.compute(group, sequence, 1)
@@ -294,7 +295,7 @@ class Scheduler:
         Drafts are served in order of rank, and only from blocks that are free: a draft neither
         preempts a request nor makes one wait. Two kinds of requests get none:
           * a beam search, because the beams that go on are known only after all have drawn;
-          * a prefix that is computed for a pin, because accepted drafts would take it to its end.
+          * a prefix that is computed for a pin, because accepted drafts would end it before it is pinned.
         """
         if any([one.num_pending_tokens > 1 or group.pending_forks for group, one, _ in step.work]):
             return
@@ -356,8 +357,8 @@ class Scheduler:
         """Computes tokens of running groups that do not decode yet, then of newly admitted ones.
 
         The first group takes all that the limits of the step allow. A newcomer needs no chunk if
-        all its tokens but the last one were found. If no chunk is planned before it, it decodes in
-        this step, and the groups that arrived later wait.
+        all its tokens but the last one were found. If no chunk comes before it, it decodes in this
+        step, and no group after it gets a chunk.
         """
         for group, sequences in computing:
             if not step.preempted or self._requests.is_running(group):
@@ -389,8 +390,8 @@ class Scheduler:
     ) -> None:
         """Computes the next tokens of each sequence of a group, as many as the step holds."""
         # The sequences of a group draw in the same step, so the last token of each waits until all
-        # have one token left. It also waits where the first draws are several: a step of single
-        # tokens has as many rows, and draws, as there are sequence slots.
+        # have one token left. It also waits where one prompt is drawn from several times: a step of
+        # single tokens has as many rows, and draws, as there are sequence slots.
         num_kept = 1 if len(sequences) > 1 or group.pending_forks else 0
         for sequence in sequences:
             room = self.limits.max_tokens - step.num_tokens
@@ -421,7 +422,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, edits: Iterable[Edit]) -> list[SequenceGroup]:
         """Books a step that happened: its rows are computed, then its edits apply in order.
 
-        Rows and edits of groups that were aborted meanwhile are passed over.
+        Rows and edits of groups that were aborted between `plan` and `commit` are passed over.
+        `Engine.step` never leaves any.
 
         Returns:
             The groups that an edit touched, in the order of their first edit. A score alone does
@@ -429,7 +431,7 @@ class Scheduler:
         """
         for row in plan.rows:
             if row.sequence_id in self._requests.sequences:
-                self._compute(row, plan.step_id)
+                self._book(row, plan.step_id)
         touched: dict[str, SequenceGroup] = {}
         for edit in edits:
             changed = apply_edit(edit, self._requests.sequences, self.block_manager)
@@ -450,7 +452,7 @@ class Scheduler:
                 self._requests.remove(group)
         return list(touched.values())
 
-    def _compute(self, row: Row, step_id: int) -> None:
+    def _book(self, row: Row, step_id: int) -> None:
         """Counts the known tokens of a row as computed."""
         group, sequence = self._requests.sequences[row.sequence_id]
         start = row.start

@@ -151,7 +151,7 @@ class _Node(NamedTuple):
     depth: int
     chance: float  # that it and all before it are accepted; of a unit, the number of them
     rank: float  # the least chance from the first to this one, since drafts are cut from the end
-    weight: float  # the chance that it is found, if it is yet to be asked for
+    weight: float  # the chance that a proposer finds it; 1 once it is there
 
 
 class _Option(NamedTuple):

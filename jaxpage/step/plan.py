@@ -1,6 +1,7 @@
 """Defines a step as the host plans it (`StepPlan`), and its outcome (`StepResult`).
 
-These two are all that crosses between host and device.
+`BatchBuilder` makes a plan, masks and adapter slots into arrays. A `StepResult` is all that comes
+back from the device.
 """
 
 from __future__ import annotations
@@ -176,18 +177,19 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step, with an entry for each of `StepPlan.samples`.
+    """The outcome of a step, with an entry for each of `StepPlan.samples`: R draws of B rows.
 
     Log probabilities are natural logarithms of the raw softmax. A negative token id says why none
     was drawn; see `NOT_FINITE` and `NOTHING_ALLOWED`.
 
     Attributes:
-        token_ids: [B] The drawn tokens.
-        logprobs: [B] Their log probabilities.
-        ranks: [B] Their ranks, 1 for the most likely token; 0 where no sample of the step asks.
-        top_token_ids: [B, W] The most likely candidates.
-        top_logprobs: [B, W] Their log probabilities.
-        paths: [B, Q] For each row with drafts the draws that count, in order, padded with -1.
+        token_ids: [R] The drawn tokens.
+        logprobs: [R] Their log probabilities.
+        ranks: [R] Their ranks, 1 for the most likely token; 0 where no sample of the step asks.
+        top_token_ids: [R, W] The most likely candidates.
+        top_logprobs: [R, W] Their log probabilities.
+        paths: [B, Q] For each row of a step that verifies or has several steps, the draws that
+            count, in order, padded with -1.
         draft_candidates: The candidates of a device drafter, for its proposer; padded at the end.
         scored: The scores of `Row.scored`: an entry for each token of the stream, up to the last
             one that is scored.
