@@ -168,8 +168,9 @@ class PrefixIndex:
 
         Returns:
             The block that can be found for this content: the block itself, or another one that was
-            there first, which the caller takes in place of its own. None if neither can be found, because other content has this digest, or
-            because the block before it is not in the index any more.
+            there first, which the caller takes in place of its own. None if neither can be found,
+            because other content has this digest, or because the block before it is not in the
+            index any more.
         """
         if isinstance(parent, int) and parent not in self._entries:
             return None

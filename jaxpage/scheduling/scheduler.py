@@ -295,7 +295,8 @@ class Scheduler:
         Drafts are served in order of rank, and only from blocks that are free: a draft neither
         preempts a request nor makes one wait. Two kinds of requests get none:
           * a beam search, because the beams that go on are known only after all have drawn;
-          * a prefix that is computed for a pin, because accepted drafts would end it before it is pinned.
+          * a prefix that is computed for a pin, because accepted drafts would end it before
+            it is pinned.
         """
         if any([one.num_pending_tokens > 1 or group.pending_forks for group, one, _ in step.work]):
             return
