@@ -95,6 +95,19 @@ def test_a_small_pool_and_other_prompts_beside_it(
             assert [found[tuple(prompt)] for prompt in PROMPTS] == plain
 
 
+def test_restored_blocks_that_no_request_uses_yet_are_evicted_from_the_end(
+    model: Path, filled: Path
+) -> None:
+    """The first block is found in memory, and a later one is restored: the chain ends up in order."""
+    with make_llm(model, prefix_cache_directory=str(filled), start=False) as llm:
+        engine = llm._engine
+        for length in (20, 100):
+            prepared = engine.prepare(None, PROMPTS[0][:length], PARAMS)
+            engine.add(f"{length}", prepared)
+            engine.scheduler.block_manager.check()
+        assert counts(llm)["restored"] == 6
+
+
 @pytest.mark.parametrize(
     "damage", ["cut", "flipped", "another's", "other tokens", "empty", "a directory"]
 )

@@ -123,6 +123,11 @@ class BlockPool:
             del self._cached[block]
             self._free.append(block)
 
+    def refresh(self, block: int) -> None:
+        """Makes a block the last of the free ones with content to be handed out, if it is free."""
+        if block in self._cached:
+            self._cached.move_to_end(block)
+
     def share(self, block: int) -> None:
         """Adds a reference to a used block, or the first one to a cached block."""
         if self._ref_counts[block] == 0:

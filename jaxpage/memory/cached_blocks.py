@@ -160,6 +160,11 @@ class CachedBlocks:
         pool.release(block)
         return block
 
+    def refresh(self, prefix: Sequence[int]) -> None:
+        """Makes a prefix the most recently used one; its last block is handed out first."""
+        for block in reversed(prefix):
+            self._first.pool.refresh(block)
+
     def clear(self) -> None:
         """Forgets all prefixes. Block tables stay as they are."""
         self.index.clear()

@@ -54,11 +54,9 @@ class PrefixTier(Events):
         """Restores the blocks that the prompt begins with, as far as there are empty blocks."""
         if not self._is_current:
             return
-        (sequence, *_), salt, size = (
-            group.sequences,
-            group.request.prefix_salt,
-            self._index.block_size,
-        )
+        sequence = group.sequences[0]
+        salt = group.request.prefix_salt
+        size = self._index.block_size
         num_blocks = (len(sequence.token_ids) - 1) // size
         digests = self._index.extend(sequence.block_digests, sequence.token_ids, salt, num_blocks)[
             :num_blocks
@@ -76,6 +74,7 @@ class PrefixTier(Events):
         self._files.skip_damaged(blocks)  # the rest is computed and can be written again
         if restored:
             self._access.write_blocks(restored)
+            self._cached.refresh([*there, *(place for place, _ in restored)])
 
     def stepped(self, report: StepReport) -> None:
         """Writes the blocks of finished sequences, which are free but still have their contents."""
