@@ -13,7 +13,9 @@ from jaxpage.serving.http.parser import MAX_HEADER_BYTES
 from jaxpage.serving.wire.errors import RETRY_AFTER, ApiError
 
 MAX_HEADERS = 100
-_WORTH_GIVING_BACK = 32 << 20  # the bytes from which on freed memory is given back
+# The bytes of bodies from which on freed memory is given back. A body of JSON takes dozens of times
+# its bytes while it is read.
+_WORTH_GIVING_BACK = 1 << 20
 # The number of bodies of the largest size that may be held at a time, or as many bytes in smaller
 # ones.
 NUM_LARGEST_BODIES = 32
