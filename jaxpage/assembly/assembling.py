@@ -22,10 +22,7 @@ from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.engine.adapters import Adapters
-from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.engine import Engine, EngineParts
-from jaxpage.engine.runner import Runner
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler

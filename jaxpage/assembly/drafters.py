@@ -34,9 +34,14 @@ from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.replacing import Path as LayerPath
 from jaxpage.models.replacing import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
-from jaxpage.speculation.methods import METHODS, DrafterKind
-from jaxpage.speculation.recycling import NUM_RECYCLED
+from jaxpage.speculation import (
+    METHODS,
+    NUM_RECYCLED,
+    Choices,
+    DrafterKind,
+    assumed_accuracies,
+    choices_of,
+)
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec

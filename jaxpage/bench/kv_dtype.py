@@ -52,7 +52,7 @@ _ROWS = (
 )
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

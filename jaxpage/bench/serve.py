@@ -41,7 +41,7 @@ _EXTENSIONS = {
 _UNKNOWN_LENGTH = 1 << 20  # the longest sequence, if a server does not tell it
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: argparse.Namespace) -> int:
     """Prints a table and, as the last line, one JSON object; returns 1 if a request failed.
 
     Raises:

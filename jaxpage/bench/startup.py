@@ -31,7 +31,7 @@ from jaxpage.tables import aligned
 Phases = dict[str, float]  # seconds by phase, in the order of a start
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

@@ -40,7 +40,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 _THE_WORK = ("model", "revision", "tokenizer")
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
+def run_throughput(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Prints a table and, as the last line, one JSON object.
 
     Returns:

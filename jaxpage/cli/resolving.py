@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import engine_settings, sampling_settings, server_settings
 from jaxpage.errors import UnsupportedError, UsageError
-from jaxpage.serving.config import ServerConfig, resolve_both
+from jaxpage.serving import ServerConfig, resolve_both
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config

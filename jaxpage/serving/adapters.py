@@ -20,8 +20,7 @@ from starlette.routing import Route
 from jaxpage.assembly import lora_spec
 from jaxpage.checkpoints import describe_model, resolve_model_config
 from jaxpage.checkpoints.lora_files import read_adapter
-from jaxpage.engine.adapters import directory_of
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine, directory_of
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
 from jaxpage.serving.directories import directory_inside

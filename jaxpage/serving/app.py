@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.incidents import Incidents
+from jaxpage.replay import Incidents
 from jaxpage.serving.adapters import lora_routes
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding import Embedding

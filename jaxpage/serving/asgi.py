@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jaxpage.assembly import Built
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules
 from jaxpage.serving.app import build_app

@@ -23,7 +23,7 @@ from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules, open_lora_modules
 from jaxpage.serving.capabilities import capabilities

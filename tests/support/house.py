@@ -58,7 +58,21 @@ ROOMS |= {
     "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
-DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
+DOORS = {
+    "assembly",
+    "bench",
+    "cli",
+    "decoding",
+    "driver",
+    "engine",
+    "memory",
+    "prefix_store",
+    "replay",
+    "scheduling",
+    "serving",
+    "simulation",
+    "speculation",
+}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
 # nor HTTP.
@@ -167,6 +181,8 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
+    "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
+    "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
     "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",
