@@ -15,8 +15,7 @@ from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec, print_lines
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.step_costs import measure_costs
-from jaxpage.checkpoints import ModelFiles
-from jaxpage.checkpoints.tokenizer_files import ends_of_text
+from jaxpage.checkpoints import ModelFiles, ends_of_text
 from jaxpage.device.embedder import Embedder
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages

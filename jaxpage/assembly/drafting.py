@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from jax.typing import DTypeLike
 
 from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
-from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages

@@ -1,7 +1,7 @@
 """Makes workloads, measures them and reports the results; `jaxpage bench` runs this room.
 
 The names are loaded at first use, so that a simulation draws its lengths without jax. Other rooms
-take:
+and the tools take:
 
     run_throughput    measures the tokens per second of many requests at once
     run_latency       measures how long one batch takes
@@ -13,6 +13,9 @@ take:
     run_speculation   measures speculative decoding against none
     measure_shapes    measures the steps of an engine, by their shapes
     SHORT_PROMPT      is the length of the prompts of which it times decode steps
+    parameters        gives sampling parameters for an exact number of tokens
+    make_workload     makes requests with the lengths of a dataset
+    environment       describes the machine and the packages of a measurement
     DATASETS          holds the distributions of lengths by name
     Lengths           is an array of lengths in tokens
 """
@@ -25,20 +28,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.bench.kv_dtype import run_kv_dtype
     from jaxpage.bench.latency import run_latency
+    from jaxpage.bench.measure import parameters
     from jaxpage.bench.quantization import run_quantization
+    from jaxpage.bench.report import environment
     from jaxpage.bench.roofline import run_roofline
     from jaxpage.bench.serve import run_serve
     from jaxpage.bench.shape_times import measure_shapes
     from jaxpage.bench.speculation import run_speculation
     from jaxpage.bench.startup import run_startup
     from jaxpage.bench.throughput import run_throughput
-    from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths
+    from jaxpage.bench.workloads import DATASETS, SHORT_PROMPT, Lengths, make_workload
 
 __all__ = [
     "DATASETS",
     "SHORT_PROMPT",
     "Lengths",
+    "environment",
+    "make_workload",
     "measure_shapes",
+    "parameters",
     "run_kv_dtype",
     "run_latency",
     "run_quantization",
@@ -50,6 +58,9 @@ __all__ = [
 ]
 
 _HOMES = {
+    "environment": "jaxpage.bench.report",
+    "make_workload": "jaxpage.bench.workloads",
+    "parameters": "jaxpage.bench.measure",
     "run_kv_dtype": "jaxpage.bench.kv_dtype",
     "run_latency": "jaxpage.bench.latency",
     "run_quantization": "jaxpage.bench.quantization",

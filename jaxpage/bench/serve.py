@@ -30,8 +30,7 @@ from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import resolve_tokenizer
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints import load_tokenizer, resolve_tokenizer
 from jaxpage.errors import UsageError
 
 _EXTENSIONS = {

@@ -213,16 +213,14 @@ def _checkpoint(model: str) -> Iterator[str]:
 
 
 def _tokenizer(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import resolve_model
-    from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(model))
     yield "none: prompts are token ids" if tokenizer is None else f"{len(tokenizer)} tokens"
 
 
 def _chat_template(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import resolve_model
-    from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None or not tokenizer.chat_template:

@@ -15,8 +15,7 @@ import jax
 import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
-from jaxpage.checkpoints import load_shards
-from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints import ModelFiles, load_shards
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader

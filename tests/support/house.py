@@ -61,6 +61,7 @@ ROOMS |= {
 DOORS = {
     "assembly",
     "bench",
+    "checkpoints",
     "cli",
     "decoding",
     "driver",
@@ -138,6 +139,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/cli/commands.py",
         "*",
     ): "each command imports what it needs: checking a configuration needs no jax",
+    (
+        "jaxpage/cli/generating.py",
+        "jaxpage.checkpoints",
+    ): "wrong flags and an empty prompt are refused before jax is imported",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
         "jaxpage/cli/resolving.py",
