@@ -252,7 +252,7 @@ def families_of_packages() -> Iterator[str]:
 def _quantizations() -> Iterator[str]:
     from jaxpage.models.quantization.gguf import FORMATS
     from jaxpage.models.quantization.on_load import SCHEMES
-    from jaxpage.models.quantization.registry import METHODS
+    from jaxpage.models.quantization.scheme_choice import METHODS
 
     yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
 

@@ -24,7 +24,7 @@ from jaxpage.decoding import (
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
-from jaxpage.engine.metrics import EngineMetrics
+from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids

@@ -29,6 +29,7 @@ Other rooms take:
 """
 
 from jaxpage.replay.differences import Differs, Leave, differ
+from jaxpage.replay.engine_opening import open_engine, open_in_memory
 from jaxpage.replay.event_log import MAX_LINE_BYTES, check_new, encoded_record, write_log
 from jaxpage.replay.incidents import IncidentRing, Incidents
 from jaxpage.replay.log_header import engine_header, package_versions
@@ -39,7 +40,6 @@ from jaxpage.replay.looking import (
     request_lines,
     state_lines,
 )
-from jaxpage.replay.opening import open_engine, open_in_memory
 from jaxpage.replay.recorder import Record, Recorder
 from jaxpage.replay.replaying import LoggedDrafts, add_arrival, replay
 from jaxpage.replay.token_texts import tokenizer_of_log, with_texts

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
-    from jaxpage.serving.incidents import open_incidents
+    from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
     from jaxpage.serving.startup import follow, start
     from jaxpage.serving.wire.logprobs import TokenTexts
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "open_incidents": "jaxpage.serving.incidents",
+    "open_incidents": "jaxpage.serving.incident_files",
     "AUTO": "jaxpage.serving.config",
     "ServerConfig": "jaxpage.serving.config",
     "resolve_both": "jaxpage.serving.config",
