@@ -53,7 +53,11 @@ For models that are no files, and for what comes next to a model:
     EAGLE_FILES              names its files
 """
 
+from __future__ import annotations
+
+import importlib
 import logging
+from typing import TYPE_CHECKING, Any
 
 from jaxpage.checkpoints.config_file import read_config, read_generation_config, stated_dtype
 from jaxpage.checkpoints.conversion import convert
@@ -87,7 +91,9 @@ from jaxpage.checkpoints.resolve import (
     resolve_model_config,
     resolve_tokenizer,
 )
-from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer, tokenizer_of
+
+if TYPE_CHECKING:
+    from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer, tokenizer_of
 
 __all__ = [
     "EAGLE_FILES",
@@ -140,3 +146,15 @@ __all__ = [
 logging.getLogger("transformers").addFilter(
     lambda record: "PyTorch was not found" not in str(record.msg)
 )
+
+# These names are loaded at first use: transformers takes seconds to import, and a model is read and
+# converted without it.
+_HOMES = dict.fromkeys(
+    ("ends_of_text", "load_tokenizer", "tokenizer_of"), "jaxpage.checkpoints.tokenizer_files"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpage.checkpoints' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -187,6 +187,7 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
 DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
     "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
+    "jaxpage/checkpoints/__init__.py": "transformers takes seconds to import, and a model is read without it",
     "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
