@@ -16,8 +16,7 @@ import numpy.typing as npt
 from jaxpage.assembly import Built
 from jaxpage.device.embedder import Embedder, Pooling
 from jaxpage.driver import Driver, Handle, Update, check_streamable, copy_error
-from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import JaxpageError, ShuttingDown
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput

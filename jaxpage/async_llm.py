@@ -21,13 +21,18 @@ from jaxpage.async_driver import AsyncDriver, AsyncPinnedPrefix, AwaitedHandle
 from jaxpage.checkpoints import ModelConfig, Parameters
 from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, stacked
-from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import Messages, named_params
-from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
+from jaxpage.engine import (
+    SCORING,
+    Engine,
+    Messages,
+    PreparedRequest,
+    named_params,
+    scored_pairs,
+    scores_of,
+)
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import CompletionOutput, RequestOutput
-from jaxpage.replay.opening import open_engine, open_in_memory
+from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest

@@ -15,13 +15,11 @@ from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
 from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import Messages, named_params
-from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
+from jaxpage.engine import SCORING, Engine, Messages, named_params, scored_pairs, scores_of
 from jaxpage.errors import JaxpageError, ShuttingDown
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
-from jaxpage.replay.opening import open_engine, open_in_memory
+from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config
 from jaxpage.settings.lora_request import LoRARequest

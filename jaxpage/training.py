@@ -17,9 +17,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxpage.checkpoints.in_memory import ModelConfig, named_parameters, open_parameters
-from jaxpage.checkpoints.loading import load_weights
-from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints import (
+    ModelConfig,
+    ModelFiles,
+    load_weights,
+    named_parameters,
+    open_parameters,
+)
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts

@@ -400,7 +400,7 @@ def test_a_module_without_a_docstring_is_found(tmp_path: Path) -> None:
 
 def test_what_the_laws_allow_is_not_reported(tmp_path: Path) -> None:
     files = {
-        "jaxpage/llm.py": "from jaxpage.engine.engine import Engine",
+        "jaxpage/llm.py": "from jaxpage.engine import Engine",
         "jaxpage/engine/engine.py": "import jax\nfrom jaxpage.memory import D\nfrom jaxpage.device import b",
         "jaxpage/memory/__init__.py": 'from jaxpage.memory.c import lives\n\n__all__ = ["lives"]',
         "jaxpage/memory/c.py": "import numpy\nfrom jaxpage.errors import CapacityError",

@@ -28,18 +28,18 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxpage.assembly import describing
 from jaxpage.checkpoints import (
-    check_weights,
     convert,
     describe_model,
-    eos_token_ids,
-    load_sharded,
     load_weights,
     open_model,
     read_config,
     resolve_model,
     resolve_tokenizer,
-    weights_bytes,
 )
+from jaxpage.checkpoints.config_file import eos_token_ids
+from jaxpage.checkpoints.fitting import check_weights
+from jaxpage.checkpoints.loading import load_sharded
+from jaxpage.checkpoints.opening import weights_bytes
 from jaxpage.checkpoints.resolve import DEMO
 from jaxpage.checkpoints.safetensors_files import SINGLE
 from jaxpage.checkpoints.tokenizer_files import ends_of_text, load_tokenizer

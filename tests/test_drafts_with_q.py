@@ -13,7 +13,7 @@ from jaxpage.device.buckets import Bucket, make_menu
 from jaxpage.device.step_inputs import TableShape, unpack
 from jaxpage.engine.batch_builder import BatchBuilder
 from jaxpage.replay.recorder import _drafts
-from jaxpage.replay.replay import _draft
+from jaxpage.replay.replaying import _draft
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.shapes import MOST_CANDIDATES
 from jaxpage.speculation.speculator import filter_drafts

@@ -29,7 +29,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, BeamSearchParams, SamplingParams, cli
 from jaxpage.assembly import Built, Hooks
 from jaxpage.checkpoints.resolve import DEMO
@@ -38,12 +37,13 @@ from jaxpage.driver import Driver
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import CapacityError, ConfigError, EngineFailed, EventLogError
 from jaxpage.outputs import TokenLogprobs
+from jaxpage.replay import replaying
 from jaxpage.replay.event_log import MAX_LINE_BYTES, EventLog, LogReader
 from jaxpage.replay.incidents import IncidentRing, scrubbed
-from jaxpage.replay.log_header import header, read_header, weights_hash
+from jaxpage.replay.log_header import engine_header, read_header, weights_hash
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
-from jaxpage.replay.replay import Replay, Report
+from jaxpage.replay.replaying import Replay, Report
 from jaxpage.scheduling import POLICIES
 from jaxpage.step.draft import NO_DRAFTS
 from jaxpage.step.edits import Append, Drop, Finish, Fork, Score
@@ -90,7 +90,7 @@ def new_engine(llm: LLM, runner: Any = None, tokenizer: Any = None, **parts: Any
 def logged(llm: LLM, path: Path, tokenizer: Any = None) -> Iterator[Engine]:
     """The LLM as it was when it was built, and a log of what is done with it until it is shut down."""
     engine = new_engine(llm, tokenizer=tokenizer)
-    engine.events = EventLog(path, header(llm.config, engine, llm.spec))
+    engine.events = EventLog(path, engine_header(llm.config, engine, llm.spec))
     # not started: a stream that nobody reads stands still
     llm._driver, llm.tokenizer = Driver(engine), tokenizer
     try:
@@ -449,7 +449,7 @@ def test_a_damaged_line_is_named_before_anything_is_loaded(
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join([*lines[:7], line, *lines[7:]]))
     with pytest.raises(EventLogError, match=f"a.jsonl, line 8: .*{message}"):
-        replay_module.replay(path, model="no-such-model")
+        replaying.replay(path, model="no-such-model")
 
 
 def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) -> None:
@@ -457,7 +457,7 @@ def test_a_line_without_end_is_not_read_to_its_end(crowd: Path, tmp_path: Path) 
     with path.open("wb") as file:
         file.truncate(MAX_LINE_BYTES + 2)
     with pytest.raises(EventLogError, match="line 1: a line has more than"):
-        replay_module.replay(path)
+        replaying.replay(path)
 
 
 @pytest.mark.parametrize(
@@ -481,10 +481,10 @@ def test_a_header_that_is_none_is_refused(
 ) -> None:
     first, *rest = records_of(crowd)
     with pytest.raises(EventLogError, match=f"(?s)line 1: .*{message}"):
-        replay_module.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
+        replaying.replay(write(tmp_path / "a.jsonl", [{**first, **change}, *rest]))
     (tmp_path / "empty").touch()
     with pytest.raises(EventLogError, match="not an event log"):
-        replay_module.replay(tmp_path / "empty")
+        replaying.replay(tmp_path / "empty")
 
 
 # ---- runs that are the same again
@@ -540,11 +540,11 @@ def test_swaps_pins_and_a_fair_policy(directory: Path, tmp_path: Path) -> None:
         any(name in record for record in records)
         for name in ("swap_out", "swap_in", "copies", "preempted")
     )
-    assert_identical(replay_module.replay(path, progress=False), path)
+    assert_identical(replaying.replay(path, progress=False), path)
     index = next(i for i, record in enumerate(records) if record["event"] == "unpin")
     del records[index]
     assert "First difference" in str(
-        replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False).difference
+        replaying.replay(write(tmp_path / "b.jsonl", records), progress=False).difference
     )
 
 
@@ -1264,7 +1264,7 @@ def test_the_command_with_another_engine(
             assert "gpu_memory_utilization" not in config.given(), "nobody had set it"
             return Built(new_engine(strange, **hooks.parts), None, {}, strange.spec, strange._model)
 
-        monkeypatch.setattr(replay_module, "build_engine", rebuilt)
+        monkeypatch.setattr(replaying, "build_engine", rebuilt)
         words = ("replay", str(crowd), "--model", str(other))
         assert run(*words) == 1
         out, err = capsys.readouterr()
@@ -1494,7 +1494,7 @@ def test_the_command_looks_into_logs(
     def rebuilt(config: Any, hooks: Hooks) -> Built:
         return Built(new_engine(llm, **hooks.parts), None, {}, llm.spec, llm._model)
 
-    monkeypatch.setattr(replay_module, "build_engine", rebuilt)
+    monkeypatch.setattr(replaying, "build_engine", rebuilt)
     monkeypatch.setattr(llm._engine.runner, "close", lambda: None)
     steps = sum(record["event"] == "plan" and record["step"] <= 9 for record in records)
     found = out(str(crowd), "--until", "9")
@@ -1605,7 +1605,7 @@ def test_a_server_writes_its_last_steps(
                 EventLogError,
                 match="cannot be run again: (it does not begin|token ids were left out)",
             ):
-                replay_module.replay(log)
+                replaying.replay(log)
         assert run("replay", str(late), "--state") == 0
         for log in files():
             log.unlink()

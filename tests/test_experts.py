@@ -23,7 +23,7 @@ from jaxpage.layers.routing import Groups, Routing
 from jaxpage.layers.trace_scope import ProductKernels, TraceScope
 from jaxpage.models.base import abstract
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
-from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.replacing import replace_modules
 from tests.support.dense import logits_of
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL

@@ -27,12 +27,12 @@ from jaxpage import EngineConfig, SamplingParams, cli
 from jaxpage.assembly.describing import opened_files
 from jaxpage.checkpoints import (
     convert,
-    eos_token_ids,
     load_weights,
     open_model,
     read_generation_config,
     resolve_model,
 )
+from jaxpage.checkpoints.config_file import eos_token_ids
 from jaxpage.checkpoints.gguf_header import read_gguf
 from jaxpage.checkpoints.gguf_tensors import read_gguf_array
 from jaxpage.checkpoints.gguf_tokenizer import gguf_tokenizer

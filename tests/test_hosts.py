@@ -27,10 +27,10 @@ from safetensors.numpy import save_file
 from jaxpage import LLM, SamplingParams
 from jaxpage.assembly import Hooks, build_engine, compiling
 from jaxpage.errors import ConfigError, UnsupportedError
-from jaxpage.replay import replay
+from jaxpage.replay import replaying
 from jaxpage.replay.differences import Differs
 from jaxpage.replay.recorder import Recorder
-from jaxpage.replay.replay import drafts_of
+from jaxpage.replay.replaying import drafts_of
 from jaxpage.serving.config import ServerConfig, resolve_both
 from jaxpage.serving.hosts import joining
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
@@ -455,7 +455,7 @@ def test_other_drafts_are_seen_before_they_are_verified(drafted, directory, monk
             for each, draft in drafts_of(engine, plan).items()
         }
 
-    monkeypatch.setattr(replay, "drafts_of", others)
+    monkeypatch.setattr(replaying, "drafts_of", others)
     with pytest.raises(
         Differs, match=r"drafts\[0\] of its plan\n  rank 0: +\[1, .*\n  this rank: +\[1, "
     ):

@@ -29,7 +29,7 @@ from tokenizers import Regex, pre_tokenizers
 from jaxpage.engine.admission import Admission
 from jaxpage.serving import app, generating, preparing, server
 from jaxpage.serving.descriptors import Complaints, room_for_connections
-from jaxpage.serving.http import connection, limits
+from jaxpage.serving.http import connection, request_limits
 from jaxpage.serving.logs import TextFormatter
 from jaxpage.serving.wire import completions
 from jaxpage.serving.wire.dialects import dialect_of
@@ -1253,7 +1253,7 @@ def test_connections_that_cannot_be_accepted_are_a_line_a_second(caplog):
 
 def test_bodies_share_a_budget(built, monkeypatch):
     """Of all connections together; what is answered gives its part back."""
-    monkeypatch.setattr(limits, "NUM_LARGEST_BODIES", 2)
+    monkeypatch.setattr(request_limits, "NUM_LARGEST_BODIES", 2)
     with serving(built, max_body_bytes=4096) as running:
         body = json.dumps({**SHORT, "user": "x" * 64}).encode().ljust(4000)
         asked = request_bytes("POST", COMPLETIONS, body)

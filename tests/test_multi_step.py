@@ -17,7 +17,7 @@ from jaxpage.device.step_inputs import at_step
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import ConfigError, EventLogError
 from jaxpage.models.registry import FAMILIES
-from jaxpage.replay.replay import replay
+from jaxpage.replay import replay
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.draft import PLACEHOLDER
 from jaxpage.step.plan import Row, Sample, StepPlan

@@ -21,7 +21,7 @@ from jaxpage.assembly import Built, build_engine
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.engine.engine import Engine
 from jaxpage.replay.incidents import IncidentRing
-from jaxpage.replay.log_header import header
+from jaxpage.replay.log_header import engine_header
 from jaxpage.replay.log_walk import Walk
 from jaxpage.replay.recorder import Recorder
 from jaxpage.serving.inspector.routes import page_routes
@@ -80,7 +80,7 @@ def crowd_of_groups(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list
 def crowd_of(engine: Engine, spec: Any) -> tuple[str, list[Any], str]:
     """An event log of a crowd, the engine's snapshots of the same steps, and an incident of some of them."""
     inspector, snapshots = Inspector(), []
-    records = [header(EngineConfig(model="demo", **POOL), engine, spec)]
+    records = [engine_header(EngineConfig(model="demo", **POOL), engine, spec)]
     ring = IncidentRing(INCIDENT_STEPS, keeps_token_ids=False)
     silent = engine.events
     engine.events = Both(Recorder(records.append), ring)

@@ -13,16 +13,9 @@ import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from jaxpage.checkpoints import (
-    LoadPlan,
-    check_weights,
-    convert,
-    load_sharded,
-    load_weights,
-    loading,
-    open_model,
-)
-from jaxpage.checkpoints.loading import insert
+from jaxpage.checkpoints import convert, load_weights, loading, open_model
+from jaxpage.checkpoints.fitting import LoadPlan, check_weights
+from jaxpage.checkpoints.loading import insert, load_sharded
 from jaxpage.checkpoints.orbax_files import save_orbax
 from jaxpage.errors import CheckpointError
 from jaxpage.layers.linear import Linear

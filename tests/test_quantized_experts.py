@@ -24,7 +24,7 @@ from jaxpage.layers.routing import Routing
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.base import abstract, abstract_model, model_weights
 from jaxpage.models.experts import PLAIN_NAMES, make_experts
-from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import replace_modules
 from tests.support.dense import logits_of

@@ -4,7 +4,6 @@ last bit. Drafts come from doubles that know what follows, or what does not."""
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 from collections import Counter
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpage import BeamSearchParams, SamplingParams
+from jaxpage.decoding import advancing
 from jaxpage.device import steps
 from jaxpage.engine import batch_builder
 from jaxpage.errors import UnsupportedError
@@ -25,8 +25,6 @@ from tests.support.engines import LLAMA, engines_by_name, invariants, make_llm, 
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.tokenizers import write_tokenizer
 
-# the package has a function of that name
-advancing = importlib.import_module("jaxpage.decoding.advance")
 MISTRAL = {
     **LLAMA,
     "architectures": ["MistralForCausalLM"],

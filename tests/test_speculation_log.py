@@ -16,16 +16,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import jaxpage.replay.replay as replay_module
 from jaxpage import LLM, SamplingParams
 from jaxpage.decoding import SamplingStrategy
 from jaxpage.device.step_inputs import TableShape, views
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import EventLogError
+from jaxpage.replay import replaying
 from jaxpage.replay.event_log import EventLog
 from jaxpage.replay.log_header import config_hash
 from jaxpage.replay.recorder import Recorder
-from jaxpage.replay.replay import Report
+from jaxpage.replay.replaying import Report
 from jaxpage.shapes import NOTHING_ALLOWED
 from jaxpage.speculation import ProposingSpeculator
 from jaxpage.step.draft import Drafts
@@ -320,16 +320,14 @@ def test_the_command_needs_no_proposer(
     monkeypatch.setattr(ProposingSpeculator, "observe", never)
     records[0]["config"]["speculative_config"] |= {"prompt_lookup_max": 9}
     records[0]["config_hash"] = config_hash(records[0]["config"])
-    assert_identical(
-        replay_module.replay(write(tmp_path / "b.jsonl", records), progress=False), path
-    )
+    assert_identical(replaying.replay(write(tmp_path / "b.jsonl", records), progress=False), path)
 
     records[0]["config"]["speculative_config"] |= {"num_speculative_tokens": 3}
     records[0]["config_hash"] = config_hash(records[0]["config"])
     with pytest.raises(
         EventLogError, match=r"(?s)limits is .*'verified': \[\[1, 4\], \[2, 4\], \[4, 4\]\]"
     ):
-        replay_module.replay(write(tmp_path / "c.jsonl", records), progress=False)
+        replaying.replay(write(tmp_path / "c.jsonl", records), progress=False)
 
 
 # ---- what is in a log

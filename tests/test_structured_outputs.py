@@ -30,7 +30,7 @@ from jaxpage import SamplingParams, cli
 from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.decoding import Constraint, Grammar, SamplingStrategy
 from jaxpage.errors import JaxpageError, UnsupportedError
-from jaxpage.replay.replay import replay
+from jaxpage.replay import replay
 from tests.support.engines import (
     LLAMA,
     SMALL_POOL,

@@ -27,15 +27,6 @@ from jaxpage.serving.wire.exchange import (
     open_score,
     tokenize,
 )
-from jaxpage.serving.wire.fields import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    ScoreRequest,
-    TokenizeChatRequest,
-    TokenizeRequest,
-)
 from jaxpage.serving.wire.messages import open_message
 from jaxpage.serving.wire.neutral import LABELS, NEUTRAL
 from jaxpage.serving.wire.ollama import (
@@ -43,6 +34,15 @@ from jaxpage.serving.wire.ollama import (
     open_ollama_embed,
     open_ollama_embeddings,
     open_ollama_generate,
+)
+from jaxpage.serving.wire.request_fields import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ScoreRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
 )
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.translated_fields import (

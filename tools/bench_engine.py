@@ -30,8 +30,7 @@ from tools.kernel_lab.findings import FAILED, LEFT_OUT, PASSED, Finding, append,
 
 try:
     from jaxpage import LLM, SamplingParams
-    from jaxpage.bench.measure import parameters
-    from jaxpage.bench.workloads import make_workload
+    from jaxpage.bench import make_workload, parameters
     from tools.step_times import BLOCK_SIZE, MODELS, random_model
 
     MISSING = ""

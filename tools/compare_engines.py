@@ -32,8 +32,7 @@ from typing import Any
 # Lets the program run where only jaxpage is installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from jaxpage.bench.report import environment
-from jaxpage.bench.workloads import make_workload
+from jaxpage.bench import environment, make_workload
 from tools.peers.task import Answer, Task
 
 ROOT = Path(__file__).parents[1]

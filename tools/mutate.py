@@ -79,7 +79,7 @@ FIRST_TESTS = {
     "step/strategy": "stopping",
     "serving/wire/answering": "wire_answers",
     "serving/wire/chat": "wire_answers chat",
-    "serving/wire/fields": "wire_requests",
+    "serving/wire/request_fields": "wire_requests",
     "serving/wire/score": "scoring",
     "serving/wire/templates": "chat",
     "serving/wire/tools": "wire_tools wire_answers",

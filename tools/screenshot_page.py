@@ -26,8 +26,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.incidents import open_incidents
+from jaxpage.serving import ServerConfig, open_incidents
 
 DESKTOP, PHONE = (1440, 1200), (390, 844)
 STEP = 14  # the step of a log that is shown

@@ -18,7 +18,7 @@ from jaxpage.device.mesh import make_mesh
 from jaxpage.device.step_inputs import TableShape
 from jaxpage.device.steps import StepOptions
 from jaxpage.models.base import abstract_model
-from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.registry import load_family
 
 # The part of config.json of meta-llama/Meta-Llama-3-8B that gives shapes.

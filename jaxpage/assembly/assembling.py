@@ -15,17 +15,13 @@ from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec, print_lines
 from jaxpage.assembly.hooks import Hooks
 from jaxpage.assembly.step_costs import measure_costs
-from jaxpage.checkpoints import ModelFiles
-from jaxpage.checkpoints.tokenizer_files import ends_of_text
+from jaxpage.checkpoints import ModelFiles, ends_of_text
 from jaxpage.device.embedder import Embedder
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.mesh import DeviceMesh, make_mesh
 from jaxpage.device.sizing import MemoryPlan, gib
-from jaxpage.engine.adapters import Adapters
-from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.engine import Engine, EngineParts
-from jaxpage.engine.runner import Runner
+from jaxpage.engine import Adapters, BatchBuilder, Engine, EngineParts, Runner
 from jaxpage.errors import ConfigError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables, PrefixIndex
 from jaxpage.scheduling import POLICIES, Preemption, Scheduler

@@ -10,7 +10,7 @@ import jax
 from jaxpage.assembly.assembling import Built
 from jaxpage.assembly.model_weights import check_replaceable, whole_weights
 from jaxpage.checkpoints import named_parameters
-from jaxpage.engine.prompts import chat_prompt, checked_token_ids
+from jaxpage.engine import chat_prompt, checked_token_ids
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 

@@ -9,8 +9,7 @@ from typing import Any
 from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
-from jaxpage.checkpoints import ModelFiles, load_shards, load_weights
-from jaxpage.checkpoints.loading import insert
+from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
 from jaxpage.device.executables import Executables
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh

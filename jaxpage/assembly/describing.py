@@ -13,9 +13,14 @@ from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, devic
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
-from jaxpage.checkpoints import ModelFiles, open_model, resolve_model, resolve_tokenizer
-from jaxpage.checkpoints.problems import listed
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints import (
+    ModelFiles,
+    listed,
+    load_tokenizer,
+    open_model,
+    resolve_model,
+    resolve_tokenizer,
+)
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
 from jaxpage.device.executables import use_compile_cache

@@ -16,12 +16,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpage.checkpoints import load_weights, open_model, resolve_model
-from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
-from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
-from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.checkpoints.resolve import HUB_FILES
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints import (
+    EAGLE_FILES,
+    HUB_FILES,
+    MEDUSA_FILES,
+    EagleMethod,
+    MedusaFiles,
+    ModelFiles,
+    load_eagle,
+    load_medusa,
+    load_tokenizer,
+    load_weights,
+    open_eagle,
+    open_medusa,
+    open_model,
+    resolve_model,
+)
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
@@ -34,9 +44,14 @@ from jaxpage.models.medusa import MedusaHeads
 from jaxpage.models.replacing import Path as LayerPath
 from jaxpage.models.replacing import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
-from jaxpage.speculation.medusa import Choices, assumed_accuracies, choices_of
-from jaxpage.speculation.methods import METHODS, DrafterKind
-from jaxpage.speculation.recycling import NUM_RECYCLED
+from jaxpage.speculation import (
+    METHODS,
+    NUM_RECYCLED,
+    Choices,
+    DrafterKind,
+    assumed_accuracies,
+    choices_of,
+)
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec
@@ -221,7 +236,7 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
 
 def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
     directory = drafter_directory(config)
-    files = open_eagle(directory, cast(Method, config.method), target)
+    files = open_eagle(directory, cast(EagleMethod, config.method), target)
     load = functools.partial(load_eagle, files)
     return ModelDrafterFiles(
         files.spec.decoder.kv, files.spec.aux_layers, files.spec.make, files.num_bytes, load

@@ -11,17 +11,22 @@ from typing import TYPE_CHECKING, Any, cast
 from jax.typing import DTypeLike
 
 from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
-from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
-from jaxpage.speculation import NoSpeculation, Speculator, make_proposer, methods
-from jaxpage.speculation.controller import Controller
-from jaxpage.speculation.drafter_sync import DrafterSync
-from jaxpage.speculation.speculator import ProposingSpeculator
+from jaxpage.speculation import (
+    Controller,
+    DraftedModel,
+    DrafterSync,
+    NoSpeculation,
+    ProposingSpeculator,
+    Speculator,
+    make_proposer,
+)
 from jaxpage.step.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -106,7 +111,7 @@ class Drafting:
             return NoSpeculation()
         limits = spec.limits
         proposer = make_proposer(
-            self.config, methods.DraftedModel(spec.vocab_size, getattr(self.drafter, "choices", ()))
+            self.config, DraftedModel(spec.vocab_size, getattr(self.drafter, "choices", ()))
         )
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)

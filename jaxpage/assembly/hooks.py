@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from jaxpage.engine.engine import EngineParts
+from jaxpage.engine import EngineParts
 
 if TYPE_CHECKING:
     from jaxpage.assembly.engine_spec import EngineSpec

@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from jaxpage.device.buckets import Bucket
-from jaxpage.engine.batch_builder import BatchBuilder
-from jaxpage.engine.runner import Runner
+from jaxpage.engine import BatchBuilder, Runner
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.speculation.controller import Controller
+from jaxpage.speculation import Controller
 from jaxpage.step.plan import Row, Sample, StepPlan
 
 CONTEXT = 128  # tokens before the computed ones; the content of their blocks does not matter

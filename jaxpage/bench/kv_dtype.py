@@ -18,8 +18,7 @@ from jax.typing import DTypeLike
 from jaxpage.assembly import choose_dtype, device_spec_of, refuse_recurrent
 from jaxpage.bench.file_texts import read_token_ids
 from jaxpage.bench.report import environment, print_result
-from jaxpage.checkpoints import load_weights, open_model, resolve_model
-from jaxpage.checkpoints.opening import ModelFiles
+from jaxpage.checkpoints import ModelFiles, load_weights, open_model, resolve_model
 from jaxpage.device import kv_pages
 from jaxpage.device.backends import choose_backend
 from jaxpage.device.buckets import Bucket
@@ -52,7 +51,7 @@ _ROWS = (
 )
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

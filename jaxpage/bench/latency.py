@@ -62,7 +62,7 @@ class Latencies:
         }
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_latency(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

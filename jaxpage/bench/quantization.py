@@ -31,7 +31,7 @@ from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.device.kv_pages import page_dtype
 from jaxpage.errors import CheckpointError, UsageError
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 
 QUANTIZATIONS = (None, "int8", "int4")
@@ -39,7 +39,7 @@ OF_GGUF = "gguf"  # is added for a GGUF file with weights that can be kept as th
 CONTEXT = 64  # tokens of the prompt of a decoding row
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

@@ -30,14 +30,12 @@ from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
 from jaxpage.device.cpu_products import cpu_products
 from jaxpage.device.kv_pages import bytes_per_layer
-from jaxpage.engine.batch_builder import Batch
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.reporting import Reporter
+from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
 from jaxpage.models.base import Family, ModelSpec, model_weights
 from jaxpage.models.replacing import Rule
 from jaxpage.models.weights import Weight, num_bytes
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
@@ -141,7 +139,7 @@ class Measured:
     parts: dict[str, float]  # seconds by the names in PARTS
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints tables and, as the last line, one JSON object.
 
     Raises:

@@ -30,8 +30,7 @@ from jaxpage.bench.serve_report import rate_notes, table
 from jaxpage.bench.server_metrics import MetricsPoller
 from jaxpage.bench.throughput import check_plot, check_writable
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import resolve_tokenizer
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints import load_tokenizer, resolve_tokenizer
 from jaxpage.errors import UsageError
 
 _EXTENSIONS = {
@@ -41,7 +40,7 @@ _EXTENSIONS = {
 _UNKNOWN_LENGTH = 1 << 20  # the longest sequence, if a server does not tell it
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_serve(arguments: argparse.Namespace) -> int:
     """Prints a table and, as the last line, one JSON object; returns 1 if a request failed.
 
     Raises:

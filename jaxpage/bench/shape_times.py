@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from jaxpage.assembly import Built
 from jaxpage.bench.roofline import start_decoding, start_request
-from jaxpage.engine.engine import Engine
+from jaxpage.bench.workloads import SHORT_PROMPT
+from jaxpage.engine import Engine
 
-SHORT, LONG = 16, 512  # tokens of the prompt of a decoding row
+LONG_PROMPT = 512  # tokens of the prompt of a row with a long context
 STEPS = 12  # measured decode steps of a kind, after as many for warm-up; their median counts
 CHUNKS = 3  # measured prompt chunks of a kind, after one for warm-up
 
@@ -30,16 +31,16 @@ class ShapeTimes(NamedTuple):
     context_token: float
 
 
-def shape_times(built: Built) -> ShapeTimes:
+def measure_shapes(built: Built) -> ShapeTimes:
     """Measures steps of full shapes on an idle engine without a prefix cache."""
     engine, memory, menu = built.engine, built.memory, built.spec.menu
     most = min(
         built.spec.limits.max_rows,
-        (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT + 4 * STEPS),
+        (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT_PROMPT + 4 * STEPS),
     )
     rows = sorted({min(bucket.num_rows, most) for bucket in menu.decode})
-    decode = tuple((num_rows, _decoding(engine, num_rows, SHORT)) for num_rows in rows)
-    long = min(LONG, memory.max_model_len - 4 * STEPS - 1)
+    decode = tuple((num_rows, _decoding(engine, num_rows, SHORT_PROMPT)) for num_rows in rows)
+    long = min(LONG_PROMPT, memory.max_model_len - 4 * STEPS - 1)
     num_long = max(
         (r for r in rows if r * memory.blocks_for(long + 4 * STEPS) < memory.num_blocks), default=1
     )
@@ -49,7 +50,7 @@ def shape_times(built: Built) -> ShapeTimes:
     chunk = tuple(
         (tokens, num_rows, _computing(engine, tokens)) for tokens, num_rows in sorted(sizes.items())
     )
-    return ShapeTimes(decode, chunk, max(0.0, beyond / (num_long * max(1, long - SHORT))))
+    return ShapeTimes(decode, chunk, max(0.0, beyond / (num_long * max(1, long - SHORT_PROMPT))))
 
 
 def _decoding(engine: Engine, num_rows: int, context: int) -> float:

@@ -62,7 +62,7 @@ class Cell:
     identical: bool
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_speculation(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

@@ -22,8 +22,7 @@ from tqdm import tqdm
 from jaxpage.bench import startup_process
 from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.throughput import check_writable
-from jaxpage.checkpoints import resolve_model
-from jaxpage.checkpoints.fetched import FETCHABLE
+from jaxpage.checkpoints import FETCHABLE, resolve_model
 from jaxpage.errors import JaxpageError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -31,7 +30,7 @@ from jaxpage.tables import aligned
 Phases = dict[str, float]  # seconds by phase, in the order of a start
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> None:
+def run_startup(arguments: argparse.Namespace, config: EngineConfig) -> None:
     """Prints a table and, as the last line, one JSON object.
 
     Raises:

@@ -23,7 +23,7 @@ import jaxpage.llm  # noqa: F401, as a program that generates does
 from jaxpage import EngineConfig, SamplingParams
 from jaxpage.assembly import Hooks
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 
 PROMPT = [1, 2, 3]  # token ids, because a model may have no tokenizer
 

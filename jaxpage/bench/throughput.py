@@ -28,8 +28,7 @@ from jaxpage.bench.report import (
     too_short,
 )
 from jaxpage.bench.workloads import WorkItem
-from jaxpage.checkpoints import read_config, resolve_model
-from jaxpage.checkpoints.tokenizer_files import tokenizer_of
+from jaxpage.checkpoints import read_config, resolve_model, tokenizer_of
 from jaxpage.errors import UsageError
 from jaxpage.llm import LLM
 from jaxpage.settings.engine_config import EngineConfig
@@ -40,7 +39,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 _THE_WORK = ("model", "revision", "tokenizer")
 
 
-def run(arguments: argparse.Namespace, config: EngineConfig) -> int:
+def run_throughput(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Prints a table and, as the last line, one JSON object.
 
     Returns:

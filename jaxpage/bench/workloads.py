@@ -21,6 +21,8 @@ SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
 ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
 ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
 
+SHORT_PROMPT = 16  # tokens of the prompt of a row whose decode steps are timed
+
 
 @dataclass(frozen=True)
 class WorkItem:

@@ -27,7 +27,7 @@ from jaxpage.models.weights import weights_of
 
 logger = logging.getLogger(__name__)
 
-Method = Literal["eagle", "eagle3"]
+EagleMethod = Literal["eagle", "eagle3"]
 EAGLE_FILES = ("config.json", SINGLE, INDEX)
 TABLES = {"tokens": "embed_tokens.weight", "head": "lm_head.weight"}
 TOKEN_MAPS = {"eagle": "token_map", "eagle3": "d2t"}
@@ -55,7 +55,7 @@ class EagleFiles:
         return self.plan.num_bytes(dtype) + (0 if self.token_map is None else self.token_map.nbytes)
 
 
-def open_eagle(directory: Path, method: Method, target: ModelFiles) -> EagleFiles:
+def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> EagleFiles:
     """Opens a head in the form of its authors and SpecForge, of vLLM, or of speculators (EAGLE-3).
 
     The tensors say which biases, norms of heads and tables it has.
@@ -117,7 +117,7 @@ def _stored(directory: Path, problems: Problems) -> dict[str, TensorInfo]:
     return renamed(read_tensors(directory, problems), plain, problems)
 
 
-def _check_method(method: Method, stored: Mapping[str, TensorInfo]) -> None:
+def _check_method(method: EagleMethod, stored: Mapping[str, TensorInfo]) -> None:
     is_eagle3 = "layers.0.hidden_norm.weight" in stored
     if is_eagle3 != (method == "eagle3"):
         has = "have" if is_eagle3 else "lack"
@@ -128,7 +128,7 @@ def _check_method(method: Method, stored: Mapping[str, TensorInfo]) -> None:
 
 def _spec(
     config: EagleConfig,
-    method: Method,
+    method: EagleMethod,
     stored: dict[str, TensorInfo],
     map_info: TensorInfo | None,
     target: ModelFiles,
@@ -182,7 +182,7 @@ def _spec(
 
 def _check_sizes(
     config: EagleConfig,
-    method: Method,
+    method: EagleMethod,
     decoder: RotaryDecoderSpec,
     map_info: TensorInfo | None,
     known: int,

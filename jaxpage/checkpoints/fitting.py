@@ -29,8 +29,8 @@ from jaxpage.checkpoints.safetensors_files import (
     read_tensors,
 )
 from jaxpage.checkpoints.safetensors_header import TensorInfo
-from jaxpage.models.quantization.registry import METHODS, SIZES
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
+from jaxpage.models.quantization.scheme_choice import METHODS, SIZES
 from jaxpage.models.quantization.stacked import refused_experts
 from jaxpage.models.weights import FLOATS, Piece, Source, Weight
 

@@ -23,7 +23,7 @@ from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import ignored_tensors, model_weights
 from jaxpage.models.fields import text_part
-from jaxpage.models.quantization.registry import quantization_of
+from jaxpage.models.quantization.scheme_choice import quantization_of
 from jaxpage.models.sharding import at
 from jaxpage.models.weights import Weight, tensor
 

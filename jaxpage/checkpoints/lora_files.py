@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ KNOWN = frozenset(
     }
 )
 INITS = (True, False, "gaussian", "eva", "orthogonal")  # They leave the base weights as they are.
+AdapterVersion = tuple[tuple[int, int], ...]  # each file's modification time and size
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _PATTERN = re.compile(r"\^?[\w.]+")
 
@@ -252,3 +254,13 @@ def _digest(layers: Mapping[Any, tuple[np.ndarray, np.ndarray]]) -> str:
         for array in layers[path]:
             state.update(np.ascontiguousarray(array).data)
     return state.hexdigest()
+
+
+def adapter_version(directory: Path) -> AdapterVersion:
+    """Returns what changes when the files of an adapter are written again."""
+    stats = [
+        os.stat(file_in(directory, name))
+        for name in (CONFIG, TENSORS)
+        if (directory / name).exists()
+    ]
+    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

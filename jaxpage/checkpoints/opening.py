@@ -20,8 +20,8 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import Family, ModelSpec, ignored_tensors, model_weights
 from jaxpage.models.config_fields import FieldError
 from jaxpage.models.quantization.gguf import NAME as GGUF
-from jaxpage.models.quantization.registry import FIELDS, quantization_of, without_quantization
 from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.scheme_choice import FIELDS, quantization_of, without_quantization
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
 

@@ -101,6 +101,11 @@ def resolve_model(
     return _from_hub(name, revision, hub_files)
 
 
+def is_own_name(text: str) -> bool:
+    """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
+    return text in (*PACKAGED, *FETCHABLE)
+
+
 def local_model(name: str) -> Path | None:
     """Returns the path of a model on this machine, or None; the hub and its cache are not asked."""
     path = _own(name) or Path(name).expanduser()

@@ -1,7 +1,7 @@
 """Runs the command `jaxpage`, and turns every failure into one line and an exit status.
 
 Generated text and reports go to standard output, everything else to standard error. The status is 0
-after success, 1 after a failure and 2 after wrong use.
+after success, 1 after a failure and 2 after wrong use. Others take `main` only.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 from jaxpage.cli.parsers import make_parser
 from jaxpage.errors import ConfigError, JaxpageError, NotInLogError, UnsupportedError, UsageError
+
+__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

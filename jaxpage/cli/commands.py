@@ -12,8 +12,7 @@ from pathlib import Path
 from jaxpage.cli.flags import PLANNED_SETTINGS
 from jaxpage.cli.resolving import engine, resolved, resolved_both, say, teller
 from jaxpage.errors import UsageError
-from jaxpage.serving.config import AUTO
-from jaxpage.serving.listening import bound_socket
+from jaxpage.serving import AUTO, bound_socket
 from jaxpage.settings.argument_checks import counted
 from jaxpage.settings.sources import BUILT_IN
 
@@ -27,16 +26,16 @@ def serve(arguments: argparse.Namespace) -> int:
         )
     config = server.config
     if config.coordinator == AUTO:
-        from jaxpage.serving.hosts.job import hosts_of_job
+        from jaxpage.serving import hosts_of_job
 
         config = hosts_of_job(settings.config, config)
     if config.host_rank:
-        from jaxpage.serving.startup import follow
+        from jaxpage.serving import follow
 
         return follow(settings.config, config)
     with bound_socket(config) as listener:
         # The settings and the address are checked first, because this imports jax.
-        from jaxpage.serving.startup import start
+        from jaxpage.serving import start
 
         return start(settings.config, config, listener)
 
@@ -110,62 +109,62 @@ def doctor(arguments: argparse.Namespace) -> None:
 
 def bench_throughput(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage bench throughput`; the status is 1 if it is slower than `--fail-below`."""
-    from jaxpage.bench.throughput import run
+    from jaxpage.bench import run_throughput
 
-    return run(arguments, resolved(arguments, without=("seed",)).config)
+    return run_throughput(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_latency(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench latency`."""
-    from jaxpage.bench.latency import run
+    from jaxpage.bench import run_latency
 
-    run(arguments, resolved(arguments, without=("seed",)).config)
+    run_latency(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_serve(arguments: argparse.Namespace) -> int:
     """Runs `jaxpage bench serve`, and returns the exit status."""
-    from jaxpage.bench.serve import run
+    from jaxpage.bench import run_serve
 
-    return run(arguments)
+    return run_serve(arguments)
 
 
 def bench_startup(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench startup`."""
-    from jaxpage.bench.startup import run
+    from jaxpage.bench import run_startup
 
-    run(arguments, resolved(arguments).config)
+    run_startup(arguments, resolved(arguments).config)
 
 
 def bench_roofline(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench roofline`."""
-    from jaxpage.bench.roofline import run
+    from jaxpage.bench import run_roofline
 
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run(arguments, resolved(arguments).config)
+    run_roofline(arguments, resolved(arguments).config)
 
 
 def bench_kv_dtype(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench kv-dtype`."""
-    from jaxpage.bench.kv_dtype import run
+    from jaxpage.bench import run_kv_dtype
 
-    run(arguments, resolved(arguments, without=("seed",)).config)
+    run_kv_dtype(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_quantization(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench quantization`."""
-    from jaxpage.bench.quantization import run
+    from jaxpage.bench import run_quantization
 
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run(arguments, resolved(arguments, without=("seed",)).config)
+    run_quantization(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def bench_speculation(arguments: argparse.Namespace) -> None:
     """Runs `jaxpage bench speculation`."""
-    from jaxpage.bench.speculation import run
+    from jaxpage.bench import run_speculation
 
     # The default max_num_seqs would refuse a step budget with fewer tokens than sequences.
     arguments.max_num_seqs = max(1, *arguments.batches)
-    run(arguments, resolved(arguments, without=("seed",)).config)
+    run_speculation(arguments, resolved(arguments, without=("seed",)).config)
 
 
 def replay(arguments: argparse.Namespace) -> int:
@@ -179,7 +178,7 @@ def replay(arguments: argparse.Namespace) -> int:
     """
     if not Path(arguments.log).is_file():
         raise UsageError(f"there is no event log {arguments.log}")
-    from jaxpage.replay.looking import (
+    from jaxpage.replay import (
         check_until,
         first_difference,
         header_differences,
@@ -194,9 +193,8 @@ def replay(arguments: argparse.Namespace) -> int:
         print("\n".join(state_lines(log, until)))
         return 0
     if arguments.request is not None or arguments.texts is not None:
-        from jaxpage.replay.event_log import check_new, write_log
-        from jaxpage.replay.token_texts import tokenizer_of_log, with_texts
-        from jaxpage.serving.wire.logprobs import TokenTexts
+        from jaxpage.replay import check_new, tokenizer_of_log, with_texts, write_log
+        from jaxpage.serving import TokenTexts
 
         tokenizer = tokenizer_of_log(log, arguments.model)
         text_of = TokenTexts(tokenizer)
@@ -222,7 +220,7 @@ def replay(arguments: argparse.Namespace) -> int:
         difference = first_difference(log, arguments.diff, until)
         print(difference or "The events are identical")
         return 1 if difference else 0
-    from jaxpage.replay.replay import replay as replay_log
+    from jaxpage.replay import replay as replay_log
 
     report = replay_log(log, model=arguments.model, force=arguments.force, until=until)
     if report.ending:

@@ -213,16 +213,14 @@ def _checkpoint(model: str) -> Iterator[str]:
 
 
 def _tokenizer(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import resolve_model
-    from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(model))
     yield "none: prompts are token ids" if tokenizer is None else f"{len(tokenizer)} tokens"
 
 
 def _chat_template(model: str) -> Iterator[str]:
-    from jaxpage.checkpoints import resolve_model
-    from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
 
     tokenizer = load_tokenizer(resolve_model(model))
     if tokenizer is None or not tokenizer.chat_template:
@@ -254,7 +252,7 @@ def families_of_packages() -> Iterator[str]:
 def _quantizations() -> Iterator[str]:
     from jaxpage.models.quantization.gguf import FORMATS
     from jaxpage.models.quantization.on_load import SCHEMES
-    from jaxpage.models.quantization.registry import METHODS
+    from jaxpage.models.quantization.scheme_choice import METHODS
 
     yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
 

@@ -13,7 +13,6 @@ from jaxpage.cli.resolving import (
     Say,
     engine_for_one,
     given_sampling,
-    is_own_name,
     refusals,
     say,
     teller,
@@ -40,6 +39,8 @@ def generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("the prompt is empty")
+    from jaxpage.checkpoints import is_own_name  # late, because this imports jax
+
     if "model" not in arguments and is_own_name(prompt):
         raise UsageError(
             f"{prompt!r} is a model, and the prompt is missing: jaxpage generate {prompt} PROMPT "

@@ -31,13 +31,13 @@ from jaxpage.assembly import (
     refused_settings,
 )
 from jaxpage.checkpoints import (
+    ModelDescription,
     describe_model,
     open_model,
     resolve_model,
     resolve_model_config,
     stated_dtype,
 )
-from jaxpage.checkpoints.opening import ModelDescription
 from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib

@@ -12,25 +12,27 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from jaxpage.assembly import EngineSpec, Hooks
-from jaxpage.bench.shape_times import shape_times
+from jaxpage.bench import measure_shapes
 from jaxpage.cli.plan import spec_of
 from jaxpage.errors import UsageError
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.scheduling import Preemption
 from jaxpage.settings.engine_config import EngineConfig
-from jaxpage.simulation.costs import CostModel
-from jaxpage.simulation.policies import PagedScheduler
-from jaxpage.simulation.shape_costs import ShapeCost, as_dict, read_costs
-from jaxpage.simulation.sustained_rate import (
+from jaxpage.simulation import (
+    LENGTHS,
     SEEDS,
     SUSTAINED,
     AtRate,
+    CostModel,
+    PagedScheduler,
     Question,
+    ShapeCost,
     at_rate,
+    costs_as_dict,
     highest_rate,
+    read_costs,
 )
-from jaxpage.simulation.traces import LENGTHS
 from jaxpage.tables import aligned
 
 _DEFAULTS = {"dataset": "sharegpt", "max_input": 512, "max_output": 512}
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace, config: EngineConfig, given: Mapping[str,
             "highest_rate": asdict(highest) if len(rates) == len(SEEDS) else None,
             "highest_rate_by_seed": rates,
             "at_rate": asdict(asked) if asked else None,
-            "costs": as_dict(cost),
+            "costs": costs_as_dict(cost),
         }
         print(json.dumps(result, allow_nan=False))
     else:
@@ -138,7 +140,7 @@ def _opened(
             **given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
         )
         built = open_engine(config, Hooks(progress=not arguments.json))
-        spec, cost = built.spec, ShapeCost(*shape_times(built))
+        spec, cost = built.spec, ShapeCost(*measure_shapes(built))
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
         raise UsageError(
             "--slo simulates models whose layers all see the whole sequence; this one has sliding windows"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpage.cli.flags import engine_settings, sampling_settings, server_settings
 from jaxpage.errors import UnsupportedError, UsageError
-from jaxpage.serving.config import ServerConfig, resolve_both
+from jaxpage.serving import ServerConfig, resolve_both
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
 from jaxpage.settings.sources import BUILT_IN, Resolved, ResolvedConfig, resolve_config
@@ -72,15 +72,6 @@ def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def is_own_name(text: str) -> bool:
-    """Returns whether a text is the name of a packaged model, or of one that `fetch` brings."""
-    # The import is late, because it loads jax, and wrong flags are refused before that.
-    from jaxpage.checkpoints.fetched import FETCHABLE
-    from jaxpage.checkpoints.resolve import PACKAGED
-
-    return text in (*PACKAGED, *FETCHABLE)
-
-
 def resolved(arguments: argparse.Namespace, without: tuple[str, ...] = ()) -> ResolvedConfig:
     """Returns the engine's settings, except `without`, with their origins."""
     return resolve_config(
@@ -126,8 +117,7 @@ def engine(config: EngineConfig, *, quiet: bool, verbose: bool) -> LLM:
 
 
 def _check_text(config: EngineConfig, *, chats: bool) -> None:
-    from jaxpage.checkpoints import open_model, resolve_model
-    from jaxpage.checkpoints.tokenizer_files import tokenizer_of
+    from jaxpage.checkpoints import open_model, resolve_model, tokenizer_of
 
     tokenizer = tokenizer_of(config)
     if tokenizer is None:

@@ -8,6 +8,7 @@ touches a block. Other rooms take:
     hypothesis_score  is the score by which a beam search compares hypotheses
     advance           gives the draws of a step to the strategies, and collects their edits
     masks_of          asks the strategies for the token masks of a step
+    GrammarCompiler   compiles grammars in a process of its own
     Grammar           holds a compiled grammar
     Constraint        follows one sequence through its grammar
     MaskBudget        bounds the processor time that grammars take
@@ -15,9 +16,10 @@ touches a block. Other rooms take:
     Detokenizer       turns tokens into text as they come
 """
 
-from jaxpage.decoding.advance import advance, masks_of
+from jaxpage.decoding.advancing import advance, masks_of
 from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
 from jaxpage.decoding.constraints import Constraint, Grammar
+from jaxpage.decoding.grammar_compiler import GrammarCompiler
 from jaxpage.decoding.mask_budget import MaskBudget
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
@@ -27,6 +29,7 @@ __all__ = [
     "Constraint",
     "Detokenizer",
     "Grammar",
+    "GrammarCompiler",
     "MaskBudget",
     "SamplingStrategy",
     "Stopping",

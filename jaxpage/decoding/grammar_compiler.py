@@ -15,7 +15,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from jaxpage.decoding import Grammar
+from jaxpage.decoding.constraints import Grammar
 from jaxpage.decoding.grammars import source_of, tokenizer_of
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.argument_checks import shown

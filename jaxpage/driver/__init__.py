@@ -18,9 +18,9 @@ Other rooms take:
 """
 
 from jaxpage.driver.driver import Driver
+from jaxpage.driver.encoding import check_streamable, prepared
 from jaxpage.driver.front import DrivenModel, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
-from jaxpage.driver.preparing import check_streamable, prepared
 from jaxpage.driver.streams import PinnedPrefix, RequestStream
 
 __all__ = [

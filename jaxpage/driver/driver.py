@@ -30,8 +30,7 @@ from jaxpage.driver.orders import Answer, Order, Replacement
 from jaxpage.driver.pinning import Pinning
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
-from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.errors import JaxpageError, ShuttingDown
 
 _Result = TypeVar("_Result")

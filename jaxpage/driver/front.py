@@ -12,10 +12,8 @@ from jaxpage.assembly import BuiltModel, Mode, given_weights
 from jaxpage.checkpoints import Parameters
 from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.driver.driver import Driver
-from jaxpage.driver.preparing import check_streamable, prepared
-from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import normalise, one_each
+from jaxpage.driver.encoding import check_streamable, prepared
+from jaxpage.engine import CheckedParams, Engine, NamedAdapter, PreparedRequest, normalise, one_each
 from jaxpage.settings.argument_checks import check_choice
 from jaxpage.settings.lora_request import LoRARequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams

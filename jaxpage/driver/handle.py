@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.reporting import Reporter
+from jaxpage.engine import PreparedRequest, Reporter
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestOutput
 

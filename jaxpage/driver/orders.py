@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple, TypeVar
 
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 
 _Result = TypeVar("_Result")
 

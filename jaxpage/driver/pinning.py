@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from jaxpage.driver.handle import Handle, Update
 from jaxpage.driver.orders import Answer
 from jaxpage.driver.turns import Turns
-from jaxpage.engine.admission import PreparedRequest
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine, PreparedRequest
 from jaxpage.outputs import RequestOutput
 
 

@@ -8,7 +8,7 @@ from typing import Self
 
 from jaxpage.driver.driver import Driver
 from jaxpage.driver.handle import Handle, Update
-from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine import PreparedRequest
 from jaxpage.errors import JaxpageError
 from jaxpage.outputs import RequestOutput
 

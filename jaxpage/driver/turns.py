@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxpage.driver.handle import Handle, Update, copy_error, send
 from jaxpage.driver.orders import LATER, Answer, Order, Replacement
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 from jaxpage.errors import (
     CapacityError,
     DeadlineExceeded,

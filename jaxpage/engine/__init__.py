@@ -1,1 +1,72 @@
-"""Runs the engine's steps; only here do the host packages and the device packages meet."""
+"""Runs the engine's steps; only here do the host rooms and the device rooms meet.
+
+Other rooms take:
+
+    Engine                 calls the scheduler and the runner in turn
+    EngineParts            names the parts of an engine that may be replaced
+    BatchBuilder           builds the batches of plans
+    Batch                  holds a step that is ready for the device
+    Runner                 runs batches by the table of executables
+    Adapters               keeps the LoRA adapters that are read, and those in slots on the device
+    directory_of           gives the directory of an adapter
+    CheckedParams          holds parameters that fit the model
+    NamedAdapter           holds an adapter that was read and fits the model
+    PreparedRequest        holds a request that can be added to the engine
+    Reporter               reports on one request
+    NoText                 gives no text, for a model without a tokenizer
+    Prompt                 holds one prompt, as a text or as token ids
+    Messages               are the messages of a conversation
+    chat_prompt            makes the prompt of a conversation by the chat template
+    normalise              gives the prompts of a caller as a list
+    one_each               gives one set of parameters for each prompt
+    named_params           lets a method take `sampling_params` for `params`
+    checked_token_ids      refuses token ids that the model does not have
+    SCORING                are the parameters of requests for scores
+    scored_pairs           gives each prompt its continuation
+    scores_of              makes scores of outputs
+    continuation_logprobs  gives the log probability of each token after a prompt
+"""
+
+from jaxpage.engine.adapters import Adapters, directory_of
+from jaxpage.engine.admission import CheckedParams, NamedAdapter, PreparedRequest
+from jaxpage.engine.batch_builder import Batch, BatchBuilder
+from jaxpage.engine.engine import Engine, EngineParts
+from jaxpage.engine.prompts import (
+    Messages,
+    Prompt,
+    chat_prompt,
+    checked_token_ids,
+    named_params,
+    normalise,
+    one_each,
+)
+from jaxpage.engine.reporting import Reporter
+from jaxpage.engine.runner import Runner
+from jaxpage.engine.scoring import SCORING, continuation_logprobs, scored_pairs, scores_of
+from jaxpage.engine.text import NoText
+
+__all__ = [
+    "SCORING",
+    "Adapters",
+    "Batch",
+    "BatchBuilder",
+    "CheckedParams",
+    "Engine",
+    "EngineParts",
+    "Messages",
+    "NamedAdapter",
+    "NoText",
+    "PreparedRequest",
+    "Prompt",
+    "Reporter",
+    "Runner",
+    "chat_prompt",
+    "checked_token_ids",
+    "continuation_logprobs",
+    "directory_of",
+    "named_params",
+    "normalise",
+    "one_each",
+    "scored_pairs",
+    "scores_of",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Mapping
@@ -10,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpage.checkpoints.files import file_in
-from jaxpage.checkpoints.lora_files import CONFIG, TENSORS, Adapter, read_adapter
+from jaxpage.checkpoints import Adapter, AdapterVersion, adapter_version, read_adapter
 from jaxpage.engine.batch_builder import NO_SLOTS
 from jaxpage.errors import ModelNotFoundError
 from jaxpage.models.lora import LoRASpec
@@ -21,7 +19,6 @@ from jaxpage.step.plan import StepPlan
 
 # Writes A and B of a layer into a slot, or zeros for None. Slots count from 1.
 WriteLayer = Callable[[LayerPath, int, tuple[np.ndarray, np.ndarray] | None], None]
-_Version = tuple[tuple[int, int], ...]  # each file's modification time and size
 
 
 class Adapters:
@@ -42,7 +39,7 @@ class Adapters:
         self._lock = threading.Lock()  # guards the next two
         self._meant: dict[int, tuple[str, str]] = {}  # name and path, by lora_int_id
         # Adapters by path; the one that was used last comes last.
-        self._read: OrderedDict[str, tuple[_Version, Adapter]] = OrderedDict()
+        self._read: OrderedDict[str, tuple[AdapterVersion, Adapter]] = OrderedDict()
         self._slots: OrderedDict[str, int] = OrderedDict()  # by digest; the last used comes last
         self._held: dict[str, Adapter] = {}  # by id of an unfinished request
 
@@ -64,7 +61,7 @@ class Adapters:
             raise ValueError(
                 f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give {asked.lora_name!r} another number"
             )
-        version = _version(directory)
+        version = adapter_version(directory)
         if known is None or known[0] != version:
             known = version, read_adapter(directory, self.spec)
         with self._lock:
@@ -125,12 +122,3 @@ def directory_of(asked: LoRARequest) -> Path:
             f"LoRA adapter {asked.lora_name!r}: there is no directory {asked.lora_path}"
         )
     return directory
-
-
-def _version(directory: Path) -> _Version:
-    stats = [
-        os.stat(file_in(directory, name))
-        for name in (CONFIG, TENSORS)
-        if (directory / name).exists()
-    ]
-    return tuple((stat.st_mtime_ns, stat.st_size) for stat in stats)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxpage.checkpoints.lora_files import Adapter
+from jaxpage.checkpoints import Adapter
 from jaxpage.decoding import Grammar
 from jaxpage.device.sampler import NUM_CANDIDATES
 from jaxpage.device.step_inputs import MAX_BIASES

@@ -12,12 +12,19 @@ from collections.abc import Sequence as TokenIds
 from dataclasses import replace
 from typing import Any, TypedDict
 
-from jaxpage.decoding import BeamStrategy, Grammar, MaskBudget, SamplingStrategy, advance, masks_of
-from jaxpage.decoding.grammar_compiler import GrammarCompiler
+from jaxpage.decoding import (
+    BeamStrategy,
+    Grammar,
+    GrammarCompiler,
+    MaskBudget,
+    SamplingStrategy,
+    advance,
+    masks_of,
+)
 from jaxpage.engine.adapters import Adapters
 from jaxpage.engine.admission import Admission, CheckedParams, NamedAdapter, PreparedRequest
 from jaxpage.engine.batch_builder import NO_SLOTS, BatchBuilder
-from jaxpage.engine.metrics import EngineMetrics
+from jaxpage.engine.engine_metrics import EngineMetrics
 from jaxpage.engine.reporting import Reporter
 from jaxpage.engine.runner import Runner
 from jaxpage.engine.text import NoText, StreamDetokenizer, words_as_token_ids

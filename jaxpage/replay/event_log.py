@@ -61,7 +61,7 @@ class EventLog(Recorder):
     def _write(self, record: Record) -> None:
         if self._file is None:
             return
-        line = encoded(record)
+        line = encoded_record(record)
         try:
             while line:
                 line = line[os.write(self._file, line) :]
@@ -78,7 +78,7 @@ class EventLog(Recorder):
             self._file = None
 
 
-def encoded(record: Record) -> bytes:
+def encoded_record(record: Record) -> bytes:
     """Returns a record as a line of the file."""
     return json.dumps(record, separators=(",", ":")).encode() + b"\n"
 
@@ -95,7 +95,7 @@ def write_log(path: str | os.PathLike[str], records: Iterable[Record]) -> None:
         OSError: The file exists, or cannot be written.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.writelines(map(encoded, records))
+        file.writelines(map(encoded_record, records))
 
 
 def check_new(path: str | os.PathLike[str]) -> None:

@@ -15,9 +15,8 @@ import jax
 import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
-from jaxpage.checkpoints import load_shards
-from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.engine.engine import Engine
+from jaxpage.checkpoints import ModelFiles, load_shards
+from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
 from jaxpage.replay.recorder import Record
@@ -51,7 +50,7 @@ class _InFiles:
         return np.concatenate([self._part(device) for device in range(self._num_parts)])
 
 
-def header(
+def engine_header(
     config: EngineConfig, engine: Engine, spec: EngineSpec, files: ModelFiles | None = None
 ) -> Record:
     """Returns the header: everything other than the events on which schedule and tokens depend.
@@ -72,7 +71,7 @@ def header(
     return {
         "event": "header",
         "format": FORMAT,
-        "versions": versions(),
+        "versions": package_versions(),
         "device": f"{spec.memory.device} of {platform.machine()}",
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
@@ -83,7 +82,7 @@ def header(
     }
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Returns the versions of Python and of the packages that decide the numbers."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
 

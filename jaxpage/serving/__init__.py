@@ -2,4 +2,60 @@
 
 The server translates requests (`wire/`), limits what connections may do (`http/`), and leads an
 engine that several hosts share (`hosts/`). A driver runs the engine on a thread of its own.
+
+The names are loaded at first use, so that a configuration is checked, and the address bound, before
+jax and Starlette are imported. Other rooms and the tools take:
+
+    ServerConfig    holds the settings of the server
+    resolve_both    finds the settings of the engine and of the server, and where each comes from
+    AUTO            is the coordinator's address that a job says itself
+    hosts_of_job    takes the hosts from the job that runs the process
+    bound_socket    binds the address of the server
+    start           runs a server until a signal ends it
+    follow          runs the engine of another rank than 0, as rank 0 tells it
+    TokenTexts      gives the text of each token
+    open_incidents  lets an engine keep its last steps, to write them when something goes wrong
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
+    from jaxpage.serving.hosts.job import hosts_of_job
+    from jaxpage.serving.incident_files import open_incidents
+    from jaxpage.serving.listening import bound_socket
+    from jaxpage.serving.startup import follow, start
+    from jaxpage.serving.wire.logprobs import TokenTexts
+
+__all__ = [
+    "AUTO",
+    "ServerConfig",
+    "TokenTexts",
+    "bound_socket",
+    "follow",
+    "hosts_of_job",
+    "open_incidents",
+    "resolve_both",
+    "start",
+]
+
+_HOMES = {
+    "open_incidents": "jaxpage.serving.incident_files",
+    "AUTO": "jaxpage.serving.config",
+    "ServerConfig": "jaxpage.serving.config",
+    "resolve_both": "jaxpage.serving.config",
+    "hosts_of_job": "jaxpage.serving.hosts.job",
+    "bound_socket": "jaxpage.serving.listening",
+    "follow": "jaxpage.serving.startup",
+    "start": "jaxpage.serving.startup",
+    "TokenTexts": "jaxpage.serving.wire.logprobs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxpage.serving' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -28,25 +28,25 @@ from starlette.types import Receive, Scope, Send
 from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.incidents import Incidents
-from jaxpage.serving.adapters import lora_routes
+from jaxpage.replay import Incidents
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.embedding import Embedding
-from jaxpage.serving.embedding import Open as OpenVectors
+from jaxpage.serving.embedding_requests import Embedding
+from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
 from jaxpage.serving.http.host_guard import HostGuard
-from jaxpage.serving.http.limits import Limits
 from jaxpage.serving.http.posting import json_body, post_route
+from jaxpage.serving.http.request_limits import Limits
 from jaxpage.serving.in_flight import InFlightRequests
-from jaxpage.serving.incidents import incident_routes
+from jaxpage.serving.incident_files import incident_routes
 from jaxpage.serving.inspector import routes as inspector
+from jaxpage.serving.lora_modules import lora_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
-from jaxpage.serving.weights import weights_routes
+from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import open_embeddings

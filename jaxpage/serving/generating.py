@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver, AwaitedHandle
-from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine import PreparedRequest
 from jaxpage.errors import DeadlineExceeded, ShuttingDown
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 
 from jaxpage.decoding import Grammar
 from jaxpage.driver import prepared
-from jaxpage.engine.admission import CheckedParams, PreparedRequest
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import Prompt
+from jaxpage.engine import CheckedParams, Engine, PreparedRequest, Prompt
 from jaxpage.errors import NativeError, QueueFull
 from jaxpage.serving.wire.exchange import PromptRequest
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams

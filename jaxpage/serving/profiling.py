@@ -17,7 +17,7 @@ from starlette.routing import Route
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
-from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)

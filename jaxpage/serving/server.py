@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from jaxpage.assembly import Built
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.incidents import Incidents
+from jaxpage.replay import Incidents
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.descriptors import Complaints, room_for_connections

@@ -23,18 +23,18 @@ from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
-from jaxpage.replay.opening import open_engine
+from jaxpage.replay import open_engine
 from jaxpage.serving import logs
-from jaxpage.serving.adapters import check_lora_modules, open_lora_modules
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import API_KEY_VARIABLE, ServerConfig, read_api_keys
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.follower import Follower
 from jaxpage.serving.hosts.joining import agree, join, smallest_sizes
 from jaxpage.serving.hosts.leader import Leader
-from jaxpage.serving.incidents import open_incidents
+from jaxpage.serving.incident_files import open_incidents
 from jaxpage.serving.kv_events import KVEvents
 from jaxpage.serving.listening import address_of
+from jaxpage.serving.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxpage.bench.shape_times import SHORT
+from jaxpage.bench import SHORT_PROMPT
 from jaxpage.simulation.costs import AnalyticCost, CostModel
 from jaxpage.step.plan import StepPlan
 
@@ -34,7 +34,11 @@ class ShapeCost:
         """Returns the seconds from the plan of a step to its draws."""
         num_rows, num_tokens = len(plan.rows), plan.num_tokens
         context = sum(
-            [max(0, row.context_length - SHORT) for row in plan.rows if len(row.token_ids) == 1]
+            [
+                max(0, row.context_length - SHORT_PROMPT)
+                for row in plan.rows
+                if len(row.token_ids) == 1
+            ]
         )
         if num_tokens == num_rows:
             fitting = [seconds for rows, seconds in self.decode if rows >= num_rows]
@@ -78,7 +82,7 @@ def read_costs(path: str) -> CostModel:
         ) from None
 
 
-def as_dict(cost: CostModel) -> dict[str, Any]:
+def costs_as_dict(cost: CostModel) -> dict[str, Any]:
     """Returns the fields of a cost model for JSON."""
     assert isinstance(cost, (ShapeCost, AnalyticCost))
     return asdict(cost)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxpage.bench.workloads import DATASETS, Lengths
+from jaxpage.bench import DATASETS, Lengths
 
 TRANSLATION_MEAN_INPUT, TRANSLATION_MEAN_OUTPUT, TRANSLATION_SHAPE = (
     30.0,

@@ -58,7 +58,22 @@ ROOMS |= {
     "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
-DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
+DOORS = {
+    "assembly",
+    "bench",
+    "checkpoints",
+    "cli",
+    "decoding",
+    "driver",
+    "engine",
+    "memory",
+    "prefix_store",
+    "replay",
+    "scheduling",
+    "serving",
+    "simulation",
+    "speculation",
+}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
 # nor HTTP.
@@ -124,6 +139,10 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
         "jaxpage/cli/commands.py",
         "*",
     ): "each command imports what it needs: checking a configuration needs no jax",
+    (
+        "jaxpage/cli/generating.py",
+        "jaxpage.checkpoints",
+    ): "wrong flags and an empty prompt are refused before jax is imported",
     ("jaxpage/cli/doctor.py", "*"): "doctor reports what cannot be imported",
     (
         "jaxpage/cli/resolving.py",
@@ -167,6 +186,9 @@ LAZY_IMPORTS: dict[tuple[str, str], str] = {
 # Files that import modules by name.
 DYNAMIC_IMPORTS: dict[str, str] = {
     "jaxpage/__init__.py": "import jaxpage touches no device: its names are imported when first used",
+    "jaxpage/bench/__init__.py": "a simulation draws the lengths of workloads without jax",
+    "jaxpage/checkpoints/__init__.py": "transformers takes seconds to import, and a model is read without it",
+    "jaxpage/serving/__init__.py": "a configuration is checked before jax and Starlette are imported",
     "jaxpage/cli/parsing.py": "--help and wrong flags answer before pydantic, jax and transformers are imported",
     "jaxpage/checkpoints/orbax_files.py": "Orbax takes seconds to import, and a safetensors directory does without it",
     "jaxpage/checkpoints/resolve.py": "a local model needs no HTTP client",

@@ -20,8 +20,8 @@ from jaxpage.models.base import KVSpec, make_model
 from jaxpage.models.lora import lora_targets
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
-from jaxpage.models.quantization.registry import METHODS
 from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models.quantization.scheme_choice import METHODS
 from jaxpage.models.registry import FAMILIES
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.model_configs import MODELS, config_json

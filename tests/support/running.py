@@ -25,7 +25,7 @@ from jaxpage.async_driver import AsyncDriver
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.capabilities import capabilities
 from jaxpage.serving.config import ServerConfig
-from jaxpage.serving.incidents import open_incidents
+from jaxpage.serving.incident_files import open_incidents
 from jaxpage.serving.listening import address_of, bound_socket
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import Serving

@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 
 from jaxpage.models.quantization import compressed_tensors, modelopt, mxfp4
-from jaxpage.models.quantization.registry import METHODS
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
+from jaxpage.models.quantization.scheme_choice import METHODS
 from jaxpage.models.weights import Weight
 
 _APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")

@@ -14,8 +14,7 @@ import socket
 import threading
 from typing import Any
 
-from jaxpage.replay.event_log import MAX_LINE_BYTES, encoded
-from jaxpage.replay.recorder import Record
+from jaxpage.replay import MAX_LINE_BYTES, Record, encoded_record
 
 GREETING_SECONDS = 5.0  # the longest wait for a read or a write of the greeting
 _GREETING_BYTES = 1024
@@ -46,7 +45,7 @@ class Channel:
 
     def send(self, record: Record) -> None:
         """Sends a record as a line."""
-        line = encoded(record)
+        line = encoded_record(record)
         with self._lock:
             self._connection.sendall(self._code(self._ways[0], self._num_sent, line) + b" " + line)
             self._num_sent += 1
@@ -137,7 +136,7 @@ def _digest(key: bytes, *parts: bytes) -> str:
 
 
 def _say(connection: socket.socket, record: Record) -> None:
-    connection.sendall(encoded(record))
+    connection.sendall(encoded_record(record))
 
 
 def _heard(connection: socket.socket, fields: dict[str, type]) -> dict[str, Any]:

@@ -10,12 +10,9 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.differences import Differs, differ
-from jaxpage.replay.event_log import encoded
-from jaxpage.replay.recorder import Record
-from jaxpage.replay.replay import LoggedDrafts, add_arrival
+from jaxpage.replay import Differs, LoggedDrafts, Record, add_arrival, differ, encoded_record
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.settings.argument_checks import shown
@@ -127,7 +124,7 @@ class Follower:
 
     def _came(self, record: Record) -> None:
         """Takes a record of this engine; the record of a plan comes before the device begins."""
-        ours = json.loads(encoded(record))
+        ours = json.loads(encoded_record(record))
         if self._theirs is None:
             self._ours.append(ours)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxpage.replay.recorder import Record, Recorder
+from jaxpage.replay import Record, Recorder
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.request import SequenceGroup
 

@@ -21,9 +21,7 @@ from jaxpage.assembly import EngineSpec, drafter_directory
 from jaxpage.checkpoints import resolve_model, resolve_tokenizer
 from jaxpage.device.mesh import join_processes
 from jaxpage.errors import JaxpageError
-from jaxpage.replay.event_log import encoded
-from jaxpage.replay.log_header import versions
-from jaxpage.replay.recorder import Record
+from jaxpage.replay import Record, encoded_record, package_versions
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.hosts.channel import Channel, Refused, greet_follower, greet_leader
 from jaxpage.serving.hosts.secret import read_secret
@@ -139,7 +137,7 @@ def agree(spec: EngineSpec, channels: Mapping[int, Channel], *, host_rank: int) 
 
 def _said_by_all(record: Record, channels: Mapping[int, Channel], host_rank: int) -> list[Record]:
     """Sends a record to all hosts, and returns the records of all in order of rank."""
-    said: list[Record] = [json.loads(encoded(record))]
+    said: list[Record] = [json.loads(encoded_record(record))]
     ranks = range(1, len(channels) + 1) if host_rank == 0 else ()
     rank = 0
     for channel in channels.values():
@@ -274,11 +272,11 @@ def _about(engine: EngineConfig, server: ServerConfig) -> Record:
     }
     record = {
         "event": "header",
-        "versions": {**versions(), "machine": platform.machine()},
+        "versions": {**package_versions(), "machine": platform.machine()},
         "config": {**config, "num_hosts": server.num_hosts},
         "files": files,
     }
-    described: Record = json.loads(encoded(record))
+    described: Record = json.loads(encoded_record(record))
     return described
 
 

@@ -6,8 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 
-from jaxpage.replay.differences import Leave
-from jaxpage.replay.recorder import Record
+from jaxpage.replay import Leave, Record
 from jaxpage.serving.hosts.channel import Channel
 from jaxpage.serving.hosts.host_records import HostRecorder
 from jaxpage.step.plan import StepPlan

@@ -12,7 +12,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.serving.http.host_guard import check_origin
-from jaxpage.serving.http.limits import check_is_json, check_is_plain
+from jaxpage.serving.http.request_limits import check_is_json, check_is_plain
 from jaxpage.serving.wire.dialects import OLLAMA_PATHS
 
 

@@ -17,10 +17,10 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 from jaxpage.errors import JaxpageError
 from jaxpage.serving.http.host_guard import check_origin
-from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.inspector.state import Inspector, Snapshot
 from jaxpage.serving.pacing import Pace
 from jaxpage.serving.wire.body import check_fields, parse_object

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 from jaxpage.memory import BlockManager
 from jaxpage.serving.inspector.watching import Timeline, Track, Watcher
 from jaxpage.step.request import Sequence, SequenceGroup

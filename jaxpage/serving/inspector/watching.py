@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxpage.engine.engine import Engine
+from jaxpage.engine import Engine
 from jaxpage.outputs import RequestMetrics
 from jaxpage.step.events import Both, Events
 from jaxpage.step.plan import Row, StepPlan

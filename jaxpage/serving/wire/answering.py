@@ -10,9 +10,9 @@ from typing import Any
 from jaxpage.outputs import CompletionOutput, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import INTERNAL, RETRY_AFTER, ApiError, as_api_error
-from jaxpage.serving.wire.fields import GenerationRequest
 from jaxpage.serving.wire.logprobs import Entries, bounded, likeliest
 from jaxpage.serving.wire.prompt_request import PromptRequest
+from jaxpage.serving.wire.request_fields import GenerationRequest
 from jaxpage.step.strategy import NO_TOKEN_LEFT
 
 

@@ -9,10 +9,10 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.fields import CompletionRequest
 from jaxpage.serving.wire.logprobs import Entries, TextOffsets, TokenTexts, completion_logprobs
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.request_fields import CompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
     check_common,

@@ -13,7 +13,7 @@ from jaxpage.settings.lora_request import LoRARequest
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Holds the bounds of one request that are not bounds of its fields (fields.py).
+    """Holds the bounds of one request that are not bounds of its fields (request_fields.py).
 
     Attributes:
         max_prompts: The most prompts of a request.

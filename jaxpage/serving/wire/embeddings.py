@@ -15,9 +15,9 @@ import numpy.typing as npt
 from jaxpage.device.embedder import Pooling, normalized
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
-from jaxpage.serving.wire.fields import EmbeddingRequest
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.request_fields import EmbeddingRequest
 from jaxpage.settings.sampling_params import SamplingParams
 
 MAX_INPUTS = 2048  # OpenAI's limit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from jaxpage.outputs import RequestOutput
-from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.prompt_request import PromptRequest

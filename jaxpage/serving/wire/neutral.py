@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxpage.serving.wire.fields import (
+from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     CalledFunction,
     ChatCompletionRequest,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxpage.outputs import RequestMetrics, RequestOutput
-from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.completions import open_completion
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.embeddings import EmbeddingAnswer, open_embeddings

@@ -9,7 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from jaxpage import __version__
 from jaxpage.serving.wire.context import ModelContext
-from jaxpage.serving.wire.fields import (
+from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

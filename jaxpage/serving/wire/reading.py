@@ -11,8 +11,8 @@ from pydantic import BaseModel, ValidationError
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.neutral import ADDED, LABELS, NEUTRAL, is_neutral
+from jaxpage.serving.wire.request_fields import ChatCompletionRequest, CompletionRequest
 from jaxpage.serving.wire.schemas import without_sets
 from jaxpage.settings.argument_checks import close_names, shown
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from jaxpage.serving.wire.chat import open_chat
+from jaxpage.serving.wire.chat_completions import open_chat
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import quotes
 from jaxpage.serving.wire.reading import read

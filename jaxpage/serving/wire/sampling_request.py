@@ -6,7 +6,11 @@ from typing import Any
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error
-from jaxpage.serving.wire.fields import GenerationRequest, JsonObjectFormat, JsonSchemaFormat
+from jaxpage.serving.wire.request_fields import (
+    GenerationRequest,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+)
 from jaxpage.serving.wire.schemas import check_schema
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 

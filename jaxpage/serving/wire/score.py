@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxpage.engine.scoring import SCORING, continuation_logprobs
+from jaxpage.engine import SCORING, continuation_logprobs
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
-from jaxpage.serving.wire.fields import ScoreRequest
 from jaxpage.serving.wire.logprobs import bounded
 from jaxpage.serving.wire.prompt_request import PromptRequest, prompts_of
 from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.request_fields import ScoreRequest
 
 
 @quotes

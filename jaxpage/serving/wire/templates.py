@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.fields import (
+from jaxpage.serving.wire.rendering import RENDERERS
+from jaxpage.serving.wire.request_fields import (
     AssistantMessage,
     ConversationFields,
     Fields,
@@ -26,7 +27,6 @@ from jaxpage.serving.wire.fields import (
     ToolCall,
     ToolMessage,
 )
-from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.settings.argument_checks import shown
 
 # The renderer itself gives a template these names.

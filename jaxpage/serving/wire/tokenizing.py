@@ -6,8 +6,12 @@ from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext, valid_text
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.fields import DetokenizeRequest, TokenizeChatRequest, TokenizeRequest
 from jaxpage.serving.wire.reading import read
+from jaxpage.serving.wire.request_fields import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeRequest,
+)
 from jaxpage.serving.wire.templates import render
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
 from jaxpage.serving.wire.pieces import PieceParser, Plain
+from jaxpage.serving.wire.request_fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
 from jaxpage.serving.wire.tools import (

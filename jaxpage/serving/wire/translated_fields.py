@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from jaxpage.serving.wire.fields import (
+from jaxpage.serving.wire.request_fields import (
     MAX_MESSAGES,
     MAX_STOPS,
     Count,

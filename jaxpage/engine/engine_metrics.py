@@ -12,7 +12,7 @@ from jaxpage.memory import MemoryHistory, MemoryReport
 from jaxpage.outputs import RequestMetrics
 from jaxpage.prefix_store import FileCounts
 from jaxpage.scheduling import Scheduler
-from jaxpage.speculation.counts import SpeculationCounts
+from jaxpage.speculation import SpeculationCounts
 from jaxpage.step.edits import Append
 from jaxpage.step.plan import StepPlan
 from jaxpage.step.report import StepReport

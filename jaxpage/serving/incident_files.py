@@ -13,8 +13,7 @@ from starlette.routing import Route
 from jaxpage.assembly import Built
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import ConfigError
-from jaxpage.replay.incidents import IncidentRing, Incidents
-from jaxpage.replay.log_header import header
+from jaxpage.replay import IncidentRing, Incidents, engine_header
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.http.answers import json_answer
 from jaxpage.serving.http.host_guard import check_origin
@@ -51,7 +50,9 @@ def open_incidents(built: Built, engine: EngineConfig, server: ServerConfig) -> 
         server.incident_steps, keeps_token_ids=server.incident_token_ids, unsaid=unsaid
     )
     built.engine.events = Both(built.engine.events, ring)
-    return Incidents(ring, directory, lambda: header(engine, built.engine, built.spec, built.model))
+    return Incidents(
+        ring, directory, lambda: engine_header(engine, built.engine, built.spec, built.model)
+    )
 
 
 def incident_routes(driver: AsyncDriver, incidents: Incidents | None) -> list[Route]:

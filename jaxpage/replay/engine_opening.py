@@ -12,7 +12,7 @@ from jaxpage.checkpoints import ModelConfig, ModelFiles, Parameters, open_parame
 from jaxpage.errors import UnsupportedError
 from jaxpage.prefix_store import PrefixFiles, PrefixTier
 from jaxpage.replay.event_log import EventLog, check_new
-from jaxpage.replay.log_header import header
+from jaxpage.replay.log_header import engine_header
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import EngineSettings, LLMSettings, engine_config
 
@@ -48,7 +48,7 @@ def open_engine(
         built.engine.events = _prefix_tier(Path(config.prefix_cache_directory), config, built)
     if config.event_log is not None:
         built.engine.events = EventLog(
-            config.event_log, header(config, built.engine, built.spec, built.model)
+            config.event_log, engine_header(config, built.engine, built.spec, built.model)
         )
     return built
 
@@ -104,7 +104,7 @@ def _prefix_tier(directory: Path, config: EngineConfig, built: Built) -> PrefixT
         raise UnsupportedError(
             f"prefix_cache_directory is not supported for {len(built.spec.groups)} cache groups: their blocks are kept apart"
         )
-    about = header(config, built.engine, built.spec)
+    about = engine_header(config, built.engine, built.spec)
     names = ("versions", "device", "weights_hash")
     spec = built.spec
     layout = spec.layout, spec.groups, spec.attention, spec.sharding

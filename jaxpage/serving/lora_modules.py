@@ -18,15 +18,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from jaxpage.assembly import lora_spec
-from jaxpage.checkpoints import describe_model, resolve_model_config
-from jaxpage.checkpoints.lora_files import read_adapter
-from jaxpage.engine.adapters import directory_of
-from jaxpage.engine.engine import Engine
+from jaxpage.checkpoints import describe_model, read_adapter, resolve_model_config
+from jaxpage.engine import Engine, directory_of
 from jaxpage.errors import CheckpointError, ConfigError, ModelNotFoundError
 from jaxpage.serving.config import MODEL_NAME, ServerConfig
 from jaxpage.serving.directories import directory_inside
 from jaxpage.serving.http.host_guard import check_origin
-from jaxpage.serving.http.limits import check_is_json
+from jaxpage.serving.http.request_limits import check_is_json
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.wire.body import check_fields, parse_object, text_field
 from jaxpage.serving.wire.context import ModelContext

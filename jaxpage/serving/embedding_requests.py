@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.device.embedder import Embedder
-from jaxpage.engine.admission import PreparedRequest
+from jaxpage.engine import PreparedRequest
 from jaxpage.serving.http.answers import ignored_header, json_answer, refusal_of, to_api_error
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.wire.body import parse_object

@@ -19,16 +19,14 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Hooks, build_engine
 from jaxpage.decoding import BeamStrategy, Grammar, SamplingStrategy
-from jaxpage.engine.admission import NamedAdapter
-from jaxpage.engine.engine import Engine, EngineParts
-from jaxpage.engine.text import NoText
+from jaxpage.engine import Engine, EngineParts, NamedAdapter, NoText
 from jaxpage.errors import JaxpageError
 from jaxpage.replay.differences import Differs, Leave, differ, without_text
-from jaxpage.replay.event_log import LogReader, encoded, is_after
+from jaxpage.replay.event_log import LogReader, encoded_record, is_after
 from jaxpage.replay.log_header import (
     check_replayable,
     compare_engines,
-    header,
+    engine_header,
     logged_config,
     read_header,
 )
@@ -93,7 +91,7 @@ def replay(
         follower = Replay(log)
         built = build_engine(config, Hooks(progress=progress, parts=follower.parts))
         try:
-            ours = json.loads(encoded(header(config, built.engine, built.spec)))
+            ours = json.loads(encoded_record(engine_header(config, built.engine, built.spec)))
             compare_engines(logged, ours, force=force)
             log.take()
             with tqdm(
@@ -215,7 +213,7 @@ class Replay:
 
     def _compare(self, record: Record) -> None:
         """Compares a record of the engine with the logged one."""
-        logged, came = self._log.next, json.loads(encoded(record))
+        logged, came = self._log.next, json.loads(encoded_record(record))
         if logged is None:
             raise _EndsInside(came["step"])
         if without_text(logged) != without_text(came):

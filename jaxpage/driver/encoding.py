@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxpage.engine.admission import CheckedParams, PreparedRequest
-from jaxpage.engine.engine import Engine
-from jaxpage.engine.prompts import Prompt
+from jaxpage.engine import CheckedParams, Engine, PreparedRequest, Prompt
 from jaxpage.errors import UnsupportedError
 from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
 

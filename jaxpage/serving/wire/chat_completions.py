@@ -11,11 +11,11 @@ from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
-from jaxpage.serving.wire.fields import ChatCompletionRequest
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
 from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
+from jaxpage.serving.wire.request_fields import ChatCompletionRequest
 from jaxpage.serving.wire.sampling_request import (
     beam_params,
     check_common,
