@@ -394,6 +394,21 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gpt2-layer-scales",
         lambda: {"spec": {"attention_scales": (0.25,) * 3}},
     ),
+    "bias of the norms dropped": (
+        "starcoder2-window",
+        lambda: {"state": zero("input_layernorm.bias")},
+    ),
+    "biases of a half without gates dropped": (
+        "arcee-biases",
+        lambda: {"state": zero("up_proj.bias")},
+    ),
+    "norms of other heads": ("cohere-norms", lambda: {"state": roll("k_norm.weight", 0)}),
+    "tensors of norms of heads swapped": (
+        "stablelm-parallel",
+        lambda: {"state": swap("norms.0.", "norms.1.")},
+    ),
+    "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
+    "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
     "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
 }
 

@@ -1,4 +1,4 @@
-"""GLM-4, dense (Zeng et al., 2024; 0414 and later), is the earlier GLM with four norms in a layer."""
+"""GLM-4, dense (Zeng et al., 2024; 0414 and later), is GLM-4-9B with four norms in a layer."""
 
 from __future__ import annotations
 
