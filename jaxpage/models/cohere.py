@@ -23,6 +23,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+THETA = 500_000.0
 FORM = BlockForm(
     norms=("input_layernorm", None, None, None),
     kind="layer-bias",
@@ -32,7 +33,11 @@ FORM = BlockForm(
 
 
 class Spec(RotaryDecoderSpec):
-    """Reads transformers' `CohereConfig`."""
+    """Reads transformers' `CohereConfig`.
+
+    `model_max_length`, which that class does not have, is the length that Command R was trained
+    for. Its `max_position_embeddings` is far shorter.
+    """
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
@@ -40,7 +45,9 @@ class Spec(RotaryDecoderSpec):
         with Fields(config, "cohere") as fields:
             head_width = head_width_or_quotient(fields)
             longest = fields.integer("max_position_embeddings", 8192)
-            rope, longest = fields.rope(head_width, longest, theta=500_000.0)
+            if fields.rope_parameters(longest, THETA)["rope_type"] == "default":
+                longest = fields.optional_integer("model_max_length", None) or longest
+            rope, longest = fields.rope(head_width, longest, theta=THETA)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, None),

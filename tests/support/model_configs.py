@@ -250,7 +250,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "starcoder2",
         {"use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-3},
     ),
-    "stablelm-quarter": ("stablelm", {"hidden_size": 64, "use_qkv_bias": True}),
     "stablelm-parallel": (
         "stablelm",
         {
@@ -260,6 +259,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "stablelm-quarter": ("stablelm", {"hidden_size": 64, "use_qkv_bias": True}),
     "olmo-plain-norms": ("olmo", {"num_hidden_layers": 3}),
     "olmo-limits": ("olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
@@ -295,7 +295,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-interleaved": ("glm", {"head_dim": 16}),
     "glm-no-bias": ("glm", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}),
     "glm4-interleaved": ("glm4", {"head_dim": 16}),
-    "cohere-parallel": ("cohere", {"logit_scale": 0.5}),
     "cohere-norms": (
         "cohere",
         {
@@ -306,6 +305,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
         },
     ),
+    "cohere-parallel": ("cohere", {"logit_scale": 0.5}),
     "cohere2-parallel": (
         "cohere2",
         {
