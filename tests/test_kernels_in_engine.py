@@ -32,7 +32,14 @@ from jaxpage.errors import CapacityError, UnsupportedError
 from jaxpage.models import gemma2, gemma3, glm4, llama
 from jaxpage.models.base import KVSpec
 from jaxpage.settings import engine_config
-from pallas_kernels import BACKENDS, INTERPRETABLE_BACKENDS, KERNEL_BACKENDS, SETS, AttentionOptions
+from pallas_kernels import (
+    BACKENDS,
+    INTERPRETABLE_BACKENDS,
+    KERNEL_BACKENDS,
+    SETS,
+    XLA_BACKENDS,
+    AttentionOptions,
+)
 from pallas_kernels.cpu.library import load
 from pallas_kernels.triton import backend as triton_backend
 from pallas_kernels.triton import product
@@ -407,7 +414,7 @@ def test_the_kernel_set_is_known_before_anything_is_loaded_and_is_no_plain_xla_o
     assert chosen("auto", CPU) in ("cpu", "scan") and chosen("scan", gpu("7.5")) == "scan"
     with pytest.raises(
         UnsupportedError,
-        match="'auto': .*triton: needs a GPU .*; mosaic: .* by name: scan or reference",
+        match=f"'auto': .*triton: needs a GPU .*; mosaic: .* by name: {' or '.join(XLA_BACKENDS)};",
     ):
         chosen("auto", gpu("7.5"))
     with pytest.raises(

@@ -394,6 +394,21 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "gpt2-layer-scales",
         lambda: {"spec": {"attention_scales": (0.25,) * 3}},
     ),
+    "bias of the norms dropped": (
+        "starcoder2-window",
+        lambda: {"state": zero("input_layernorm.bias")},
+    ),
+    "biases of a half without gates dropped": (
+        "arcee-biases",
+        lambda: {"state": zero("up_proj.bias")},
+    ),
+    "norms of other heads": ("cohere-norms", lambda: {"state": roll("k_norm.weight", 0)}),
+    "tensors of norms of heads swapped": (
+        "stablelm-parallel",
+        lambda: {"state": swap("norms.0.", "norms.1.")},
+    ),
+    "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
+    "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),
     "fused product cut wrongly": ("gpt2-usual", lambda: {"state": roll("c_attn.weight", 1)}),
 }
 
@@ -718,6 +733,16 @@ def test_all_that_is_wrong_with_a_rotary_embedding_is_told_at_once(name, paramet
         wanted
     ), problems.lines
     assert len(problems.lines) == len(wanted), problems.lines
+
+
+def test_command_r_has_a_length_of_its_own():
+    dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5000.0}
+    for fields, longest in (
+        ({"model_max_length": 512}, 512),
+        ({"model_max_length": None}, 128),
+        ({"model_max_length": 512, "rope_parameters": dynamic}, 128),
+    ):
+        assert read_spec("cohere-parallel", **fields)[1].max_position_embeddings == longest
 
 
 def test_a_missing_size_is_named():

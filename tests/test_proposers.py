@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import SuffixDecoding
-from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_config import ON_DEVICE, SpeculativeConfig
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
 from jaxpage.speculation.methods import METHODS, DraftedModel
 from jaxpage.speculation.ngram import NGramProposer
@@ -615,6 +615,7 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
     recycling.on_top_k([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
     assert set(METHODS) == set(get_args(SpeculativeConfig.model_fields["method"].annotation))
+    assert {name for name, method in METHODS.items() if method.drafter} == set(ON_DEVICE)
 
 
 # Where methods are named; and the parts of drafters, which have names of their own.

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +33,11 @@ from jaxpage.layers.sharding import Sharding
 from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.layers.weight_kinds import Scaled
 from jaxpage.models.base import abstract_model, make_model
-from jaxpage.models.quantization.scheme_choice import quantization_of
+from jaxpage.models.quantization import gguf
+from jaxpage.models.quantization.on_load import SCHEMES
+from jaxpage.models.quantization.scheme_choice import METHODS, quantization_of
 from jaxpage.models.sharding import Place, ShardedWeight, sharded_weights, with_sharding
+from jaxpage.settings.engine_config import EngineConfig
 from tests.support.engines import BLOCKS_OF_4, SMALL_POOL, make_llm
 from tests.support.gguf_files import write_gguf
 from tests.support.mixed_requests import CONFIG, texts
@@ -218,6 +221,15 @@ def gptq(bits: int, sym: bool, version: str) -> Callable[[int, int], Stored]:
     return make
 
 
+def bitsandbytes(num_out: int, num_in: int) -> Stored:
+    codes = RNG.integers(-127, 128, (num_out, num_in)).astype(np.int8)
+    largest = RNG.uniform(1, 4, num_out).astype(np.float32)
+    weight = np.empty((num_out, num_in), np.float32)
+    for o in range(num_out):
+        weight[o] = codes[o].astype(np.float64) * float(largest[o]) / 127
+    return {"weight": codes, "SCB": largest, "weight_format": np.array(0, np.uint8)}, weight
+
+
 def _compressed(
     form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -319,6 +331,16 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[int, int], Stored]]] = {
             "checkpoint_format": "gptq_v2",
         },
         gptq(8, False, "gptq_v2"),
+    ),
+    "bitsandbytes": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "load_in_4bit": False,
+            "llm_int8_skip_modules": None,
+            "llm_int8_threshold": 6.0,
+        },
+        bitsandbytes,
     ),
 }
 
@@ -616,8 +638,16 @@ def test_a_quantised_checkpoint_goes_through_every_door(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown method": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        "'bitsandbytes' is not one of compressed-tensors, fp8",
+        {"quant_method": "hqq", "nbits": 4},
+        "'hqq' is not one of compressed-tensors, fp8",
+    ),
+    "four bits of bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": True},
+        "quantization_config.load_in_4bit = True is not supported",
+    ),
+    "no bits of bitsandbytes": (
+        {"quant_method": "bitsandbytes"},
+        "quantization_config.load_in_8bit = None is not supported, only true",
     ),
     "no object": (["fp8"], "quantization_config must be an object"),  # type: ignore[dict-item]
     "activations in order": (
@@ -958,6 +988,7 @@ def test_damaged_scales_and_missing_tensors_are_told_together(tmp_path: Path) ->
             "zeros that are not 7, but quantization_config.sym",
         ),
         ("gptq", "qzeros", lambda words: words.astype(np.float32), "has dtype F32, not I32"),
+        ("bitsandbytes", "weight_format", lambda order: np.full_like(order, 2), "not in rows"),
     ],
 )
 def test_tensors_that_are_not_used_must_say_what_is_known(
@@ -1115,6 +1146,12 @@ def test_two_values_of_one_field_are_refused() -> None:
         match="quant_method = 'awq', but compression_config.quant_method = 'compressed-",
     ):
         quantization_of(both, None)
+
+
+def test_the_setting_takes_the_name_of_each_format() -> None:
+    names, _ = get_args(EngineConfig.model_fields["quantization"].annotation)
+    assert set(get_args(names)) == {*SCHEMES, gguf.NAME, *METHODS}
+    assert {config["quant_method"] for config, _ in FORMATS.values()} | {"mxfp4"} == set(METHODS)
 
 
 def test_the_setting_and_the_checkpoint_must_agree(tmp_path: Path) -> None:

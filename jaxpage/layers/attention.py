@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from jaxpage.layers.context import AttentionOptions, ForwardContext, LayerPages
 from jaxpage.layers.linear import Linear, Part, linear
-from jaxpage.layers.norms import LayerNorm, RMSNorm
+from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
 from jaxpage.layers.rope import Rope
 
 
@@ -41,6 +41,8 @@ class Attention(nnx.Module):
         sinks: See `AttentionOptions`.
         num_groups: The number of key/value heads, where `query_key_value` is one part that has for
             each of them its queries, its key and its value (Falcon); otherwise None.
+        limit: Queries, keys and values are cut to -limit to limit, after norms over all heads
+            together (`clip_qkv` of OLMo); None to leave them.
         gated: True if each query head is followed by a gate of the same width, whose sigmoid
             multiplies the head's output (Qwen3-Next).
     """
@@ -55,13 +57,14 @@ class Attention(nnx.Module):
         scale: float | None = None,
         sliding_window: int | None = None,
         rope: Rope | None = None,
-        query_norm: RMSNorm | LayerNorm | None = None,
-        key_norm: RMSNorm | LayerNorm | None = None,
+        query_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
+        key_norm: RMSNorm | LayerNorm | HeadNorm | None = None,
         norm_together: bool = False,
         logit_softcap: float | None = None,
         query_growth: tuple[float, int] | None = None,
         sinks: nnx.Param[jax.Array] | None = None,
         num_groups: int | None = None,
+        limit: float | None = None,
         gated: bool = False,
     ):
         self.layer_index = layer_index
@@ -69,6 +72,7 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
         self.logit_softcap, self.query_growth = logit_softcap, query_growth
         self.sinks, self.num_groups, self.gated = sinks, num_groups, gated
+        self.limit = limit
         self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
         self.scale = head_width**-0.5 if scale is None else scale
 
@@ -109,6 +113,8 @@ class Attention(nnx.Module):
 
         Norms over all heads together must have been applied already.
         """
+        if self.limit is not None:
+            q, k, v = (jnp.clip(part, -self.limit, self.limit) for part in (q, k, v))
         gate_TNH = None
         if self.gated:
             q, gate_TNH = jnp.split(q.reshape(q.shape[0], -1, 2 * self.head_width), 2, axis=-1)

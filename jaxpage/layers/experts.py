@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxpage.layers.activations import ACTIVATIONS
 from jaxpage.layers.expert_linear import ExpertLinear
-from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
@@ -204,7 +204,7 @@ class MixtureOfExperts(nnx.Module):
         experts: Experts,
         model_width: int,
         *,
-        shared: tuple[GatedMLP, str | None] | None = None,
+        shared: tuple[MLP | GatedMLP, str | None] | None = None,
         dtype: DTypeLike,
     ):
         self.router, self.experts = router, experts

@@ -8,7 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.parameter import Source, parameter, tensor
 
 
 def _mean(x: jax.Array) -> jax.Array:
@@ -79,6 +79,12 @@ class RMSNorm(nnx.Module):
         return (normed * scale).astype(x.dtype).reshape(x.shape)
 
 
+def _standardised(wide: jax.Array, epsilon: float) -> jax.Array:
+    """Returns `(x - mean) / sqrt(variance + epsilon)`."""
+    centred = wide - _mean(wide)
+    return centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + epsilon)
+
+
 class LayerNorm(nnx.Module):
     """Computes `scale * (x - mean) / sqrt(variance + epsilon) + bias` (Ba et al., 2016).
 
@@ -101,11 +107,29 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
-        wide = x.astype(jnp.float32)
-        centred = wide - _mean(wide)
-        normed = centred * jax.lax.rsqrt(_mean(jnp.square(centred)) + self.epsilon)
+        normed = _standardised(x.astype(jnp.float32), self.epsilon)
         if self.scale is not None:
             normed = normed * _along_last_axis(self.scale, x.ndim)
         if self.bias is not None:
             normed = normed + _along_last_axis(self.bias, x.ndim)
         return normed.astype(x.dtype)
+
+
+class HeadNorm(nnx.Module):
+    """Computes a LayerNorm over each head, with a scale of its own and no bias (Command R+).
+
+    Attributes:
+        scale: The scales [N, H] of queries, or [K, H] of keys.
+        epsilon: The number that is added to the variance.
+    """
+
+    def __init__(self, source: Source, *, axis: str, epsilon: float, dtype: DTypeLike):
+        self.scale = parameter(source.shape, axes=(axis, None), dtype=dtype, sources=[source])
+        self.epsilon = epsilon
+
+    def __call__(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
+        """Returns the normalised numbers in the type of the input."""
+        # Two axes, as in `RMSNorm`.
+        wide = x_TNH.astype(jnp.float32).reshape(-1, x_TNH.shape[-1])
+        normed_TNH = _standardised(wide, self.epsilon).reshape(x_TNH.shape)
+        return (normed_TNH * self.scale[...].astype(jnp.float32)[None]).astype(x_TNH.dtype)

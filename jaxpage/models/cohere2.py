@@ -25,7 +25,7 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-FORM = BlockForm(norms=("input_layernorm", None, None, None), kind="layer", parallel=True)
+FORM = BlockForm(norms=("input_layernorm", None, None, None), kind="layer-bias", parallel=True)
 
 
 class Spec(RotaryDecoderSpec):

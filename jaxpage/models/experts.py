@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from jaxpage.layers.expert_linear import ExpertLinear, ExpertLinearSpec
 from jaxpage.layers.experts import Experts, ExpertsSpec, MixtureOfExperts
-from jaxpage.layers.mlp import GatedMLP
+from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import Axis, Stored, tensor
 from jaxpage.layers.routing import Router, Routing
 from jaxpage.models.config_fields import WrongField
@@ -109,7 +109,7 @@ def make_experts(
     *,
     layer: str,
     activation: str,
-    shared: tuple[GatedMLP, str | None] | None,
+    shared: tuple[MLP | GatedMLP, str | None] | None,
     dtype: DTypeLike,
 ) -> MixtureOfExperts:
     """Returns the mixture of experts of a layer.

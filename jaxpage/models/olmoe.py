@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.rotary_decoder import (
@@ -29,8 +28,6 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with Fields(config, "olmoe") as fields:
-            if fields.get("clip_qkv", None) is not None:
-                fields.note(RefusedField("clip_qkv is not supported"), clip_qkv=None)
             num_layers = fields.integer("num_hidden_layers")
             width = ("intermediate_size", 2048)
             return cls._from_fields(
@@ -41,6 +38,7 @@ class Spec(RotaryDecoderSpec):
                 epsilon=("rms_norm_eps", 1e-5),
                 form=BlockForm(together=True),
                 norm_heads=True,
+                attention_limit=fields.optional_number("clip_qkv", None),
                 experts=read_experts(
                     fields, count=("num_experts", 64), per_token=8, width=width, normalized=None
                 ),

@@ -23,9 +23,9 @@ from jaxpage.layers.embedding import token_tables
 from jaxpage.layers.experts import ExpertsSpec, MixtureOfExperts
 from jaxpage.layers.latent_attention import LatentAttention
 from jaxpage.layers.linear import Part, linear
-from jaxpage.layers.mlp import GatedMLP
-from jaxpage.layers.norms import LayerNorm, RMSNorm
-from jaxpage.layers.parameter import parameter, tensor
+from jaxpage.layers.mlp import MLP, GatedMLP
+from jaxpage.layers.norms import HeadNorm, LayerNorm, RMSNorm
+from jaxpage.layers.parameter import Source, parameter, stack, tensor
 from jaxpage.layers.rope import Rope
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import WrongField
@@ -47,8 +47,11 @@ class BlockForm:
         norms: The names of the norms in the checkpoint: before attention, after it, before the
             feed-forward half, after it; None for a norm that does not exist.
         kind: "rms" for RMS norms; "rms+1" for those whose stored scale is less 1; "layer" for a
-            LayerNorm without bias.
+            LayerNorm with scale and bias, "layer-bias" for one with a scale alone, "plain" for one
+            with neither.
         together: True if norms of queries and keys are over all heads together (see `norm_heads`).
+        head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
+            `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
         parallel: True if both halves take the output of the norm before attention.
     """
 
@@ -60,14 +63,18 @@ class BlockForm:
     )
     kind: str = "rms"
     together: bool = False
+    head_scales: str = "shared"
     parallel: bool = False
 
     def norm(
         self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
     ) -> Norm:
         """Returns a norm of this kind."""
-        if self.kind == "layer":
-            return LayerNorm(width, name=name, epsilon=epsilon, bias=False, dtype=dtype)
+        if self.kind in ("layer", "layer-bias", "plain"):
+            affine, bias = self.kind != "plain", self.kind == "layer"
+            return LayerNorm(
+                width, name=name, epsilon=epsilon, affine=affine, bias=bias, dtype=dtype
+            )
         offset = 1.0 if self.kind == "rms+1" else 0.0
         return RMSNorm(width, name=name, epsilon=epsilon, axis=axis, offset=offset, dtype=dtype)
 
@@ -89,12 +96,15 @@ class RotaryDecoderSpec:
     attention_input_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    # The names of the two products of a feed-forward half without gates; None for one with gates.
+    plain_mlp: tuple[str, str] | None = None
     # Norms of queries and keys before the rotation, over each head unless `form.together` is True.
     norm_heads: bool = False
     form: BlockForm = BlockForm()
     rope_by_layer: tuple[Rope | None, ...] = ()  # where layers differ; None for no rotation
     attention_scale: float | None = None  # None for head_width ** -0.5
     attention_softcap: float | None = None
+    attention_limit: float | None = None  # see `Attention.limit`
     sinks: bool = False  # True if attention has sinks
     latent: LatentSpec | None = None  # latent attention, if the model has it
     delta: DeltaWidths | None = None  # the widths of the layers that have a state in `kv.states`
@@ -130,7 +140,7 @@ class RotaryDecoderSpec:
         attention_bias: bool = False,
         attention_input_bias: bool = False,
         rope: tuple[Rope, int] | None = None,
-        epsilon: tuple[str, float] = ("rms_norm_eps", 1e-6),
+        epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
         activation: tuple[str, str] = ("hidden_act", "silu"),
         tied: bool = False,
         **knobs: Any,
@@ -149,7 +159,7 @@ class RotaryDecoderSpec:
             attention_input_bias: True if the products for queries, keys and values have biases.
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
-            epsilon: The field of the norms' epsilon, and its default.
+            epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
             activation: The field of the activation, and its default.
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
@@ -177,7 +187,7 @@ class RotaryDecoderSpec:
                 states,
             ),
             rope=turned,
-            norm_epsilon=fields.number(*epsilon),
+            norm_epsilon=fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
             activation=fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
@@ -273,9 +283,12 @@ def make_attention(
     width, head = spec.model_width, spec.kv.head_width
     queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
 
-    def norm(part: str, num_rows: int, axis: str) -> Norm | None:
+    def norm(part: str, num_rows: int, axis: str) -> Norm | HeadNorm | None:
         if not spec.norm_heads:
             return None
+        if spec.form.head_scales != "shared":
+            source = _head_scales(f"{name}.{part}", num_rows // head, head, spec.form.head_scales)
+            return HeadNorm(source, axis=axis, epsilon=spec.norm_epsilon, dtype=dtype)
         over = (num_rows, axis) if spec.form.together else (head, None)
         return spec.form.norm(
             over[0], name=f"{name}.{part}", epsilon=spec.norm_epsilon, axis=over[1], dtype=dtype
@@ -307,9 +320,18 @@ def make_attention(
         norm_together=spec.form.together,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
+        limit=spec.attention_limit,
         sinks=_sinks(spec, name, dtype),
         gated=spec.attention_gated,
     )
+
+
+def _head_scales(name: str, num_heads: int, head_width: int, kind: str) -> Source:
+    """Returns the scales of a `HeadNorm`; see `BlockForm.head_scales`."""
+    if kind == "stacked":
+        return tensor(f"{name}.weight", num_heads, head_width)
+    norms = f"{name.removesuffix('_norm')}_layernorm.norms"
+    return stack([tensor(f"{norms}.{head}.weight", head_width) for head in range(num_heads)])
 
 
 def make_mixer(
@@ -340,9 +362,17 @@ def _sinks(spec: RotaryDecoderSpec, name: str, dtype: DTypeLike) -> nnx.Param[ja
 
 def make_mlp(
     spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike
-) -> GatedMLP:
-    """Returns a gated feed-forward half; `inner_width` None is that of the spec."""
+) -> MLP | GatedMLP:
+    """Returns a feed-forward half; `inner_width` None is that of the spec."""
     width, inner, bias = spec.model_width, inner_width or spec.feed_forward_width, spec.mlp_bias
+    up_name, down_name = spec.plain_mlp or ("up_proj", "down_proj")
+    down = linear(
+        inner, Part(width, "embed", f"{name}.{down_name}"), input_axis="ffn", bias=bias, dtype=dtype
+    )
+    if spec.plain_mlp is not None:
+        part = Part(inner, "ffn", f"{name}.{up_name}")
+        up = linear(width, part, input_axis="embed", bias=bias, dtype=dtype)
+        return MLP(up, down, activation=spec.activation)
     gate_up = linear(
         width,
         Part(inner, "ffn", f"{name}.gate_proj"),
@@ -352,15 +382,12 @@ def make_mlp(
         bias=bias,
         dtype=dtype,
     )
-    down = linear(
-        inner, Part(width, "embed", f"{name}.down_proj"), input_axis="ffn", bias=bias, dtype=dtype
-    )
     return GatedMLP(gate_up, down, activation=spec.activation)
 
 
 def make_feed_forward(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
-) -> GatedMLP | MixtureOfExperts:
+) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
     experts, module = spec.experts, f"{name}.mlp"
     if experts is None or not spec.sparse_layers[layer_index]:

@@ -30,7 +30,16 @@ class EngineSettings(TypedDict, total=False):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "half", "float"] | DTypeLike
     quantization: (
         Literal[
-            "int8", "int4", "gguf", "compressed-tensors", "fp8", "awq", "gptq", "mxfp4", "modelopt"
+            "int8",
+            "int4",
+            "gguf",
+            "compressed-tensors",
+            "fp8",
+            "awq",
+            "gptq",
+            "mxfp4",
+            "modelopt",
+            "bitsandbytes",
         ]
         | None
     )

@@ -15,6 +15,8 @@ AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
 # The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
 FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
+# The methods that draft on the device, in the step of the model.
+ON_DEVICE = ("token_recycling", *WITH_WEIGHTS)
 
 # The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(

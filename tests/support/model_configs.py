@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from jaxpage.models.registry import FAMILIES
+
 _DIMENSIONS = {
     "vocab_size": 131,
     "hidden_size": 48,
@@ -62,7 +64,7 @@ _VISION = {
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
-# name: (family, what config.json says beyond _DIMENSIONS or, for opt and gpt2, all of it)
+# name: (model type, what config.json says beyond _DIMENSIONS or the entry of _SHARED)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
     "llama-tied-bias": (
@@ -232,6 +234,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 2.0,
         },
     ),
+    "arcee-grouped": ("arcee", {}),
+    "arcee-biases": (
+        "arcee",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "hidden_act": "gelu",
+        },
+    ),
+    "starcoder2-window": ("starcoder2", {"sliding_window": 7}),
+    "starcoder2-plain": (
+        "starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "norm_epsilon": 1e-3},
+    ),
+    "stablelm-parallel": (
+        "stablelm",
+        {
+            "partial_rotary_factor": 0.5,
+            "use_parallel_residual": True,
+            "qk_layernorm": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "stablelm-quarter": ("stablelm", {"hidden_size": 64, "use_qkv_bias": True}),
+    "olmo-plain-norms": ("olmo", {"num_hidden_layers": 3}),
+    "olmo-limits": ("olmo", {"clip_qkv": 0.7, "attention_bias": True, "tie_word_embeddings": True}),
     "olmo2-grouped": ("olmo2", {"num_hidden_layers": 3}),
     "olmo3-windows": (
         "olmo3",
@@ -262,7 +292,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 12, "rope_scaling": {"type": "yarn", "llama_4_scaling_beta": 0.4, **_YARN}},
     ),
     "ministral3-no-rope": ("ministral3", {"head_dim": 12}),
+    "glm-interleaved": ("glm", {"head_dim": 16}),
+    "glm-no-bias": ("glm", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}),
     "glm4-interleaved": ("glm4", {"head_dim": 16}),
+    "cohere-norms": (
+        "cohere",
+        {
+            "logit_scale": 0.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "num_hidden_layers": 3,
+        },
+    ),
+    "cohere-parallel": ("cohere", {"logit_scale": 0.5}),
     "cohere2-parallel": (
         "cohere2",
         {
@@ -321,7 +364,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mixtral-window": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
-    "olmoe-many": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4}),
+    "olmoe-many": ("olmoe", {"num_experts": 16, "num_experts_per_tok": 4, "clip_qkv": 0.7}),
     "gpt-oss-windows": (
         "gpt_oss",
         {
@@ -507,37 +550,11 @@ _SHARED: dict[str, dict[str, Any]] = {
     "falcon": {"vocab_size": 131, **_OPT},
 }
 _ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+    **{module: architecture for architecture, module in FAMILIES.items()},
+    # Families whose model type is not the name of their module.
+    "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "qwen3_5": "Qwen3_5ForConditionalGeneration",
-    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmoe": "OlmoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "glm4": "Glm4ForCausalLM",
-    "cohere2": "Cohere2ForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "opt": "OPTForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
 }
 
 

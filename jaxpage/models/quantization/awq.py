@@ -20,6 +20,8 @@ from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import Scheme, everywhere_but
 
 NAME = "awq"
+SIZE_FIELDS = "group_size"
+KEPT_FIELD = "modules_to_not_convert"
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Output i of eight is this nibble of its word.
 
 
@@ -47,7 +49,7 @@ def read(config: QuantizationFields) -> Scheme:
     )
     has_zeros = config.flag("zero_point", True)
     form = WeightFormat("int4", values, scale, zero if has_zeros else None, size)
-    kept = config.names("modules_to_not_convert")
+    kept = config.names(KEPT_FIELD)
     ignored = () if has_zeros else ("*.qzeros",)
     return Scheme(
         NAME, f"AWQ: int4 weights in groups of {size or -1}", everywhere_but(kept, form), ignored

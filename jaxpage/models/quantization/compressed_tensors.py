@@ -35,6 +35,8 @@ from jaxpage.models.quantization.scheme import (
 )
 
 NAME = "compressed-tensors"
+SIZE_FIELDS = "num_bits, strategy, group_size or block_structure"
+KEPT_FIELD = "ignore"
 _QUANTIZED = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("mxfp4-pack-quantized", "nvfp4-pack-quantized"),
@@ -48,7 +50,7 @@ def read(config: QuantizationFields) -> Scheme:
     ):  # "dense" is stored as it is, zeros included
         config.absent("sparsity_config")
     config.absent("transform_config")
-    ignore, groups = config.names("ignore"), config.part("config_groups")
+    ignore, groups = config.names(KEPT_FIELD), config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", WrongField)
     forms = [

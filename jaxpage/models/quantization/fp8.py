@@ -15,6 +15,8 @@ from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, everywhere_but
 
 NAME = "fp8"
+SIZE_FIELDS = "weight_block_size"
+KEPT_FIELD = "modules_to_not_convert"
 NAME_OF_SCALE = "weight_scale_inv"  # although it multiplies
 OF_AUTO_FP8 = "weight_scale"
 
@@ -26,7 +28,7 @@ def read(config: QuantizationFields) -> Scheme:
     scale = replace(scale, aliases=(OF_AUTO_FP8,))
     rows, size = block or (1, None)
     form = WeightFormat("fp8", plain("float8_e4m3fn"), scale, group_size=size, block_rows=rows)
-    kept = config.names("modules_to_not_convert", "ignored_layers")
+    kept = config.names(KEPT_FIELD, "ignored_layers")
     described = f"fp8 weights, a scale for each {'block of ' + ' x '.join(map(str, block)) if block else 'weight'}"
     return Scheme(
         NAME,

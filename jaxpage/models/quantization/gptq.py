@@ -29,6 +29,8 @@ from jaxpage.models.quantization.scheme import (
 )
 
 NAME = "gptq"
+SIZE_FIELDS = "bits or group_size"
+KEPT_FIELD = "modules_to_not_convert"
 _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 
@@ -88,7 +90,7 @@ def read(config: QuantizationFields) -> Scheme:
         )
 
     form = WeightFormat(f"int{bits}", values, scale, None if symmetric else zero, size)
-    kept = (*config.names("modules_to_not_convert"), *_left_out(config))
+    kept = (*config.names(KEPT_FIELD), *_left_out(config))
     described = f"GPTQ: int{bits} weights in groups of {size or -1}"
     form_of = everywhere_but(kept, form)
     checks = [

@@ -21,6 +21,8 @@ from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import KV_SCALES, Scheme, matches, read_kv_cache
 
 NAME = "modelopt"
+SIZE_FIELDS = ""
+KEPT_FIELD = "ignore"
 
 
 # The key is `quant_algo`; the text is for readers.
@@ -44,7 +46,7 @@ _FORMS = {
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
     form, described = _FORMS[config.one_of("quant_algo", tuple(_FORMS))]
-    kept = config.names("ignore", "exclude_modules")
+    kept = config.names(KEPT_FIELD, "exclude_modules")
 
     def form_of(name: str) -> WeightFormat | None:
         return (

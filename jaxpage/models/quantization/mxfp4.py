@@ -16,6 +16,8 @@ from jaxpage.models.quantization.scheme import Scheme, matches
 from jaxpage.models.replacing import Path
 
 NAME = "mxfp4"
+SIZE_FIELDS = ""
+KEPT_FIELD = "modules_to_not_convert"
 
 
 @dataclass(frozen=True)
@@ -40,5 +42,5 @@ class ExpertScheme(Scheme):
 
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
-    kept = config.names("modules_to_not_convert")
+    kept = config.names(KEPT_FIELD)
     return ExpertScheme(NAME, "experts in MXFP4", lambda name: None, kept=kept)

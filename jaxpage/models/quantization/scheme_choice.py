@@ -6,22 +6,29 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxpage.errors import CheckpointError, UnsupportedError
-from jaxpage.models.quantization import awq, compressed_tensors, fp8, gguf, gptq, modelopt, mxfp4
+from jaxpage.models.quantization import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gguf,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from jaxpage.models.quantization.on_load import SCHEMES
 from jaxpage.models.quantization.quantization_fields import QuantizationFields
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 
+_FORMATS = (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt, bitsandbytes)
 # The key is `quant_method`. Each function reads `quantization_config`.
 METHODS: dict[str, Callable[[QuantizationFields], Scheme]] = {
-    module.NAME: module.read for module in (compressed_tensors, fp8, awq, gptq, mxfp4, modelopt)
+    module.NAME: module.read for module in _FORMATS
 }
 # The key is `quant_method`. The shapes of its tensors depend on these fields.
-SIZES = {
-    compressed_tensors.NAME: "num_bits, strategy, group_size or block_structure",
-    fp8.NAME: "weight_block_size",
-    awq.NAME: "group_size",
-    gptq.NAME: "bits or group_size",
-}
+SIZES = {module.NAME: module.SIZE_FIELDS for module in _FORMATS if module.SIZE_FIELDS}
+# The key is `quant_method`. This field names the modules that are not quantised.
+KEPT = {module.NAME: module.KEPT_FIELD for module in _FORMATS}
 
 # The second is an older name of the field in config.json.
 FIELDS = ("quantization_config", "compression_config")

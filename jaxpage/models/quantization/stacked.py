@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from jaxpage.models.quantization import compressed_tensors, modelopt, mxfp4
+from jaxpage.models.quantization import mxfp4
 from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
-from jaxpage.models.quantization.scheme_choice import METHODS
+from jaxpage.models.quantization.scheme_choice import KEPT, METHODS
 from jaxpage.models.weights import Weight
 
 _APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")
@@ -37,12 +37,10 @@ def refused_experts(
         return None
     advice = "use the checkpoint in MXFP4"
     if apart and all(map(_UNQUANTIZED.search, others)):
-        kept = (
-            "ignore"
-            if scheme.name in (compressed_tensors.NAME, modelopt.NAME)
-            else "modules_to_not_convert"
+        advice = (
+            "if they are not quantised, add 're:.*[.]experts' to "
+            f"quantization_config.{KEPT[scheme.name]} of config.json"
         )
-        advice = f"if they are not quantised, add 're:.*[.]experts' to quantization_config.{kept} of config.json"
     elif apart:
         advice = f"use a checkpoint that has tensors for each expert, such as {apart!r}"
     return (
