@@ -50,7 +50,7 @@ class LLM(DrivenModel):
         verbose: Print how memory is divided and how many executables were in the compile cache;
             None is the same as `use_tqdm`.
         start: Start the engine's thread. Without it a call takes the steps that it waits for
-            itself, and the engine stands still between calls. This is for tests and measurements
+            itself, and no step runs between calls. This is for tests and measurements
             that step by hand; the calls must come from one thread at a time.
         settings: The other fields of `EngineConfig`, by name.
 

@@ -27,7 +27,7 @@ def check_record(path: str) -> None:
         raise UsageError(f"--record {path}: {error}") from None
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
         raise UsageError(
-            f"--record {path}: the file needs a line {BEGIN} and, behind it, a line {END}"
+            f"--record {path}: the file needs a line {BEGIN} and, after it, a line {END}"
         )
 
 

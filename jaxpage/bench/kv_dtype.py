@@ -42,7 +42,7 @@ DIFFERENCES = (
     ("max |logit difference|", "max_logit_difference", ".4f"),
     ("mean |logit difference|", "mean_logit_difference", ".5f"),
     ("KL divergence (nats)", "kl_divergence", ".2e"),
-    ("same likeliest token", "top1_agreement", ".1%"),
+    ("same most likely token", "top1_agreement", ".1%"),
     ("loss (nats per token)", "loss", ".4f"),
 )
 _ROWS = (

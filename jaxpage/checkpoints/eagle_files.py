@@ -231,13 +231,13 @@ def _own(
     if table is None:
         if own is None:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's, in few bits, cannot stand for it: leave out quantization"
+                f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: leave out quantization"
             )
         return own is not None
     if own is None:
         if table.shape != shape:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot stand for one of {shape}"
+                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot take the place of one of {shape}"
             )
         return False
     readable = target.plan.layout == "safetensors" and own.dtype in NUMPY_DTYPES and not problems

@@ -115,7 +115,7 @@ def _check_kind(file: GGUFFile) -> None:
         )
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; of GGUF files those of "
+            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; for GGUF files those of "
             f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):

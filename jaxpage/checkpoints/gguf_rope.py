@@ -110,7 +110,7 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
         or tensor.dtype != "F32"
     ):
         raise UnsupportedError(
-            f"tensor 'rope_freqs.weight' of shape {tensor.shape} beside {parameters} is not supported"
+            f"tensor 'rope_freqs.weight' of shape {tensor.shape} with {parameters} is not supported"
         )
     factors = read_gguf_array(tensor)
     scaling = {"rope_type": "llama3", "factor": as_number(float(factors.max())), **_LLAMA3}

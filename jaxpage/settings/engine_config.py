@@ -93,7 +93,7 @@ class EngineConfig(Settings):
         None,
         "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
         "checkpoint's own method",
-        shown="as the checkpoint; of a GGUF file, dequantised",
+        shown="as the checkpoint; for a GGUF file, dequantised",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",

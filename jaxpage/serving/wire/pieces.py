@@ -77,7 +77,7 @@ class Thinking:
             is_open: True if the prompt already ends with the opening mark.
         """
         self._rest = rest
-        self._state: Literal["before", "inside", "behind"] = "inside" if is_open else "before"
+        self._state: Literal["before", "inside", "after"] = "inside" if is_open else "before"
         self._space: list[str] = []  # the white space at the beginning
         self._held = ""  # text that may be the beginning of a mark
 
@@ -93,7 +93,7 @@ class Thinking:
             if begun.startswith(self.OPEN):
                 self._state, text = "inside", begun[len(self.OPEN) :]
             else:
-                self._state, text = "behind", "".join(self._space) + begun
+                self._state, text = "after", "".join(self._space) + begun
         if self._state == "inside":
             text, self._held = self._held + text, ""
             end = text.find(self.CLOSE)
@@ -105,7 +105,7 @@ class Thinking:
                 return
             if end:
                 yield Piece("reasoning", text[:end])
-            self._state, text = "behind", text[end + len(self.CLOSE) :]
+            self._state, text = "after", text[end + len(self.CLOSE) :]
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:
