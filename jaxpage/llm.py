@@ -18,7 +18,7 @@ from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStr
 from jaxpage.engine.engine import Engine
 from jaxpage.engine.prompts import Messages, named_params
 from jaxpage.engine.scoring import SCORING, scored_pairs, scores_of
-from jaxpage.errors import JaxpageError, ShuttingDown
+from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay.opening import open_engine, open_in_memory
@@ -174,11 +174,8 @@ class LLM(DrivenModel):
             RuntimeError: A prefix is pinned.
         """
         weights = self._prepare_weights(parameters, check_finite=check_finite, mode=mode)
-        replacement = self._driver.replace_weights(weights, abort=mode == "abort", queues=True)
-        try:
-            return self._driver.wait(replacement.version)
-        finally:
-            replacement.withdraw()
+        with self._driver.replacing(weights, abort=mode == "abort", queues=True) as version:
+            return self._driver.wait(version)
 
     @named_params
     def generate(
@@ -409,8 +406,7 @@ class LLM(DrivenModel):
         try:
             self._driver.wait(self._driver.drain(), timeout)
         except TimeoutError:
-            why = ShuttingDown("The engine is shutting down; the time to finish was over")
-            self._driver.wait(self._driver.end_all(why))
+            self._driver.wait(self._driver.end_late())
             return False
         return True
 

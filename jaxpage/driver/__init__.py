@@ -11,6 +11,7 @@ Other rooms take:
     Answer          a future result of an order
     Pinning         a prefix that is being computed to be pinned
     RequestStream, PinnedPrefix  what an LLM gives its caller to hold
+    HeldPrefix      a pin, to be released by whoever holds it
     prepared, check_streamable   encode and check a request
     check_process   refuses a forked process
     copy_error      copies an error for one more receiver
@@ -21,12 +22,13 @@ from jaxpage.driver.driver import Driver
 from jaxpage.driver.front import DrivenModel, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
 from jaxpage.driver.preparing import check_streamable, prepared
-from jaxpage.driver.streams import PinnedPrefix, RequestStream
+from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
 __all__ = [
     "DrivenModel",
     "Driver",
     "Handle",
+    "HeldPrefix",
     "PinnedPrefix",
     "RequestStream",
     "Update",

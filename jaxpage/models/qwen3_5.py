@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models import rotary_decoder
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
+from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.rotary_decoder import (
     BlockForm,
@@ -46,6 +48,18 @@ class Spec(RotaryDecoderSpec):
 def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> Fields:
     """Returns the fields of the text model."""
     return Fields({**defaults, **without_axes(text_part(config))}, model_type)
+
+
+def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
+    """Reads the experts, one of which takes all tokens; see `read_experts` for the defaults."""
+    return read_experts(
+        fields,
+        count=("num_experts", count),
+        per_token=per_token,
+        width=("moe_intermediate_size", 512),
+        normalized=normalized,
+        shared_width=fields.integer("shared_expert_intermediate_size", 512),
+    )
 
 
 def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
