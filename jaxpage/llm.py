@@ -135,7 +135,8 @@ class LLM(DrivenModel):
             CheckpointError: Something does not fit; the message lists everything.
             TypeError: An argument has another type. The other errors are those of `LLM`.
         """
-        made, hooks = cls.__new__(cls), Hooks(progress=use_tqdm, verbose=verbose)
+        made = cls.__new__(cls)
+        hooks = Hooks(progress=use_tqdm, verbose=verbose)
         made._use(*open_in_memory(config, parameters, tokenizer, settings, hooks))
         return made
 

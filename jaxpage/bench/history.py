@@ -42,7 +42,8 @@ def record(path: str, result: Mapping[str, Any], *, day: datetime.date | None = 
 
 
 def _cells(result: Mapping[str, Any], day: datetime.date) -> list[str]:
-    where, seconds = result["environment"], result.get("durations") or [result["duration"]]
+    where = result["environment"]
+    seconds = result.get("durations") or [result["duration"]]
     speeds = sorted(result["total_output_tokens"] / each for each in seconds)
     spread = (
         f" ({speeds[0]:.1f} to {speeds[-1]:.1f}, {len(speeds)} runs)" if len(speeds) > 1 else ""

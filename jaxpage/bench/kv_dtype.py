@@ -107,7 +107,8 @@ def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -
         logits_TV: The logits [T, V] that are measured.
         token_ids: The tokens of the text.
     """
-    exact_logprobs_TV, logprobs_TV = _log_softmax(exact_TV), _log_softmax(logits_TV)
+    exact_logprobs_TV = _log_softmax(exact_TV)
+    logprobs_TV = _log_softmax(logits_TV)
     divergence_T = (np.exp(exact_logprobs_TV) * (exact_logprobs_TV - logprobs_TV)).sum(-1)
     return {
         "max_logit_difference": float(np.abs(logits_TV - exact_TV).max()),

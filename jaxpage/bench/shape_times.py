@@ -32,7 +32,9 @@ class ShapeTimes(NamedTuple):
 
 def shape_times(built: Built) -> ShapeTimes:
     """Measures steps of full shapes on an idle engine without a prefix cache."""
-    engine, memory, menu = built.engine, built.memory, built.spec.menu
+    engine = built.engine
+    memory = built.memory
+    menu = built.spec.menu
     most = min(
         built.spec.limits.max_rows,
         (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT + 4 * STEPS),

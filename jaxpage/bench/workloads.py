@@ -16,7 +16,8 @@ import numpy.typing as npt
 Lengths = npt.NDArray[np.int64]
 
 # This one is lognormal; the variation is the standard deviation over the mean.
-SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3
+SHAREGPT_MEAN_INPUT = 161.0
+SHAREGPT_INPUT_VARIATION = 1.3
 SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
 ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
 ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
@@ -138,7 +139,8 @@ def chat(
     Messages and answers have the lengths of `random`, short enough that the last prompt has at most
     `max_input` tokens. The answers within the prompts are random tokens.
     """
-    count, longest = -(-num_prompts // num_rounds), max_input // (2 * num_rounds)
+    count = -(-num_prompts // num_rounds)
+    longest = max_input // (2 * num_rounds)
     messages = make_workload(
         "random",
         count * num_rounds,
@@ -150,7 +152,8 @@ def chat(
     draw = np.random.default_rng(seed + 1)
     work: list[WorkItem] = []
     for index, message in enumerate(messages[:num_prompts]):
-        prompt, after = message.prompt_token_ids, index - count if index >= count else None
+        prompt = message.prompt_token_ids
+        after = index - count if index >= count else None
         if after is not None:
             before = work[after]
             answer = draw.integers(0, vocab_size, before.num_output_tokens).tolist()

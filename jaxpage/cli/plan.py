@@ -212,7 +212,8 @@ def _described(
         divisions.weights if model.rule is None else model_weights(model.family, model.spec)
     )
     num_parameters = sum(weight.size for weight in unquantised)
-    drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
+    drafting = _drafting(config)
+    lora = lora_spec(config, model.family, model.spec)
     subject = Subject(config, model, divisions, num_parameters, device, drafting, lora)
     dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
     layout = ModelLayout(
@@ -388,7 +389,8 @@ def _remark(error: Exception | None) -> str:
 def _as_dict(
     subject: Subject, chosen: Option, options: Sequence[Option], length: int
 ) -> dict[str, Any]:
-    of, users = chosen.num_users(length), _users(chosen.plan) if chosen.plan else []
+    of = chosen.num_users(length)
+    users = _users(chosen.plan) if chosen.plan else []
     return {
         "model": subject.config.model,
         "architecture": subject.architecture,

@@ -60,7 +60,8 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
         )
     ]
     for option in options:
-        size, plan = option.layout.tensor_parallel_size, option.plan
+        size = option.layout.tensor_parallel_size
+        plan = option.plan
         reason = "does not fit" if isinstance(option.error, CapacityError) else str(option.error)
         numbers: tuple[str, ...] = ("", "", *("" for _ in lengths), reason)
         if plan is not None:
@@ -78,7 +79,8 @@ def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict
     """Returns the divisions for JSON."""
     found = []
     for option in options:
-        size, plan = option.layout.tensor_parallel_size, option.plan
+        size = option.layout.tensor_parallel_size
+        plan = option.plan
         numbers = {"weights_bytes": plan.weights_bytes, "num_slots": plan.num_slots} if plan else {}
         users = num_devices // size * option.num_users(length)
         error = None if option.error is None else str(option.error)

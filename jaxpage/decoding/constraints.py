@@ -179,7 +179,8 @@ class Constraint:
             and not self._is_alone
             and self._grammar.may_be_crowded(self._matcher)
         ):
-            self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
+            self._matcher = self._grammar.alone(self._token_ids)
+            self._is_alone = True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()

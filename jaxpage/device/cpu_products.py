@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 INNER, OUTER = 768, 4096  # a weight that does not fit into the caches next to a core
 NUM_ROWS = (2, 32)  # a few sequences that decode, and many
-REPEATS, ROUNDS = 5, 15
+REPEATS = 5
+ROUNDS = 15
 # The key is in the names of the functions that compiled code calls.
 _LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}
 

@@ -259,7 +259,8 @@ class Driver:
         Args:
             what: The thing that is shutting down, for the error of later requests.
         """
-        turns, answer = self.turns, Answer[None]()
+        turns = self.turns
+        answer = Answer[None]()
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
         turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
         return answer
@@ -280,7 +281,8 @@ class Driver:
         Returns:
             False if the thread still runs a step after `timeout` seconds.
         """
-        turns, thread = self.turns, self._thread
+        turns = self.turns
+        thread = self._thread
         turns.post(Order(turns.stop))
         if thread is None:
             if not turns.is_over:

@@ -123,7 +123,9 @@ def make_experts(
         shared: The expert of all tokens, and the weight of its gate; None if there is none.
         dtype: The type of the parameters.
     """
-    published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
+    published = f"{layer}.{names.module}"
+    in_memory = f"{layer}.mlp"
+    inner = spec.width
     count = spec.routing.num_experts
 
     def stacked(
@@ -133,7 +135,8 @@ def make_experts(
         modules = tuple(
             tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
         )
-        name, bias = f"{in_memory}.experts.{part}", spec.swiglu is not None
+        name = f"{in_memory}.experts.{part}"
+        bias = spec.swiglu is not None
         sizes, (output_axis, input_axis) = (count, num_in, num_out), axes
         return ExpertLinear(
             ExpertLinearSpec(

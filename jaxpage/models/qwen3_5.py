@@ -27,7 +27,8 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 Model = RotaryDecoder
 # The tensors of `mtp` predict a second token, to draft; those of `visual` take images.
 ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 class Spec(RotaryDecoderSpec):
@@ -72,7 +73,8 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     types = fields.layer_types(
         [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
     )
-    delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
+    delta = read_delta(fields, grouped=grouped)
+    head_width = fields.integer("head_dim", 256)
     with_images = "ForConditionalGeneration" in str(fields.get("architectures", None))
     rope, longest = fields.rope(
         head_width, fields.integer("max_position_embeddings", 32768), partial=0.25

@@ -43,7 +43,8 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     Raises:
         ConfigError: The devices cannot share the heads.
     """
-    num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
+    num_query_heads = spec.num_query_heads
+    num_kv_heads = spec.kv.num_kv_heads
     if num_query_heads % num_devices:
         raise ConfigError(
             f"{num_devices} devices cannot share {num_query_heads} query heads evenly"

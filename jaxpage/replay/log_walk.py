@@ -53,7 +53,8 @@ class Walk:
     def follow(self, record: Record) -> None:
         """Takes the next record."""
         self.step = record.get("step", self.step)
-        self.ended, self.drawn = {}, {}
+        self.ended = {}
+        self.drawn = {}
         match record["event"]:
             case "snapshot":
                 for arrival in record["requests"]:

@@ -175,7 +175,8 @@ async def log_activity(
             after, now = await stats(), time.monotonic()
             if line := activity(before, after, now - began):
                 logger.info(line)
-            before, began = after, now
+            before = after
+            began = now
 
 
 def _thousands(number: float) -> str:

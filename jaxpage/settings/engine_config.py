@@ -326,7 +326,8 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
-    backend, backends = config.attention_backend, attention_backends()
+    backend = config.attention_backend
+    backends = attention_backends()
     if backend not in backends:
         nearest = nearest_name(backend, backends)
         hint = f" (did you mean {nearest!r}?)" if nearest else ""

@@ -13,7 +13,8 @@ TRANSLATION_MEAN_INPUT, TRANSLATION_MEAN_OUTPUT, TRANSLATION_SHAPE = (
     40.0,
     3.0,
 )  # of a Gamma distribution; guesses for sentences of news
-CHAT_INPUT, CHAT_MOST_OUTPUT = 1024, 1024
+CHAT_INPUT = 1024
+CHAT_MOST_OUTPUT = 1024
 
 
 @dataclass(frozen=True)

@@ -331,7 +331,8 @@ class _Vector(EmbeddingAnswer):
 
 
 def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
-    content, reasoning = said.get("content", ""), said.get("reasoning")
+    content = said.get("content", "")
+    reasoning = said.get("reasoning")
     thinking = {} if reasoning is None else {"thinking": reasoning}
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     if is_chat:

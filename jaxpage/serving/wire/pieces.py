@@ -67,7 +67,8 @@ class Thinking:
     The text after it is read by another parser.
     """
 
-    OPEN, CLOSE = "<think>", "</think>"
+    OPEN = "<think>"
+    CLOSE = "</think>"
 
     def __init__(self, rest: PieceParser, *, is_open: bool) -> None:
         """Makes the parser of an answer.
@@ -95,7 +96,8 @@ class Thinking:
             else:
                 self._state, text = "after", "".join(self._space) + begun
         if self._state == "inside":
-            text, self._held = self._held + text, ""
+            text = self._held + text
+            self._held = ""
             end = text.find(self.CLOSE)
             if end < 0:
                 certain = len(text) - held_back(text, self.CLOSE)
