@@ -801,33 +801,33 @@ def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
 
 
 @pytest.mark.parametrize(
-    "name",
-    few(MODELS, ["qwen3-grouped", "qwen3-next-mixed", "qwen2-moe-shared"]),
+    "name", few(MODELS, ["qwen3-grouped", "qwen3-next-mixed", "deepseek-v3-halves"])
 )
 def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path) -> None:
-    """One model is built for all divisions; the oracle builds each, as an engine does. Experts' and dense layers differ."""
-    described = describe_model(
-        resolve_model_config(write(tmp_path, config_json(name, shared_expert_intermediate_size=22)))
-    )
+    """One model is built for all divisions; the oracle builds one for each, as an engine does.
+
+    The 22 columns of DeepSeek's shared expert cannot be divided into 4, those of its first layer can.
+    """
+    path = write(tmp_path, config_json(name, moe_intermediate_size=22))
+    described = describe_model(resolve_model_config(path))
     model = described.family, described.spec
     divisions = Divisions(*model, described.rule)
 
-    def refusal(check: Callable[[], object]) -> str | None:
-        try:
-            check()
-        except (ConfigError, UnsupportedError) as error:
-            return str(error)
-        return None
-
-    def divided(sharding: Sharding) -> None:
+    def divide(sharding: Sharding) -> None:
         rule = with_sharding(sharding, described.rule)
         _, shapes = abstract_model(*model, "float32", rule)
         sharded_weights(divisions.weights, shapes, sharding)
 
+    def refusal(check: Callable[[Sharding], None], sharding: Sharding) -> str | None:
+        try:
+            check(sharding)
+        except (ConfigError, UnsupportedError) as error:
+            return str(error)
+        return None
+
     heads = described.spec.kv.num_kv_heads
     for sharding in [Sharding(heads, 2, 2), Sharding(heads, 1, 4, invariant=True)]:
-        wanted = refusal(lambda sharding=sharding: divided(sharding))
-        assert refusal(lambda sharding=sharding: divisions.check(sharding)) == wanted
+        assert refusal(divisions.check, sharding) == refusal(divide, sharding)
 
 
 def test_devices_are_divided_into_replicas(

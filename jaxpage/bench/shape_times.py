@@ -11,7 +11,9 @@ from jaxpage.assembly import Built
 from jaxpage.bench.roofline import start_decoding, start_request
 from jaxpage.engine.engine import Engine
 
-SHORT, LONG = 16, 512  # tokens of the prompt of a decoding row
+# Tokens of the prompt of a decoding row.
+SHORT = 16
+LONG = 512
 STEPS = 12  # measured decode steps of a kind, after as many for warm-up; their median counts
 CHUNKS = 3  # measured prompt chunks of a kind, after one for warm-up
 

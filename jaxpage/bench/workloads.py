@@ -18,9 +18,13 @@ Lengths = npt.NDArray[np.int64]
 # This one is lognormal; the variation is the standard deviation over the mean.
 SHAREGPT_MEAN_INPUT = 161.0
 SHAREGPT_INPUT_VARIATION = 1.3
-SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
-ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
-ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
+# The shapes are those of Gamma distributions.
+SHAREGPT_MEAN_OUTPUT = 338.0
+SHAREGPT_OUTPUT_SHAPE = 1.306
+ALPACA_MEAN_INPUT = 19.31
+ALPACA_INPUT_SHAPE = 6.0
+ALPACA_MEAN_OUTPUT = 58.45
+ALPACA_OUTPUT_SHAPE = 0.9
 
 
 @dataclass(frozen=True)

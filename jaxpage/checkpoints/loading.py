@@ -92,7 +92,8 @@ def load_sharded(
                 )
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        wanted, (first, *_) = filled.dtype(dtype), arrays
+        wanted = filled.dtype(dtype)
+        first, *_ = arrays
         array = first
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(

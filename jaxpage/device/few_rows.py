@@ -43,7 +43,8 @@ def few_rounded_product(
 
 
 def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
-    (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
+    num_rows, num_in = x_TI.shape
+    num_out = w_OI.shape[0]
     return num_in * num_out >= SMALLEST_WEIGHT and takes(
         num_rows, num_in, num_out, w_OI.dtype, result
     )

@@ -288,7 +288,8 @@ def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
     ids_TW = fields["q_ids_TW"]
     q_TW = fields["q_TW"]
     ids_TW[:] = -1
-    ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
+    ids_TW[:, 0] = fields["token_ids_T"]
+    q_TW[:, 0] = 1.0
     for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
         if row.q is not None:
             drafts = slice(first + 1, first + len(row.token_ids))

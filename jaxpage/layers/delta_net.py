@@ -135,10 +135,8 @@ class GatedDeltaNet(nnx.Module):
         self.convolution = declare(
             "conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel
         )
-        self.rate, self.time_step_bias = (
-            declare("A_log", "heads", heads),
-            declare("dt_bias", "heads", heads),
-        )
+        self.rate = declare("A_log", "heads", heads)
+        self.time_step_bias = declare("dt_bias", "heads", heads)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext

@@ -172,7 +172,8 @@ class FusionLayer(nnx.Module):
                 dtype=dtype,
             )
 
-        self.embedding_norm, self.feature_norm = norm("input_layernorm"), norm("hidden_norm")
+        self.embedding_norm = norm("input_layernorm")
+        self.feature_norm = norm("hidden_norm")
         self.attention = make_attention(
             decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.model_width, dtype=dtype
         )

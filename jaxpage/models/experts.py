@@ -137,7 +137,8 @@ def make_experts(
         )
         name = f"{in_memory}.experts.{part}"
         bias = spec.swiglu is not None
-        sizes, (output_axis, input_axis) = (count, num_in, num_out), axes
+        sizes = (count, num_in, num_out)
+        output_axis, input_axis = axes
         return ExpertLinear(
             ExpertLinearSpec(
                 *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype

@@ -62,7 +62,8 @@ class Spec:
                 fields.note(RefusedField(text), alibi=False)
             num_heads = fields.integer("num_attention_heads")
             width = fields.integer("hidden_size")
-            num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
+            num_kv_heads = _kv_heads(fields, num_heads)
+            norms, parallel = _form(fields)
             if num_heads % num_kv_heads:
                 text = (
                     f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"

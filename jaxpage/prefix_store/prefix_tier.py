@@ -54,11 +54,9 @@ class PrefixTier(Events):
         """Restores the blocks that the prompt begins with, as far as there are empty blocks."""
         if not self._is_current:
             return
-        (sequence, *_), salt, size = (
-            group.sequences,
-            group.request.prefix_salt,
-            self._index.block_size,
-        )
+        sequence, *_ = group.sequences
+        salt = group.request.prefix_salt
+        size = self._index.block_size
         num_blocks = (len(sequence.token_ids) - 1) // size
         digests = self._index.extend(sequence.block_digests, sequence.token_ids, salt, num_blocks)[
             :num_blocks

@@ -93,7 +93,9 @@ class IncidentRing(Recorder):
     def weights_replaced(self) -> None:
         """Drops all records, because a replay would compute them with other weights."""
         self._records.clear()
-        self._num_steps, self._before, self._is_whole = 0, Walk(), False
+        self._num_steps = 0
+        self._before = Walk()
+        self._is_whole = False
 
     def taken(self, reason: str) -> Incident:
         """Returns the content of the ring."""

@@ -58,7 +58,8 @@ class StartUp:
     def phase(self, name: str) -> None:
         """Reports that a phase begins, which is one of `PHASES`."""
         self._end_phase()
-        self._phase, self._phase_began = name, time.monotonic()
+        self._phase = name
+        self._phase_began = time.monotonic()
         if not self._as_records:
             print(
                 f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}",

@@ -18,7 +18,9 @@ SUSTAINED = 0.99  # the share of requests that must keep the SLO
 NUM_REQUESTS = 300
 SEEDS = (0, 1, 2)
 PRECISION = 1.05  # the search ends when its two rates have this ratio
-LOWEST, HIGHEST = 1e-2, 1e5  # the bounds of the search, in requests per second
+# The bounds of the search, in requests per second.
+LOWEST = 1e-2
+HIGHEST = 1e5
 LOOK_EVERY = 8  # steps between two looks at the memory
 
 

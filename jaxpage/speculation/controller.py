@@ -70,7 +70,8 @@ class Costs:
             by_depth: The seconds with it at depth 0, 1, and so on; the last holds for all larger
                 depths.
         """
-        self._at_start[shape], self._factor[shape] = (max(alone, 1e-9), *by_depth), 1.0
+        self._at_start[shape] = (max(alone, 1e-9), *by_depth)
+        self._factor[shape] = 1.0
 
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._at_start
@@ -180,7 +181,8 @@ class Controller:
             warm_up: The steps in a row that a method needs to show what its drafts are worth.
             depths: The depths to which a device drafter may draft; empty if there is none.
         """
-        self.costs, self.acceptance = Costs(), Acceptance(0.5 if unit == 1 else 1.0)
+        self.costs = Costs()
+        self.acceptance = Acceptance(0.5 if unit == 1 else 1.0)
         self.drafts = False  # speculation is on
         self.depth = 0  # the draft depth of this step, whose drafts are for the next
         self.num_probes = 0

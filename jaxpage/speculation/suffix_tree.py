@@ -123,7 +123,8 @@ class SuffixTree:
                 count = counts[place] = counts[place] + 1
                 grown.append(place)
             if count >= best_counts[node]:
-                best[node], best_counts[node] = token, count
+                best[node] = token
+                best_counts[node] = count
         del grown[self.depth - 1 :]  # after the longest runs nothing is kept
         self._ends[text] = grown
 
@@ -140,7 +141,8 @@ class SuffixTree:
         elif index < self._sizes[text]:
             token = self._texts[text][index]
             self._edges[node << _TOKEN_BITS | token] = leaf - 1
-            self._best[node], self._best_counts[node] = token, 1
+            self._best[node] = token
+            self._best_counts[node] = 1
         elif (ends := self._ends[text]) is not None:
             ends.append(node)  # the other text ends right here, and goes on from here
         return node

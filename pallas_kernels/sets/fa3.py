@@ -112,7 +112,8 @@ def _attend_in_splits(
     tiles: Tiles,
 ) -> jax.Array:
     """Returns out_RQNH; the ends of splits depend only on the row's own context."""
-    (num_rows, table_width), unit = table_RM.shape, block_size * -(-CONTEXT // block_size)
+    num_rows, table_width = table_RM.shape
+    unit = block_size * -(-CONTEXT // block_size)
     least = _rounded_up(tiles.split_context, unit)
     num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
     if num_splits == 1:

@@ -273,7 +273,8 @@ def heuristic(
         code: The code of the weights, or None.
         roomy: Says whether a program has 227 KiB of shared memory.
     """
-    (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
+    num_rows, num_in = x_shape
+    num_groups, num_out = w_shape
     average = num_rows / num_groups
     rows = (
         16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128

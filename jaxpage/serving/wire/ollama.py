@@ -269,7 +269,8 @@ class OllamaAnswer(Translated):
         """Returns the response where the request does not stream; see `Exchange`."""
         self._metrics = outputs[0].metrics
         response = self._inner.whole(outputs)
-        self._usage, (choice,) = response["usage"], response["choices"]
+        self._usage = response["usage"]
+        (choice,) = response["choices"]
         self._reason = choice["finish_reason"]
         return {**self._said(dict(pieces(choice))), **self._end()}
 

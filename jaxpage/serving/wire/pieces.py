@@ -92,22 +92,26 @@ class Thinking:
                 return
             self._held = ""
             if begun.startswith(self.OPEN):
-                self._state, text = "inside", begun[len(self.OPEN) :]
+                self._state = "inside"
+                text = begun[len(self.OPEN) :]
             else:
-                self._state, text = "after", "".join(self._space) + begun
+                self._state = "after"
+                text = "".join(self._space) + begun
         if self._state == "inside":
             text = self._held + text
             self._held = ""
             end = text.find(self.CLOSE)
             if end < 0:
                 certain = len(text) - held_back(text, self.CLOSE)
-                text, self._held = text[:certain], text[certain:]
+                self._held = text[certain:]
+                text = text[:certain]
                 if text:
                     yield Piece("reasoning", text)
                 return
             if end:
                 yield Piece("reasoning", text[:end])
-            self._state, text = "after", text[end + len(self.CLOSE) :]
+            self._state = "after"
+            text = text[end + len(self.CLOSE) :]
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:
