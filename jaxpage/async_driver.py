@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from jaxpage.assembly import Built
 from jaxpage.device.embedder import Embedder, Pooling
-from jaxpage.driver import Driver, Handle, Update, check_streamable, copy_error
+from jaxpage.driver import Driver, Handle, HeldPrefix, Update, check_streamable, copy_error
 from jaxpage.engine import Engine, PreparedRequest
-from jaxpage.errors import JaxpageError, ShuttingDown
+from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 
@@ -100,22 +100,8 @@ class AwaitedHandle(Handle):
             self._waiting.set_result(update)
 
 
-class AsyncPinnedPrefix:
-    """Keeps a prefix's keys and values in place until `release()` or the end of `async with`.
-
-    Attributes:
-        num_tokens: The number of tokens of the prefix.
-    """
-
-    def __init__(self, driver: Driver, pin_id: int, num_tokens: int):
-        self.num_tokens = num_tokens
-        self._driver = driver
-        self._pin_id = pin_id
-
-    @property
-    def released(self) -> bool:
-        """Returns whether the pin was released, or lost with the pages in a failed step."""
-        return not self._driver.is_pinned(self._pin_id)
+class AsyncPinnedPrefix(HeldPrefix):
+    """Keeps a prefix in place until `release()` or the end of `async with`; see `HeldPrefix`."""
 
     async def release(self) -> None:
         """Frees the blocks that no running request shares. A second call does nothing."""
@@ -250,12 +236,8 @@ class AsyncDriver(Driver):
 
     async def pinned(self, prefix: PreparedRequest) -> AsyncPinnedPrefix:
         """Computes a prefix and pins it; raises the same errors as `submit`."""
-        pinning = self.pin(prefix)
-        try:
-            pin_id = await asyncio.wrap_future(pinning.pin_id)
-        except BaseException:
-            self.call(pinning.withdraw)
-            raise
+        with self.pinning(prefix) as answer:
+            pin_id = await asyncio.wrap_future(answer)
         return AsyncPinnedPrefix(self, pin_id, len(prefix.token_ids))
 
     async def replaced_weights(self, weights: Any, *, abort: bool) -> int:
@@ -271,11 +253,8 @@ class AsyncDriver(Driver):
         Raises:
             RuntimeError: Another replacement is under way, or a prefix is pinned.
         """
-        replacement = self.replace_weights(weights, abort=abort, tells=True)
-        try:
-            return await asyncio.wrap_future(replacement.version)
-        finally:
-            replacement.withdraw()
+        with self.replacing(weights, abort=abort, tells=True) as version:
+            return await asyncio.wrap_future(version)
 
     async def drained(self, timeout: float | None, what: str = "The engine") -> bool:
         """Accepts no more requests, and waits until all have finished.
@@ -294,8 +273,7 @@ class AsyncDriver(Driver):
         try:
             await asyncio.wait_for(asyncio.wrap_future(drained), timeout)
         except TimeoutError:
-            why = ShuttingDown(f"{what} is shutting down; the time to finish was over")
-            await asyncio.wrap_future(self.end_all(why))
+            await asyncio.wrap_future(self.end_late(what))
             return False
         return True
 

@@ -343,5 +343,6 @@ def _joined_outputs(before: CompletionOutput | None, delta: CompletionOutput) ->
     if before is None:
         return delta
     logprobs = None if delta.logprobs is None else (before.logprobs or []) + delta.logprobs
-    text, token_ids = before.text + delta.text, list(before.token_ids) + list(delta.token_ids)
+    text = before.text + delta.text
+    token_ids = list(before.token_ids) + list(delta.token_ids)
     return replace(delta, text=text, token_ids=token_ids, logprobs=logprobs)

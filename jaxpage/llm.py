@@ -16,7 +16,7 @@ from jaxpage.checkpoints import ModelConfig, Parameters
 from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
 from jaxpage.engine import SCORING, Engine, Messages, named_params, scored_pairs, scores_of
-from jaxpage.errors import JaxpageError, ShuttingDown
+from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
 from jaxpage.outputs import RequestOutput
 from jaxpage.replay import open_engine, open_in_memory
@@ -48,7 +48,7 @@ class LLM(DrivenModel):
         verbose: Print how memory is divided and how many executables were in the compile cache;
             None is the same as `use_tqdm`.
         start: Start the engine's thread. Without it a call takes the steps that it waits for
-            itself, and the engine stands still between calls. This is for tests and measurements
+            itself, and no step runs between calls. This is for tests and measurements
             that step by hand; the calls must come from one thread at a time.
         settings: The other fields of `EngineConfig`, by name.
 
@@ -133,7 +133,8 @@ class LLM(DrivenModel):
             CheckpointError: Something does not fit; the message lists everything.
             TypeError: An argument has another type. The other errors are those of `LLM`.
         """
-        made, hooks = cls.__new__(cls), Hooks(progress=use_tqdm, verbose=verbose)
+        made = cls.__new__(cls)
+        hooks = Hooks(progress=use_tqdm, verbose=verbose)
         made._use(*open_in_memory(config, parameters, tokenizer, settings, hooks))
         return made
 
@@ -172,11 +173,8 @@ class LLM(DrivenModel):
             RuntimeError: A prefix is pinned.
         """
         weights = self._prepare_weights(parameters, check_finite=check_finite, mode=mode)
-        replacement = self._driver.replace_weights(weights, abort=mode == "abort", queues=True)
-        try:
-            return self._driver.wait(replacement.version)
-        finally:
-            replacement.withdraw()
+        with self._driver.replacing(weights, abort=mode == "abort", queues=True) as version:
+            return self._driver.wait(version)
 
     @named_params
     def generate(
@@ -407,8 +405,7 @@ class LLM(DrivenModel):
         try:
             self._driver.wait(self._driver.drain(), timeout)
         except TimeoutError:
-            why = ShuttingDown("The engine is shutting down; the time to finish was over")
-            self._driver.wait(self._driver.end_all(why))
+            self._driver.wait(self._driver.end_late())
             return False
         return True
 

@@ -109,7 +109,8 @@ class TrainableModel:
                 f"token_ids must be integers in rows [R, C], at least one of each; got {form}"
             )
         if not isinstance(token_ids_RC, jax.core.Tracer) and token_ids_RC.is_fully_addressable:
-            ids, vocab_size = np.asarray(given), self._files.spec.vocab_size
+            ids = np.asarray(given)
+            vocab_size = self._files.spec.vocab_size
             if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
                 raise ValueError(
                     f"token_ids has {wrong[0]}, but the model's token ids are 0 to {vocab_size - 1}"
@@ -151,7 +152,8 @@ def dense_attend(num_rows: int) -> Attend:
         options: AttentionOptions,
         /,
     ) -> tuple[jax.Array, Any]:
-        sinks, softcap = options.sinks, options.logit_softcap
+        sinks = options.sinks
+        softcap = options.logit_softcap
         num_kv_heads, head_width = k_TKH.shape[1:]
         length = len(q_TNH) // num_rows
         q = q_TNH.astype(jnp.float32).reshape(num_rows, length, num_kv_heads, -1, head_width)

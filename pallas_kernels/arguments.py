@@ -88,7 +88,8 @@ class Arguments:
         if not jnp.issubdtype(self.q_TNH.dtype, jnp.floating):
             raise TypeError(f"q_TNH must hold floats, but holds {self.q_TNH.dtype}")
         check_scales(self.k_pages, self.v_pages, self.k_scale, self.v_scale)
-        num_rows, num_kv_heads = self.block_table_BM.shape[0], self.k_pages.shape[2]
+        num_rows = self.block_table_BM.shape[0]
+        num_kv_heads = self.k_pages.shape[2]
         if self.context_len_B.shape != (num_rows,):
             raise ValueError(
                 f"context_len_B must have the {num_rows} rows of block_table_BM, not {self.context_len_B.shape}"

@@ -76,7 +76,8 @@ class AttentionOptions:
         arrays = {
             name: None if array is None else jnp.asarray(array) for name, array in arrays.items()
         }
-        sinks, tree = arrays["sinks"], arrays["tree_mask_TQ"]
+        sinks = arrays["sinks"]
+        tree = arrays["tree_mask_TQ"]
         num_tokens, num_heads, _ = q_TNH.shape
         if sinks is not None:
             if sinks.shape != (num_heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):

@@ -96,7 +96,8 @@ def scatter_blocks(
     Padding names the null block. Backend, interpretation and errors are those of `copy_blocks`.
     """
     leaves, tree = _flattened(pages, axes=1)
-    blocks, contents = _ids("blocks", blocks), jnp.asarray(contents)
+    blocks = _ids("blocks", blocks)
+    contents = jnp.asarray(contents)
     block_bytes = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in leaves)
     if contents.shape != (blocks.shape[0], block_bytes) or contents.dtype != "uint8":
         raise ValueError(
@@ -146,7 +147,8 @@ def _ids(name: str, ids: jax.Array) -> jax.Array:
 
 
 def _pairs(source: jax.Array, destination: jax.Array) -> tuple[jax.Array, jax.Array]:
-    source, destination = _ids("source", source), _ids("destination", destination)
+    source = _ids("source", source)
+    destination = _ids("destination", destination)
     if source.shape != destination.shape:
         raise ValueError(
             f"source and destination must be alike, but are {source.shape} and {destination.shape}"

@@ -79,7 +79,8 @@ def token_rows(context_len_B: jax.Array, query_start: jax.Array, num_tokens: int
 
 def num_query_tiles(arguments: Arguments, tile: int) -> int:
     """Returns R: as many tiles of `tile` tokens as any rows of these shapes can need."""
-    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+    num_tokens = arguments.q_TNH.shape[0]
+    num_rows = arguments.context_len_B.shape[0]
     return num_rows if arguments.max_query_len <= tile else num_tokens // tile + num_rows
 
 
@@ -88,7 +89,8 @@ def query_cut(arguments: Arguments, tile: int) -> QueryCut:
 
     The tiles of a row follow each other. If a tile can hold any row whole, tile b is that of row b.
     """
-    num_tokens, num_rows = arguments.q_TNH.shape[0], arguments.context_len_B.shape[0]
+    num_tokens = arguments.q_TNH.shape[0]
+    num_rows = arguments.context_len_B.shape[0]
     num_tiles = num_query_tiles(arguments, tile)
     rows = token_rows(arguments.context_len_B, arguments.query_start, num_tokens)
     query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]

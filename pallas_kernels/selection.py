@@ -26,7 +26,8 @@ def weights(likelihood: Float[Array, "..."]) -> tuple[Int[Array, "..."], Int[Arr
     mantissa = (bits & 0x7FFFFF) | 0x800000
     shift = jnp.maximum(128 - (bits >> 23), 1)
     high = mantissa >> jnp.minimum(shift, 31)
-    left, right = jnp.maximum(HALF - shift, 0), jnp.minimum(jnp.maximum(shift - HALF, 0), 31)
+    left = jnp.maximum(HALF - shift, 0)
+    right = jnp.minimum(jnp.maximum(shift - HALF, 0), 31)
     low = ((mantissa << left) >> right) & ((1 << HALF) - 1)
     return high, low
 

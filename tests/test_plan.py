@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,15 @@ import pytest
 
 from jaxpage import cli
 from jaxpage.assembly import ModelLayout
+from jaxpage.checkpoints import describe_model, resolve_model_config
 from jaxpage.cli.flag import byte_size
 from jaxpage.cli.flags import PLAN_SETTINGS, PLANNED_SETTINGS
 from jaxpage.cli.setting_flags import ENGINE_FLAGS
-from jaxpage.errors import CapacityError
+from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
+from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import BlockManager, BlockPool, BlockTables
+from jaxpage.models.base import abstract_model
+from jaxpage.models.sharding import Divisions, sharded_weights, with_sharding
 from jaxpage.settings.base import UnsupportedSettings
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.simulation.setup import Setup
@@ -28,7 +33,9 @@ from jaxpage.simulation.sustained_rate import PRECISION, Question, highest_rate
 from jaxpage.simulation.traces import LENGTHS
 from jaxpage.step.plan import Row, StepPlan
 from tests.support.engines import LLAMA, make_llm
+from tests.support.model_configs import MODELS, config_json
 from tests.support.random_checkpoints import random_checkpoint
+from tests.support.sweeps import few
 
 GIB = 2**30
 
@@ -791,6 +798,36 @@ def test_weights_whose_groups_cannot_be_divided_are_planned_as_far_as_they_can(
     assert ["cannot be divided" in row for row in rows] == [
         row.split()[2] in ("4", "8") for row in rows
     ]
+
+
+@pytest.mark.parametrize(
+    "name", few(MODELS, ["qwen3-grouped", "qwen3-next-mixed", "deepseek-v3-halves"])
+)
+def test_a_division_is_refused_as_by_the_divided_model(name: str, tmp_path: Path) -> None:
+    """One model is built for all divisions; the oracle builds one for each, as an engine does.
+
+    The 22 columns of DeepSeek's shared expert cannot be divided into 4, those of its first layer can.
+    """
+    path = write(tmp_path, config_json(name, moe_intermediate_size=22))
+    described = describe_model(resolve_model_config(path))
+    model = described.family, described.spec
+    divisions = Divisions(*model, described.rule)
+
+    def divide(sharding: Sharding) -> None:
+        rule = with_sharding(sharding, described.rule)
+        _, shapes = abstract_model(*model, "float32", rule)
+        sharded_weights(divisions.weights, shapes, sharding)
+
+    def refusal(check: Callable[[Sharding], None], sharding: Sharding) -> str | None:
+        try:
+            check(sharding)
+        except (ConfigError, UnsupportedError) as error:
+            return str(error)
+        return None
+
+    heads = described.spec.kv.num_kv_heads
+    for sharding in [Sharding(heads, 2, 2), Sharding(heads, 1, 4, invariant=True)]:
+        assert refusal(divisions.check, sharding) == refusal(divide, sharding)
 
 
 def test_devices_are_divided_into_replicas(

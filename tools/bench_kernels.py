@@ -79,7 +79,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--to", type=Path, help="file to which the finding is appended as a line of JSON"
     )
-    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
+    parser.add_argument("--json", type=Path, help="file that also gets the JSON of the last line")
     parser.add_argument(
         "--no-contiguous", action="store_true", help="without torch's contiguous attention"
     )

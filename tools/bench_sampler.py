@@ -73,7 +73,7 @@ def _truncate(
 
 
 METHODS: dict[str, Callable[..., jax.Array]] = {
-    "likeliest first": functools.partial(_truncate, by_row=True),
+    "most likely first": functools.partial(_truncate, by_row=True),
     "bisection": functools.partial(_truncate, by_row=False),
     "sort": sort_and_cut,
 }

@@ -71,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--round", type=float, default=0.1, help="seconds of each of five rounds; default: 0.1"
     )
-    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
+    parser.add_argument("--json", type=Path, help="file that also gets the JSON of the last line")
     parser.add_argument(
         "--to", type=Path, help="file to which findings are appended as lines of JSON"
     )

@@ -44,7 +44,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--record", type=Path, help="Markdown file that gets a section with the verdicts and tables"
     )
-    parser.add_argument("--json", type=Path, help="file for the JSON of the last line, besides")
+    parser.add_argument("--json", type=Path, help="file that also gets the JSON of the last line")
     parser.add_argument(
         "--backends", default=",".join(GPU_BACKENDS), help=f"default: {','.join(GPU_BACKENDS)}"
     )

@@ -87,10 +87,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--state", type=Path, help="directory that later calls find again; default: .gpu_slot/..."
     )
     parser.add_argument(
-        "--results", type=Path, help="of record: a results.jsonl; default: that of --state"
+        "--results", type=Path, help="a results.jsonl, for record; default: that of --state"
     )
     parser.add_argument(
-        "--document", type=Path, default=ROOT / "docs" / "gpu-results.md", help="of record"
+        "--document",
+        type=Path,
+        default=ROOT / "docs" / "gpu-results.md",
+        help="file that record writes",
     )
     arguments = parser.parse_args(argv)
     arguments.state = arguments.state or ROOT / ".gpu_slot" / (

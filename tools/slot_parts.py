@@ -120,7 +120,7 @@ def _groups(check: Check, sizes: Sizes, state: Path) -> Iterator[list[Part]]:
             timed = check.part(
                 "bench", name, *specs, needs_s=40, limit_s=110, seconds=95, alone=True
             )
-            yield [Part(timed, "attention alone, beside measured ceilings")]
+            yield [Part(timed, "attention alone, with measured ceilings")]
     yield from _engine(check, sizes)
     swept = ["--splits", "1,2,4,8,16", *specs]
     timed = check.part("bench", SWEPT, *swept, needs_s=40, limit_s=80, seconds=65, alone=True)

@@ -1,4 +1,4 @@
-"""Makes the requests of a soak: of every kind, right and wrong; some of the clients leave early."""
+"""Makes the requests of a soak, right and wrong, of every kind; some of the clients leave early."""
 
 from __future__ import annotations
 

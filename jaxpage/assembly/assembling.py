@@ -54,8 +54,10 @@ class Built:
     def new_embedder(self) -> Embedder:
         """Returns an embedder of the model, which has compiled nothing yet."""
         runner = self.engine.runner
-        options, weights = runner.executables.options, runner.parameters["target"]
-        kv, mesh = self.model.spec.kv, make_mesh(self.spec.layout.tensor_parallel_size)
+        options = runner.executables.options
+        weights = runner.parameters["target"]
+        kv = self.model.spec.kv
+        mesh = make_mesh(self.spec.layout.tensor_parallel_size)
         return Embedder(options, weights, kv, self.memory.block_size, self.spec.page_dtype, mesh)
 
 
@@ -65,7 +67,10 @@ def assemble(opened: Opened, spec: EngineSpec, compiled: Compiled, hooks: Hooks)
     Raises:
         ConfigError: The prefix cache's directory cannot hold the file of the host's blocks.
     """
-    files, tokenizer, mesh, lora = opened.files, opened.tokenizer, opened.mesh, spec.described.lora
+    files = opened.files
+    tokenizer = opened.tokenizer
+    mesh = opened.mesh
+    lora = spec.described.lora
     strategies: dict[int, Strategy] = {}
     parts: EngineParts = {
         "speculator": spec.described.drafting.speculator(spec, strategies),

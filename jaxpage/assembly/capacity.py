@@ -52,7 +52,8 @@ def plan_memory(
     Raises:
         CapacityError: The memory is too small; the message has the numbers.
     """
-    config, device = described.config, described.device
+    config = described.config
+    device = described.device
     plan = choose_num_blocks(
         _without_blocks(described, weights_bytes, groups, menu, longest_row),
         wanted=config.num_blocks,

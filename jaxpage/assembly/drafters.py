@@ -175,7 +175,8 @@ class ModelDrafterFiles:
 
     def make(self, spec: EngineSpec) -> ModelDrafter:
         """Returns the drafter for the engine of this specification."""
-        shape, rule = tree_shape(spec.menu), spec.config.acceptance.name
+        shape = tree_shape(spec.menu)
+        rule = spec.config.acceptance.name
         choice: Choice = "coupled" if rule == "coupled" else "likeliest"
         if rule == "rejection" and shape.num_branches == 1:
             choice = "drawn"
@@ -206,9 +207,11 @@ def open_heads(config: SpeculativeConfig, target: ModelFiles) -> HeadFiles:
         CheckpointError: The heads do not fit the target.
         ConfigError: The settings ask for more drafts than the heads can predict.
     """
-    directory, spec = drafter_directory(config), target.spec
+    directory = drafter_directory(config)
+    spec = target.spec
     files = open_medusa(directory, model_width=spec.model_width, vocab_size=spec.vocab_size)
-    num_heads, wanted = files.spec.num_heads, config.num_speculative_tokens
+    num_heads = files.spec.num_heads
+    wanted = config.num_speculative_tokens
     accuracies = [
         row[: files.num_tokens] for row in files.accuracies or assumed_accuracies(num_heads)
     ]
@@ -246,7 +249,8 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
     """Opens a draft model, which is a model of its own with the target's vocabulary."""
     files = open_model(drafter_directory(config))
-    positions, needed = files.spec.max_position_embeddings, target.spec.max_position_embeddings
+    positions = files.spec.max_position_embeddings
+    needed = target.spec.max_position_embeddings
     if positions < needed:
         logger.warning(
             "the draft model's positions end at %d, the model's at %d: beyond that its drafts are poor",

@@ -115,11 +115,13 @@ class Drafting:
         )
         controller = sync = None
         learns_top_ids = isinstance(self.drafter, NoFiles)
-        has_kv, depths = bool(self.kvs), cast(Sequence[int], ())
+        has_kv = bool(self.kvs)
+        depths = cast(Sequence[int], ())
         if self.drafter and not learns_top_ids:  # heads draft all depths at once
             depths = range(1, 1 + tree_shape(spec.menu).num_levels) if has_kv else (MOST_DRAFTS,)
         if self.config.num_speculative_tokens == "auto":
-            unit, warm_up = proposer.num_together, proposer.warm_up_steps
+            unit = proposer.num_together
+            warm_up = proposer.warm_up_steps
             controller = Controller(limits, unit=unit, warm_up=warm_up, depths=depths)
         if depths:
             sync = DrafterSync(limits, controller, block_size=spec.memory.block_size, has_kv=has_kv)

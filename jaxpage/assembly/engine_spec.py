@@ -152,7 +152,8 @@ class EngineSpec:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yields the name and the text of each row of the table that a start prints."""
-        dtype, cache = self.layout.dtype, self.layout.kv_cache_dtype
+        dtype = self.layout.dtype
+        cache = self.layout.kv_cache_dtype
         yield from self.memory.rows()
         reason = self.described.dtype_reason
         yield "dtype", f"{dtype} ({reason})" if reason else dtype
@@ -206,8 +207,11 @@ def decide_spec(opened: Opened, hooks: Hooks) -> EngineSpec:
         CapacityError: The memory is too small.
     """
     hooks.phase(PHASES[2])
-    described, files, first = opened.described, opened.files, opened.mesh.first
-    config, kernels = described.config, described.kernels
+    described = opened.described
+    files = opened.files
+    first = opened.mesh.first
+    config = described.config
+    kernels = described.kernels
     assert kernels is not None, "the device is at hand"
     check_graphs(config.graphs, first.platform)
     if kernels.interpret:
@@ -263,7 +267,9 @@ def engine_spec_of(described: Described, *, swaps: bool = True) -> EngineSpec:
         CapacityError: The weights leave no room, or one sequence of `max_model_len` does not fit;
             the message has the numbers.
     """
-    config, model, layout = described.config, described.model, described.layout
+    config = described.config
+    model = described.model
+    layout = described.layout
     longest = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(
@@ -335,7 +341,8 @@ def step_menu(config: EngineConfig, device: DeviceSpec, *, mixed: bool) -> Bucke
     Raises:
         ConfigError: No shape has room for the drafts that the settings ask for.
     """
-    drafts, most = config.speculative_config, config.max_num_batched_tokens
+    drafts = config.speculative_config
+    most = config.max_num_batched_tokens
     if most is None:
         most = BATCHED_TOKENS_ON_CPU if device.is_cpu else BATCHED_TOKENS_ON_ACCELERATORS
     most = max(most, 2)

@@ -23,7 +23,8 @@ def measure_costs(builder: BatchBuilder, runner: Runner, controller: Controller)
 
     A step is measured from the plan to the draws. No block of the pool may be in use.
     """
-    deepest, costs = max(controller.depths, default=0), controller.costs
+    deepest = max(controller.depths, default=0)
+    costs = controller.costs
     depths = sorted({0, 1, deepest}) if deepest else []
     buckets = [
         *builder.menu.decode,
@@ -70,7 +71,8 @@ def full_step(builder: BatchBuilder, bucket: Bucket) -> StepPlan:
     width = -(-(context + size) // builder.block_size)
     parents = tuple(range(size - 1)) if bucket.verifies else ()
     drawn = range(0 if bucket.verifies else size - 1, size)
-    rows, samples = [], []
+    rows = []
+    samples = []
     for number in range(bucket.num_rows):
         places = range(number * width, (number + 1) * width)
         tables = tuple(

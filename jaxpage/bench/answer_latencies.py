@@ -63,7 +63,8 @@ def summary(
 
 
 def _of(answer: Answer) -> dict[str, float]:
-    first, last = answer.outputs[0], answer.outputs[-1]
+    first = answer.outputs[0]
+    last = answer.outputs[-1]
     return {
         "ttft": first - answer.due,
         "tpot": (last - first) / max(1, answer.num_output_tokens - 1),

@@ -33,7 +33,8 @@ def bandwidth(num_bytes: int) -> float:
     if jax.default_backend() != "cpu":
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)
     num_cores = os.cpu_count() or 1
-    parts, one = np.array_split(np.asarray(array), num_cores), np.ones(WIDTH, np.float32)
+    parts = np.array_split(np.asarray(array), num_cores)
+    one = np.ones(WIDTH, np.float32)
     with ThreadPoolExecutor(num_cores) as pool:
         runs.append(lambda: list(pool.map(lambda part: part @ one, parts)))
         return 4.0 * rows * WIDTH / min(fastest(run, REPEATS) for run in runs)

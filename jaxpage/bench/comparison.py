@@ -153,8 +153,10 @@ def check_same_work(path: str, baseline: Mapping[str, Any], work: Mapping[str, A
 
 def compare(path: str, baseline: Mapping[str, Any], result: Mapping[str, Any]) -> Comparison:
     """Returns the comparison of two results as `--output-json` writes them."""
-    theirs, ours = _speeds(baseline), _speeds(result)
-    before, now = baseline["environment"], result["environment"]
+    theirs = _speeds(baseline)
+    ours = _speeds(result)
+    before = baseline["environment"]
+    now = result["environment"]
     commit = f" (commit {before['commit'][:7]})" if before.get("commit") else ""
     notes = [
         f"other {name}: {before.get(name)}, now {now.get(name)}"

@@ -24,7 +24,8 @@ _OF_KIND = {
 
 def check_workload(arguments: argparse.Namespace) -> None:
     """Raises UsageError for a workload that is impossible, or for a flag that would be ignored."""
-    kind, path = arguments.dataset, arguments.dataset_path
+    kind = arguments.dataset
+    path = arguments.dataset_path
     for name in ("num_prompts", "max_input", "max_output", *_OF_KIND):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -58,7 +59,8 @@ def workload_of(
         UsageError: The file cannot be read, it needs a tokenizer and there is none, or the prompts
             leave no room.
     """
-    kind, count = arguments.dataset, arguments.num_prompts
+    kind = arguments.dataset
+    count = arguments.num_prompts
     sizes = {
         "seed": arguments.seed,
         "vocab_size": vocab_size,

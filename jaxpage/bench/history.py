@@ -27,7 +27,7 @@ def check_record(path: str) -> None:
         raise UsageError(f"--record {path}: {error}") from None
     if text.count(BEGIN) != 1 or END not in text.partition(BEGIN)[2]:
         raise UsageError(
-            f"--record {path}: the file needs a line {BEGIN} and, behind it, a line {END}"
+            f"--record {path}: the file needs a line {BEGIN} and, after it, a line {END}"
         )
 
 
@@ -42,7 +42,8 @@ def record(path: str, result: Mapping[str, Any], *, day: datetime.date | None = 
 
 
 def _cells(result: Mapping[str, Any], day: datetime.date) -> list[str]:
-    where, seconds = result["environment"], result.get("durations") or [result["duration"]]
+    where = result["environment"]
+    seconds = result.get("durations") or [result["duration"]]
     speeds = sorted(result["total_output_tokens"] / each for each in seconds)
     spread = (
         f" ({speeds[0]:.1f} to {speeds[-1]:.1f}, {len(speeds)} runs)" if len(speeds) > 1 else ""

@@ -64,7 +64,8 @@ class Client:
             raise UsageError(
                 f"--base-url must be a URL such as http://127.0.0.1:8000, got {base_url!r}"
             )
-        self._host, self._is_secure = url.hostname, url.scheme == "https"
+        self._host = url.hostname
+        self._is_secure = url.scheme == "https"
         self._port = url.port or (443 if self._is_secure else 80)
         self._path = url.path.rstrip("/").removesuffix("/v1")
         key = os.environ.get("JAXPAGE_API_KEY", "").partition(",")[0] or os.environ.get(

@@ -41,7 +41,7 @@ DIFFERENCES = (
     ("max |logit difference|", "max_logit_difference", ".4f"),
     ("mean |logit difference|", "mean_logit_difference", ".5f"),
     ("KL divergence (nats)", "kl_divergence", ".2e"),
-    ("same likeliest token", "top1_agreement", ".1%"),
+    ("same most likely token", "top1_agreement", ".1%"),
     ("loss (nats per token)", "loss", ".4f"),
 )
 _ROWS = (
@@ -106,7 +106,8 @@ def differences(exact_TV: Logits, logits_TV: Logits, token_ids: Sequence[int]) -
         logits_TV: The logits [T, V] that are measured.
         token_ids: The tokens of the text.
     """
-    exact_logprobs_TV, logprobs_TV = _log_softmax(exact_TV), _log_softmax(logits_TV)
+    exact_logprobs_TV = _log_softmax(exact_TV)
+    logprobs_TV = _log_softmax(logits_TV)
     divergence_T = (np.exp(exact_logprobs_TV) * (exact_logprobs_TV - logprobs_TV)).sum(-1)
     return {
         "max_logit_difference": float(np.abs(logits_TV - exact_TV).max()),

@@ -61,7 +61,9 @@ class Load:
         whole: bool = False,
         is_closed: bool = False,
     ) -> None:
-        self._endpoint, self._work, self._arrivals = endpoint, work, arrivals
+        self._endpoint = endpoint
+        self._work = work
+        self._arrivals = arrivals
         self._places = Places(most or len(work), whole=whole)
         self.is_closed = is_closed
         self._salt = (
@@ -83,12 +85,14 @@ class Load:
 
     async def _one(self, index: int, start: float, tasks: Sequence[asyncio.Task[Answer]]) -> Answer:
         item = self._work[index]
-        prompt, due = item.prompt_token_ids, start + self._arrivals[index]
+        prompt = item.prompt_token_ids
+        due = start + self._arrivals[index]
         if item.after is None:
             await asyncio.sleep(due - perf_counter())
         else:
             before = await tasks[item.after]
-            prompt, due = self._next_prompt(item, before), before.ended
+            prompt = self._next_prompt(item, before)
+            due = before.ended
         await self._places.take()
         try:
             if self.is_closed:
@@ -118,7 +122,8 @@ class Places:
     """Gives a limited number of places to requests, first come, first served."""
 
     def __init__(self, number: int, *, whole: bool) -> None:
-        self._number, self._whole = number, whole
+        self._number = number
+        self._whole = whole
         self._taken = 0
         self._waiting: list[asyncio.Future[None]] = []
 

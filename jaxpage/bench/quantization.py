@@ -91,7 +91,7 @@ def run_quantization(arguments: argparse.Namespace, config: EngineConfig) -> Non
         )
     )
     print(
-        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding behind {CONTEXT} tokens"
+        f"{len(token_ids)} tokens of {arguments.text or 'random ids'}; decoding after {CONTEXT} tokens"
     )
     context = {
         "num_tokens": len(token_ids),

@@ -135,7 +135,8 @@ async def _measured(
     context["warmup_seconds"] = perf_counter() - begin
     measured = []
     for rate in rates:
-        most, is_closed = arguments.max_concurrency, schedule == "closed loop"
+        most = arguments.max_concurrency
+        is_closed = schedule == "closed loop"
         loads = [
             Load(endpoint, work, _times(arguments, work, rate), most, is_closed=is_closed)
             for _ in range(arguments.repeats)

@@ -81,7 +81,8 @@ def compare(baseline: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str,
     for name in COMPARED:
         theirs, ours = ([run[name] for run in one["runs"]] for one in (baseline, result))
         if min(*theirs, baseline[name]) > 0:
-            lowest, highest = min(ours) / max(theirs), max(ours) / min(theirs)
+            lowest = min(ours) / max(theirs)
+            highest = max(ours) / min(theirs)
             ratios[name] = {
                 "ratio": result[name] / baseline[name],
                 "lowest": lowest,

@@ -60,7 +60,8 @@ def rate_notes(result: Mapping[str, Any]) -> list[str]:
     """Returns a note if requests were sent more slowly than they arrived."""
     if result.get("request_rate_held", True):
         return []
-    drawn, sent = result["drawn_request_rate"], result["sent_request_rate"]
+    drawn = result["drawn_request_rate"]
+    sent = result["sent_request_rate"]
     return [
         f"The request rate was not held: {drawn:.2f} requests/s arrived, {sent:.2f} were sent, up to "
         f"{result['max_lateness_ms']:.0f} ms late. Latencies count from the arrivals. Raise --max-concurrency, or run the client elsewhere"

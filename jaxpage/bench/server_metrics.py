@@ -56,7 +56,8 @@ class MetricsPoller:
         """Returns means, maxima and counts over the run, and the samples themselves."""
         if not self._samples:
             return {}
-        (_, first), (_, last) = self._samples[0], self._samples[-1]
+        _, first = self._samples[0]
+        _, last = self._samples[-1]
         # Nothing runs before the first request and after the last.
         during = self._samples[1:-1] or self._samples
         found: dict[str, Any] = {}

@@ -33,7 +33,9 @@ class ShapeTimes(NamedTuple):
 
 def measure_shapes(built: Built) -> ShapeTimes:
     """Measures steps of full shapes on an idle engine without a prefix cache."""
-    engine, memory, menu = built.engine, built.memory, built.spec.menu
+    engine = built.engine
+    memory = built.memory
+    menu = built.spec.menu
     most = min(
         built.spec.limits.max_rows,
         (memory.num_blocks - 1) // memory.blocks_for(2 * SHORT_PROMPT + 4 * STEPS),

@@ -221,9 +221,7 @@ def table(cells: Sequence[Cell]) -> str:
 def _check(arguments: argparse.Namespace, config: EngineConfig) -> None:
     methods = [_method_and_model(asked)[0] for asked in arguments.methods]
     if NONE in methods:
-        raise UsageError(
-            "--methods none: engines without drafts run beside each method in any case"
-        )
+        raise UsageError("--methods none: engines without drafts run with each method in any case")
     if config.speculative_config is not None and config.speculative_config.method not in methods:
         given = config.speculative_config.method
         raise UsageError(

@@ -113,7 +113,8 @@ def _traced(entry: Any, vocab_size: int, seed: int) -> WorkItem:
     The same hash id gives the same random tokens, so that prompts share the prefixes that they
     shared.
     """
-    length, hash_ids = int(entry["input_length"]), entry.get("hash_ids") or ()
+    length = int(entry["input_length"])
+    hash_ids = entry.get("hash_ids") or ()
     tokens: list[int] = []
     for hash_id in hash_ids:
         draw = np.random.default_rng((seed, int(hash_id)))

@@ -16,10 +16,15 @@ import numpy.typing as npt
 Lengths = npt.NDArray[np.int64]
 
 # This one is lognormal; the variation is the standard deviation over the mean.
-SHAREGPT_MEAN_INPUT, SHAREGPT_INPUT_VARIATION = 161.0, 1.3
-SHAREGPT_MEAN_OUTPUT, SHAREGPT_OUTPUT_SHAPE = 338.0, 1.306  # Gamma
-ALPACA_MEAN_INPUT, ALPACA_INPUT_SHAPE = 19.31, 6.0  # Gamma
-ALPACA_MEAN_OUTPUT, ALPACA_OUTPUT_SHAPE = 58.45, 0.9  # Gamma
+SHAREGPT_MEAN_INPUT = 161.0
+SHAREGPT_INPUT_VARIATION = 1.3
+# The shapes are those of Gamma distributions.
+SHAREGPT_MEAN_OUTPUT = 338.0
+SHAREGPT_OUTPUT_SHAPE = 1.306
+ALPACA_MEAN_INPUT = 19.31
+ALPACA_INPUT_SHAPE = 6.0
+ALPACA_MEAN_OUTPUT = 58.45
+ALPACA_OUTPUT_SHAPE = 0.9
 
 SHORT_PROMPT = 16  # tokens of the prompt of a row whose decode steps are timed
 
@@ -140,7 +145,8 @@ def chat(
     Messages and answers have the lengths of `random`, short enough that the last prompt has at most
     `max_input` tokens. The answers within the prompts are random tokens.
     """
-    count, longest = -(-num_prompts // num_rounds), max_input // (2 * num_rounds)
+    count = -(-num_prompts // num_rounds)
+    longest = max_input // (2 * num_rounds)
     messages = make_workload(
         "random",
         count * num_rounds,
@@ -152,7 +158,8 @@ def chat(
     draw = np.random.default_rng(seed + 1)
     work: list[WorkItem] = []
     for index, message in enumerate(messages[:num_prompts]):
-        prompt, after = message.prompt_token_ids, index - count if index >= count else None
+        prompt = message.prompt_token_ids
+        after = index - count if index >= count else None
         if after is not None:
             before = work[after]
             answer = draw.integers(0, vocab_size, before.num_output_tokens).tolist()

@@ -77,7 +77,8 @@ def convert(
         CheckpointError: The source does not fit, `destination` exists and is not an empty
             directory, or it cannot be written.
     """
-    source, destination = Path(source), Path(os.path.abspath(destination))
+    source = Path(source)
+    destination = Path(os.path.abspath(destination))
     if os.path.lexists(destination) and (
         destination.is_symlink() or not destination.is_dir() or any(destination.iterdir())
     ):

@@ -64,14 +64,16 @@ def open_eagle(directory: Path, method: EagleMethod, target: ModelFiles) -> Eagl
         CheckpointError: The head does not fit; the error lists all that is wrong.
     """
     problems = Problems(directory)
-    config, stored = check_config(directory, problems), _stored(directory, problems)
+    config = check_config(directory, problems)
+    stored = _stored(directory, problems)
     map_info = stored.pop(TOKEN_MAPS[method], None)
     spec = None
     if config and (stored or not problems):
         with problems.collect(), EagleConfig(config) as fields:
             _check_method(method, stored)
             spec = _spec(fields, method, stored, map_info, target, problems)
-    plan, token_map = LoadPlan(directory, "safetensors"), None
+    plan = LoadPlan(directory, "safetensors")
+    token_map = None
     if spec is not None:
         plan = fit_stored(
             plan, stored, weights_of(spec.make("float32")), (*ignored, _INVERSE), problems
@@ -190,7 +192,8 @@ def _check_sizes(
     problems: Problems,
 ) -> None:
     """Adds sizes that differ from the target's; `known` is the number of tokens of the head."""
-    vocab_size, width = target.spec.vocab_size, target.spec.model_width
+    vocab_size = target.spec.vocab_size
+    width = target.spec.model_width
     if decoder.vocab_size != vocab_size:
         problems.add(
             f"config.json: vocab_size is {decoder.vocab_size}, but the model's is {vocab_size}"
@@ -227,17 +230,18 @@ def _own(
         for filled in target.plan.parameters
         if filled.weight.path[-1] == "table"
     }
-    table, own = tables.get(name, tables.get("tokens")), stored.get(TABLES[name])
+    table = tables.get(name, tables.get("tokens"))
+    own = stored.get(TABLES[name])
     if table is None:
         if own is None:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's, in few bits, cannot stand for it: leave out quantization"
+                f"there is no {TABLES[name]}, and the model's, in few bits, cannot take its place: leave out quantization"
             )
         return own is not None
     if own is None:
         if table.shape != shape:
             problems.add(
-                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot stand for one of {shape}"
+                f"there is no {TABLES[name]}, and the model's of shape {table.shape} cannot take the place of one of {shape}"
             )
         return False
     readable = target.plan.layout == "safetensors" and own.dtype in NUMPY_DTYPES and not problems

@@ -62,7 +62,8 @@ def check_fetched(name: str) -> None:
     Raises:
         ModelNotFoundError: It is not; the error has the command that fetches it.
     """
-    path, model = fetched_path(name), FETCHABLE[name]
+    path = fetched_path(name)
+    model = FETCHABLE[name]
     if not path.is_file():
         raise ModelNotFoundError(
             f"model = {name!r} is not on this machine ({path}); `jaxpage fetch {name}` brings it: "

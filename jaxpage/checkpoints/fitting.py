@@ -183,7 +183,10 @@ def fit_stored(
         if refusal := refused_experts(scheme, weights, _unexpected(stored, known, ignored)):
             problems.add(refusal)
             return plan
-    files_sound, used, parameters, searched = not problems, set[str](), [], _searched(stored)
+    files_sound = not problems
+    used = set[str]()
+    parameters = []
+    searched = _searched(stored)
     names = _unexpected(stored, used, ignored)
     is_beyond = layers_beyond(names if files_sound else (), weights, problems)
     other_form = _of_other_form(stored, weights, scheme, problems) | _of_other_sizes(
@@ -335,7 +338,8 @@ def _of_other_sizes(
     """
     if not scheme or scheme.name not in SIZES:
         return set()
-    fitting, wrong = dict[str, set[bool]](), list[Piece]()
+    fitting = dict[str, set[bool]]()
+    wrong = list[Piece]()
     for piece in [
         piece for weight in weights for source in weight.sources for piece in source.pieces
     ]:

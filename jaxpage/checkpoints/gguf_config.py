@@ -115,7 +115,7 @@ def _check_kind(file: GGUFFile) -> None:
         )
     if file.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; of GGUF files those of "
+            f"general.architecture is {quoted(file.metadata.get('general.architecture'))}; for GGUF files those of "
             f"{', '.join(ARCHITECTURES)} are read, of other models a Hugging Face directory"
         )
     if file.metadata.get("split.count", 1) not in (0, 1):
@@ -145,7 +145,8 @@ def _add_sizes(file: GGUFFile, config: dict[str, Any], problems: Problems) -> No
 
 
 def _add_heads(file: GGUFFile, config: dict[str, Any]) -> None:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config["hidden_size"]
     config["num_key_value_heads"] = _count(file, "attention.head_count_kv", heads)
     head_width = _count(file, "attention.key_length", width // heads)
     if head_width < 2 or head_width % 2:

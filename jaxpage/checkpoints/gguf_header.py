@@ -43,7 +43,8 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _ONE_MORE = ("gemma2", "gemma3")
 
 
@@ -167,7 +168,9 @@ class _Cursor:
     """
 
     def __init__(self, data: mmap.mmap, end: int) -> None:
-        self._data, self._end, self.position = data, end, 0
+        self._data = data
+        self._end = end
+        self.position = 0
 
     def take(self, num_bytes: int) -> bytes:
         start = self.position
@@ -234,7 +237,8 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
 
 
 def _read_entry(cursor: _Cursor) -> _Entry:
-    name, rank = cursor.string(), cursor.scalar("I")
+    name = cursor.string()
+    rank = cursor.scalar("I")
     if not 1 <= rank <= MAX_RANK:
         raise ValueError(f"tensor {quoted(name)} has {rank} axes, not 1 to {MAX_RANK}")
     sizes = tuple(cursor.scalar("Q") for _ in range(rank))
@@ -250,9 +254,11 @@ def _checked(
             metadata,
             metadata_problems=(f"general.alignment is {quoted(alignment)}, not a power of two",),
         )
-    start, problems = end + -end % alignment, []
+    start = end + -end % alignment
+    problems = []
     tensors: dict[str, GGUFTensor] = {}
-    types, wrong_types = tensor_types(), dict[str, int]()
+    types = tensor_types()
+    wrong_types = dict[str, int]()
     for entry in entries:
         kind = types.get(entry.kind)
         if kind is None or not kind.is_read:
@@ -267,7 +273,8 @@ def _checked(
             )
         else:
             length = math.prod(entry.sizes) // kind.block * kind.num_bytes
-            place, heads = start + entry.offset, _interleaved_heads(metadata, entry.name)
+            place = start + entry.offset
+            heads = _interleaved_heads(metadata, entry.name)
             code = PLAIN.get(kind.name, "F32")
             one_more = metadata.get("general.architecture") in _ONE_MORE and entry.name.endswith(
                 "norm.weight"
@@ -287,7 +294,8 @@ def _checked(
 
 def _misplaced(tensors: Mapping[str, GGUFTensor], num_bytes: int) -> list[str]:
     """Returns what is wrong with the places of tensors."""
-    problems, position = [], 0
+    problems = []
+    position = 0
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.offset):
         if tensor.offset < position:
             problems.append(

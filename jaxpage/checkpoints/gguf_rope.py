@@ -43,7 +43,8 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
     """
     scaling = {key: value for key, value in _own(file).items() if key.startswith(_PREFIX)}
     values = {key.removeprefix(_PREFIX): as_number(value) for key, value in scaling.items()}
-    kind, factor = values.pop("type", "none"), values.pop("factor", None)
+    kind = values.pop("type", "none")
+    factor = values.pop("factor", None)
     values.pop("finetuned", None)  # says how the model was trained
     if unknown := [
         key
@@ -55,7 +56,8 @@ def rope_parameters(file: GGUFFile, head_width: int) -> dict[str, Any]:
         )
     linear = as_number(file.of_model("rope.scale_linear"))  # in old files
     if kind == "none" and linear not in (None, 1.0):
-        kind, factor = "linear", linear
+        kind = "linear"
+        factor = linear
     parameters: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": as_number(file.of_model("rope.freq_base")) or 10_000.0,
@@ -110,7 +112,7 @@ def _of_factors(file: GGUFFile, parameters: dict[str, Any], head_width: int) -> 
         or tensor.dtype != "F32"
     ):
         raise UnsupportedError(
-            f"tensor 'rope_freqs.weight' of shape {tensor.shape} beside {parameters} is not supported"
+            f"tensor 'rope_freqs.weight' of shape {tensor.shape} with {parameters} is not supported"
         )
     factors = read_gguf_array(tensor)
     scaling = {"rope_type": "llama3", "factor": as_number(float(factors.max())), **_LLAMA3}

@@ -106,7 +106,8 @@ def read_gguf_array(tensor: TensorInfo) -> np.ndarray:
 
 def _dequantised(tensor: GGUFTensor) -> np.ndarray:
     """Dequantises some rows at a time, so that little is in memory but the result."""
-    kind, width = tensor_type(tensor.kind), tensor.shape[-1]
+    kind = tensor_type(tensor.kind)
+    width = tensor.shape[-1]
     stored = map_array(replace(tensor, dtype="U8", shape=(tensor.num_bytes,)))
     blocks_NB = stored.reshape(-1, width // kind.block * kind.num_bytes)
     result_NK = np.empty((len(blocks_NB), width), np.float32)

@@ -19,7 +19,8 @@ from jaxpage.errors import CheckpointError
 
 _KEY = "tokenizer.ggml."
 # Types of tokens: control tokens are no text; user-defined ones are always one token.
-_CONTROL, _USER_DEFINED = 3, 4
+_CONTROL = 3
+_USER_DEFINED = 4
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 # These rules cut a text before its parts become tokens. The tokenizers were trained with them.

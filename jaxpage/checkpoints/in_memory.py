@@ -62,7 +62,8 @@ def open_parameters(
                 f"config must be a dict, as config.json is, or a config of transformers; got {config!r:.80}"
             )
         config = config.to_dict()
-    problems, config = Problems(PLACE), text_part(config)
+    problems = Problems(PLACE)
+    config = text_part(config)
     check_sizes(config, problems)
     described = describe_config(config, lambda: quantization_of(config, quantization), problems)
     problems.raise_if_any()
@@ -77,7 +78,8 @@ def with_parameters(files: ModelFiles, parameters: Parameters) -> ModelFiles:
         raise TypeError(
             f"parameters must be a dict of arrays by name, or a module of Flax NNX; got {parameters!r:.80}"
         )
-    problems, weights = Problems(PLACE), model_weights(files.family, files.spec, files.rule)
+    problems = Problems(PLACE)
+    weights = model_weights(files.family, files.spec, files.rule)
     if isinstance(parameters, nnx.Module):
         return _with_module(files, parameters, weights, problems)
     arrays = dict(flat(parameters))

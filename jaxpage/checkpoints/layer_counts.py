@@ -29,7 +29,8 @@ def layers_beyond(
     of_model = [
         name for weight in weights for piece in weight.sources[0].pieces for name in piece.names
     ]
-    needed, found = _layers(of_model), _layers(stored)
+    needed = _layers(of_model)
+    found = _layers(stored)
     both: dict[str, int] = {}
     for stem in needed.keys() & found.keys():
         model, checkpoint = (1 + max(numbers[stem]) for numbers in (needed, found))

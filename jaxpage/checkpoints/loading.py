@@ -48,7 +48,8 @@ def load_weights(
     """
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        wanted, array = filled.dtype(dtype), arrays[0]
+        wanted = filled.dtype(dtype)
+        array = arrays[0]
         if (
             isinstance(array, jax.Array)
             and array.dtype == wanted
@@ -91,7 +92,8 @@ def load_sharded(
                 )
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        wanted, (first, *_) = filled.dtype(dtype), arrays
+        wanted = filled.dtype(dtype)
+        first, *_ = arrays
         array = first
         if not isinstance(first, jax.Array):
             array = jax.make_array_from_callback(
@@ -129,7 +131,8 @@ def load_shards(
     divided = {sharded.weight.path: sharded for sharded in weights}
 
     def load(filled: Filled, arrays: list[Any]) -> tuple[dict[Path, Any], int]:
-        sharded, wanted = divided[filled.weight.path], filled.dtype(dtype)
+        sharded = divided[filled.weight.path]
+        wanted = filled.dtype(dtype)
         part_of: Callable[[Box], np.ndarray] = functools.partial(_assembled, filled, arrays, wanted)
         # A stored tensor is decoded once, not for each of its parts.
         if any(piece.stored for piece, _ in filled.pieces):
@@ -227,7 +230,8 @@ def _loaded(
     progress: bool,
 ) -> dict[Any, Any]:
     tree: dict[Any, Any] = {}
-    total, shown = plan.num_bytes(dtype), None if progress else True
+    total = plan.num_bytes(dtype)
+    shown = None if progress else True
 
     def one(filled: Filled) -> tuple[dict[Path, Any], int]:
         return load(filled, [read(info) for _, info in filled.pieces])
@@ -253,9 +257,11 @@ def _assembled(
     result = np.empty([stop - start for start, stop in box], dtype)
     by_name = {piece.name: array for (piece, _), array in zip(filled.pieces, arrays, strict=True)}
     for (piece, _), array in zip(filled.pieces, arrays, strict=True):
-        into, out_of = [], []
+        into = []
+        out_of = []
         for (start, stop), offset, size in zip(box, piece.offset, piece.shape, strict=True):
-            first, last = max(start, offset), min(stop, offset + size)
+            first = max(start, offset)
+            last = min(stop, offset + size)
             into.append(slice(first - start, max(last, first) - start))
             out_of.append(slice(first - offset, max(last, first) - offset))
         if any(part.start == part.stop for part in into):

@@ -19,7 +19,8 @@ from jaxpage.checkpoints.safetensors_files import map_array
 from jaxpage.checkpoints.safetensors_header import TensorInfo, read_header
 from jaxpage.models.lora import LoRASpec, LoRATarget
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+TENSORS = "adapter_model.safetensors"
 DTYPES = ("F32", "BF16", "F16")
 # These fields of adapter_config.json change an adapter in a way that is not supported here.
 REFUSED = {
@@ -98,7 +99,9 @@ def read_adapter(directory: Path, spec: LoRASpec) -> Adapter:
         CheckpointError: The adapter has features that are not supported, or modules, shapes, ranks
             or numbers that do not fit. The error lists all of them.
     """
-    problems, config, tensors = Problems(directory, "adapter"), {}, {}
+    problems = Problems(directory, "adapter")
+    config = {}
+    tensors = {}
     with problems.collect():
         config = read_object(directory, CONFIG)
         _check_config(config, problems)

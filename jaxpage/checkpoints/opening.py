@@ -106,7 +106,8 @@ def with_weights_of(files: ModelFiles, directory: str | os.PathLike[str]) -> Mod
 
 def _differences(files: ModelFiles, described: ModelDescription) -> Iterator[tuple[str, str, str]]:
     """Yields the fields of config.json that make it another model, with both of their values."""
-    here, there = files.config, described.config
+    here = files.config
+    there = described.config
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     if described.family is not files.family:
         names = ["architectures"]
@@ -205,7 +206,9 @@ def describe_config(
         scheme_of: Returns the scheme; it may raise CheckpointError or UnsupportedError.
         problems: The list that errors are added to.
     """
-    family, spec, scheme = None, None, None
+    family = None
+    spec = None
+    scheme = None
     with problems.collect():
         family = load_family(config)
     with problems.collect():

@@ -24,7 +24,8 @@ class Problems:
     """
 
     def __init__(self, directory: Path, what: str = "checkpoint") -> None:
-        self.directory, self.what = directory, what
+        self.directory = directory
+        self.what = what
         self.lines: list[str] = []
         # A family reads a config that is made of a GGUF file's metadata.
         self._config = "its metadata, as config.json" if directory.is_file() else "config.json"

@@ -116,7 +116,8 @@ def _tensors(
             problems.add(f"{label}: tensor {quoted(name)} {wrong}")
         else:
             begin, end = entry["data_offsets"]
-            shape, place = tuple(entry["shape"]), (start + begin, end - begin)
+            shape = tuple(entry["shape"])
+            place = (start + begin, end - begin)
             tensors[name] = TensorInfo(name, entry["dtype"], shape, file, *place, label=label)
     if len(tensors) == len(header):  # With an entry lost, every other range would look like a gap.
         _check_tiling(tensors, label, file_bytes, start, problems)
@@ -127,7 +128,9 @@ def _wrong_entry(entry: Any) -> str | None:
     """Returns what is wrong with one entry of a header by itself; None if it is sound."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         return "is not described by exactly dtype, shape and data_offsets"
-    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = entry["shape"]
+    offsets = entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         return f"has the unknown dtype {quoted(dtype)}"
     if not _is_sizes(shape) or len(shape) > MAX_RANK:

@@ -71,7 +71,8 @@ def sentence_piece_tokenizer(directory: Path) -> PreTrainedTokenizerFast:
 
 
 def _problem(directory: Path, model: Any) -> str | None:
-    kind, rules = model.trainer_spec.model_type, model.normalizer_spec
+    kind = model.trainer_spec.model_type
+    rules = model.normalizer_spec
     if not model.pieces or len({piece.piece for piece in model.pieces}) < len(model.pieces):
         return "its pieces are none, or not all different"
     if kind != _BPE:

@@ -47,7 +47,8 @@ def _growth_of(stage: dict[str, Any]) -> float:
             parts = stage.get("normalizers") or stage.get("decoders") or []
             return math.prod(_growth_of(part) for part in parts)
         case "Replace":
-            pattern, content = stage.get("pattern", {}), stage.get("content", "")
+            pattern = stage.get("pattern", {})
+            content = stage.get("content", "")
             shortest = len(pattern.get("String", "")) if isinstance(pattern, dict) else 0
             # A regular expression may match one character, or nothing in front of it.
             return max(1.0, len(content) / shortest if shortest else len(content) + 1.0)

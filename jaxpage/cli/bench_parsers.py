@@ -158,14 +158,16 @@ def _add_workload(parser: Parser) -> None:
         metavar="FILE",
         help="published JSON of sharegpt or alpaca, JSON lines of trace or custom",
     )
-    add("--num-prefixes", type=int, metavar="N", help="of prefix_repetition: prefixes; default: 4")
+    add("--num-prefixes", type=int, metavar="N", help="prefixes, for prefix_repetition; default: 4")
     add(
         "--prefix-len",
         type=int,
         metavar="N",
-        help="of prefix_repetition: tokens of each prefix; default: 64",
+        help="tokens of each prefix, for prefix_repetition; default: 64",
     )
-    add("--num-rounds", type=int, metavar="N", help="of chat: rounds of a conversation; default: 4")
+    add(
+        "--num-rounds", type=int, metavar="N", help="rounds of a conversation, for chat; default: 4"
+    )
     add(
         "--max-input",
         type=int,
@@ -275,7 +277,7 @@ def _add_bench_serve(kinds: Commands[Parser]) -> None:
     add(
         "--tokenizer",
         metavar="NAME",
-        help="of a model directory or hub id, for the texts of --dataset-path",
+        help="a model directory or hub id whose tokenizer reads the texts of --dataset-path",
     )
     _add_workload(parser)
     _add_load(parser)
@@ -332,7 +334,9 @@ def _add_bench_startup(kinds: Commands[Parser]) -> None:
 
 def _add_bench_roofline(kinds: Commands[Parser]) -> None:
     parser = add_command(
-        kinds, "roofline", "time of a step beside what the machine can do, and where it goes"
+        kinds,
+        "roofline",
+        "time of a step, compared with what the machine can do, and where it goes",
     )
     add_model(parser)
     add = parser.add_argument

@@ -42,7 +42,8 @@ def chat(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status: 1 if a question from a pipe was not answered.
     """
-    given, tell = given_sampling(arguments), teller(arguments)
+    given = given_sampling(arguments)
+    tell = teller(arguments)
     with engine_for_one(arguments, chats=True) as llm:
         conversation = Conversation(
             given, defaults=_defaults(llm, given, tell), system=arguments.system

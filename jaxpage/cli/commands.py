@@ -186,7 +186,8 @@ def replay(arguments: argparse.Namespace) -> int:
         state_lines,
     )
 
-    log, until = arguments.log, arguments.until
+    log = arguments.log
+    until = arguments.until
     if until is not None:
         check_until(until, log)
     if arguments.state:

@@ -171,7 +171,8 @@ class Conversation:
         return f"{name} = {changed[name]}"
 
     def _parameters(self) -> str:
-        params, plain = self.params, SamplingParams()
+        params = self.params
+        plain = SamplingParams()
         names = [
             name
             for name in PARAMETERS

@@ -107,7 +107,8 @@ def _devices() -> Iterator[str]:
 
     for device in jax.devices():
         memory = device.memory_stats() or {}
-        limit, used = memory.get("bytes_limit"), memory.get("bytes_in_use", 0)
+        limit = memory.get("bytes_limit")
+        used = memory.get("bytes_in_use", 0)
         room = f", {_gib(limit - used)} free of {_gib(limit)}" if limit else ""
         yield f"{device.platform}:{device.id} {device.device_kind}{room}"
 

@@ -35,7 +35,8 @@ def generate(arguments: argparse.Namespace) -> int:
     Returns:
         The exit status, which is 1 if the output was aborted or ended with an error.
     """
-    given, tell = given_sampling(arguments), teller(arguments)
+    given = given_sampling(arguments)
+    tell = teller(arguments)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt:
         raise UsageError("the prompt is empty")
@@ -88,7 +89,9 @@ def print_stream(
     def show(text: str) -> None:
         print(text if wrapper is None else wrapper.feed(text), end="", flush=True)
 
-    start, num_tokens, last = time.monotonic(), 0, None
+    start = time.monotonic()
+    num_tokens = 0
+    last = None
     show(before)
     try:
         for last in chunks:
@@ -103,7 +106,8 @@ def print_stream(
     seconds = max(time.monotonic() - start, 1e-9)
     reason = last.outputs[0].finish_reason
     if reason == "error":
-        tell, reason = say, f"error, {last.outputs[0].stop_reason}"
+        tell = say
+        reason = f"error, {last.outputs[0].stop_reason}"
     tell(
         f"[{num_tokens} tokens, {num_tokens / seconds:.1f} tokens/s, {_drafted(last.metrics)}finish reason: {reason}]"
     )

@@ -10,7 +10,7 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
@@ -42,11 +42,10 @@ from jaxpage.cli import plan_devices
 from jaxpage.device.gpu_memory import open_devices
 from jaxpage.device.sizing import MemoryPlan, gib
 from jaxpage.errors import CapacityError, ConfigError, UnsupportedError
-from jaxpage.layers.sharding import Sharding
 from jaxpage.models.base import KVSpec, ModelSpec, model_weights
 from jaxpage.models.lora import LoRASpec
-from jaxpage.models.sharding import check_division
-from jaxpage.models.weights import Weight, num_bytes
+from jaxpage.models.sharding import Divisions
+from jaxpage.models.weights import num_bytes
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
 
@@ -66,22 +65,21 @@ class Subject:
     Attributes:
         config: The settings of the engine.
         model: The model, as its config.json describes it.
-        weights: The weights of the engine, quantised if the checkpoint or a setting says so.
+        divisions: The divisions over devices that are possible, and the weights of the engine,
+            quantised if the checkpoint or a setting says so.
         num_parameters: The parameters of the model; a quantised weight counts like a plain one.
         device: The device.
         drafting: The draft model or the draft head, if there is one.
         lora: The adapters that the engine takes, if it takes any.
-        divisible: The divisions over devices that were checked and are possible.
     """
 
     config: EngineConfig
     model: ModelDescription
-    weights: Sequence[Weight]
+    divisions: Divisions
     num_parameters: int
     device: DeviceSpec
     drafting: Drafting
     lora: LoRASpec | None
-    divisible: set[Sharding] = field(default_factory=set)
 
     @property
     def spec(self) -> ModelSpec:
@@ -96,7 +94,7 @@ class Subject:
 
     def described(self, layout: ModelLayout) -> Described:
         """Returns the description from which an engine with this layout is planned."""
-        weights_bytes = num_bytes(self.weights, layout.dtype)
+        weights_bytes = num_bytes(self.divisions.weights, layout.dtype)
         return Described(
             self.config, self.spec, self.device, layout, weights_bytes, self.drafting, self.lora
         )
@@ -119,11 +117,7 @@ class Subject:
         refused = refused_settings(self.config, layout)
         try:
             spec = self.engine_spec(layout)
-            if spec.sharding not in self.divisible:
-                check_division(
-                    self.model.family, self.spec, self.model.rule, self.weights, spec.sharding
-                )
-                self.divisible.add(spec.sharding)
+            self.divisions.check(spec.sharding)
         except (CapacityError, ConfigError, UnsupportedError) as error:
             return Option(layout, refused, None, 0, error)
         num_devices = layout.tensor_parallel_size
@@ -213,11 +207,14 @@ def _described(
 ) -> tuple[Subject, ModelLayout]:
     model = describe_model(resolve_model_config(config.model, config.revision), config.quantization)
     device = _place(arguments.memory, config.gpu_memory_utilization)
-    weights = model_weights(model.family, model.spec, model.rule)
-    unquantised = weights if model.rule is None else model_weights(model.family, model.spec)
+    divisions = Divisions(model.family, model.spec, model.rule)
+    unquantised = (
+        divisions.weights if model.rule is None else model_weights(model.family, model.spec)
+    )
     num_parameters = sum(weight.size for weight in unquantised)
-    drafting, lora = _drafting(config), lora_spec(config, model.family, model.spec)
-    subject = Subject(config, model, weights, num_parameters, device, drafting, lora)
+    drafting = _drafting(config)
+    lora = lora_spec(config, model.family, model.spec)
+    subject = Subject(config, model, divisions, num_parameters, device, drafting, lora)
     dtype = choose_dtype(config.dtype, device, stated_dtype(model.config), model.family)
     layout = ModelLayout(
         dtype, choose_kv_cache_dtype(config.kv_cache_dtype, model.spec, model.quantization)
@@ -392,7 +389,8 @@ def _remark(error: Exception | None) -> str:
 def _as_dict(
     subject: Subject, chosen: Option, options: Sequence[Option], length: int
 ) -> dict[str, Any]:
-    of, users = chosen.num_users(length), _users(chosen.plan) if chosen.plan else []
+    of = chosen.num_users(length)
+    users = _users(chosen.plan) if chosen.plan else []
     return {
         "model": subject.config.model,
         "architecture": subject.architecture,

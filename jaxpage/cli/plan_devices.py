@@ -60,7 +60,8 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
         )
     ]
     for option in options:
-        size, plan = option.layout.tensor_parallel_size, option.plan
+        size = option.layout.tensor_parallel_size
+        plan = option.plan
         reason = "does not fit" if isinstance(option.error, CapacityError) else str(option.error)
         numbers: tuple[str, ...] = ("", "", *("" for _ in lengths), reason)
         if plan is not None:
@@ -68,8 +69,8 @@ def lines(options: list[Planned], num_devices: int, length: int) -> list[str]:
             numbers = (gib(plan.weights_bytes), f"{plan.num_slots:,}", *users, "")
         rows.append((str(size), str(num_devices // size), *numbers))
     title = (
-        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), with the users of all by the tokens"
-        " of each, for whom there is memory:"
+        f"{num_devices} devices as replicas, each on one or more of them (tensor_parallel_size), and how many users"
+        " fit in the memory of all, by the tokens of each user:"
     )
     return ["", title, *aligned(rows)]
 
@@ -78,7 +79,8 @@ def as_dicts(options: list[Planned], num_devices: int, length: int) -> list[dict
     """Returns the divisions for JSON."""
     found = []
     for option in options:
-        size, plan = option.layout.tensor_parallel_size, option.plan
+        size = option.layout.tensor_parallel_size
+        plan = option.plan
         numbers = {"weights_bytes": plan.weights_bytes, "num_slots": plan.num_slots} if plan else {}
         users = num_devices // size * option.num_users(length)
         error = None if option.error is None else str(option.error)

@@ -140,7 +140,8 @@ def _opened(
             **given, enable_prefix_caching=False, preemption_mode="recompute", event_log=None
         )
         built = open_engine(config, Hooks(progress=not arguments.json))
-        spec, cost = built.spec, ShapeCost(*measure_shapes(built))
+        spec = built.spec
+        cost = ShapeCost(*measure_shapes(built))
     if len(spec.groups) > 1 or spec.groups[0].sliding_window:
         raise UsageError(
             "--slo simulates models whose layers all see the whole sequence; this one has sliding windows"

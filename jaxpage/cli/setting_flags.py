@@ -40,7 +40,7 @@ ENGINE_FLAGS = (
         "quantization",
         str,
         "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or "
-        "the name of the checkpoint's own method; default: as the checkpoint; of a GGUF file, "
+        "the name of the checkpoint's own method; default: as the checkpoint; for a GGUF file, "
         "dequantised",
     ),
     Flag(

@@ -32,7 +32,8 @@ class Wrapper:
 
     def finish(self) -> str:
         """Returns the word that was held back."""
-        word, self._word = self._word, ""
+        word = self._word
+        self._word = ""
         return self._placed(word)
 
     def _placed(self, piece: str) -> str:

@@ -101,7 +101,8 @@ def _scores(plan: StepPlan, scored: StepResult) -> list[Edit]:
 
 
 def _draw(result: StepResult, index: int, sample: Sample, drafted: bool) -> Draw:
-    token_id, num_top = int(result.token_ids[index]), sample.num_logprobs
+    token_id = int(result.token_ids[index])
+    num_top = sample.num_logprobs
     if num_top is None or token_id < 0:
         return Draw(sample.sequence_id, token_id, None, drafted)
     return Draw(

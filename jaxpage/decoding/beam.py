@@ -99,7 +99,8 @@ class BeamStrategy:
         )
         best = self._merged(ended)
         if not going or self._is_over(going[0], best):
-            going, best = [], best[: self._beam.n or self._beam.beam_width]
+            going = []
+            best = best[: self._beam.n or self._beam.beam_width]
         return self._edits(going, best)
 
     def mask(self, sequence_id: int, drafts: tuple[int, ...] = ()) -> None:
@@ -135,7 +136,8 @@ class BeamStrategy:
             likeliest: The most likely candidate that could go on.
             best: The best hypotheses that have ended.
         """
-        width, early = self._beam.beam_width, self._beam.early_stopping
+        width = self._beam.beam_width
+        early = self._beam.early_stopping
         if len(best) < width:
             return False
         if early is True or width == 1:

@@ -144,11 +144,9 @@ class Constraint:
         """Returns another constraint at the same place, which goes on by itself."""
         self._is_alone = False  # from now on both add states to the same grammar
         other = copy.copy(self)
-        other._matcher, other._token_ids, other._ahead = (
-            self._matcher.deep_copy(),
-            self._token_ids.copy(),
-            {},
-        )
+        other._matcher = self._matcher.deep_copy()
+        other._token_ids = self._token_ids.copy()
+        other._ahead = {}
         return other
 
     def _followed_by(self, token_id: int) -> Constraint | None:
@@ -179,7 +177,8 @@ class Constraint:
             and not self._is_alone
             and self._grammar.may_be_crowded(self._matcher)
         ):
-            self._matcher, self._is_alone = self._grammar.alone(self._token_ids), True
+            self._matcher = self._grammar.alone(self._token_ids)
+            self._is_alone = True
             admitted = self._admitted()
         self._failure = error_of(self._matcher) if self._matcher.is_error() else None
         self._may_end = self._failure is None and self._matcher.is_accepting()

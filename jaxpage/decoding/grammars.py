@@ -33,7 +33,8 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
 _MAX_MESSAGE = 400  # characters
 _PARSER_ERROR = "parser error"
-_NUM_WALKS, _WALK_TOKENS = 2, 24
+_NUM_WALKS = 2
+_WALK_TOKENS = 24
 
 
 def tokenizer_of(tokenizer_json: str) -> tuple[LLTokenizer, int]:

@@ -64,7 +64,8 @@ def overlapping(schema: str) -> Iterator[tuple[str, str]]:
     generates.
     """
     for part in _parts(json.loads(schema)):
-        names, patterns = part.get("properties"), part.get("patternProperties")
+        names = part.get("properties")
+        patterns = part.get("patternProperties")
         if isinstance(names, dict) and isinstance(patterns, dict):
             yield from ((name, pattern) for name in names for pattern in patterns)
 
@@ -100,7 +101,8 @@ def _rewritten(schema: Any, *, is_merged: bool = False) -> Any:
                 key: _rewritten(one, is_merged=is_definition) for key, one in held.items()
             }
     for name in {*_LISTED, *_SINGLE} & part.keys():
-        held, merges = part[name], name in _MERGED
+        held = part[name]
+        merges = name in _MERGED
         part[name] = (
             [_rewritten(one, is_merged=merges) for one in held]
             if isinstance(held, list)

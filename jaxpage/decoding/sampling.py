@@ -101,7 +101,8 @@ class SamplingStrategy:
 
     def _advance(self, draw: Draw) -> list[Edit]:
         """Returns the edits of one drawn token: it is appended, and may end the sequence."""
-        sequence_id, token_id = draw.sequence_id, draw.token_id
+        sequence_id = draw.sequence_id
+        token_id = draw.token_id
         stopping = self._stopping(sequence_id)
         constraint = self._constraint(sequence_id)
         if constraint is None:

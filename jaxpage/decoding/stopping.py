@@ -94,7 +94,8 @@ class Stopping:
     def fork(self) -> Self:
         """Returns the `Stopping` of a sequence that has the same tokens so far."""
         other = copy.copy(self)
-        other._detokenizer, other._strings = self._detokenizer.fork(), copy.copy(self._strings)
+        other._detokenizer = self._detokenizer.fork()
+        other._strings = copy.copy(self._strings)
         return other
 
     def end(self, text: str, reason: str, stop_reason: int | str | None) -> Verdict:

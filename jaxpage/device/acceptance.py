@@ -152,7 +152,8 @@ def _begin(log_p_V: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 def _try(place: jax.Array, walk: _Walk, log_p_RV: jax.Array, inputs: StepInputs) -> _Walk:
     """Accepts or rejects a draft that follows the last token of the path."""
-    token_id, before = inputs.token_ids_T[place], walk.path_Q[walk.depth]
+    token_id = inputs.token_ids_T[place]
+    before = walk.path_Q[walk.depth]
     ids_W = inputs.q_ids_TW[place]
     q_W = jnp.where(walk.tried_V[ids_W], 0.0, inputs.q_TW[place])
     q_W /= jnp.maximum(jnp.sum(q_W), jnp.finfo(jnp.float32).tiny)
@@ -200,7 +201,8 @@ def typical(
     equally likely ones the first.
     """
     parents_T = inputs.parents_T
-    num_tokens, num_rows = parents_T.shape[0], inputs.query_start.shape[0] - 1
+    num_tokens = parents_T.shape[0]
+    num_rows = inputs.query_start.shape[0] - 1
     place_T = jnp.arange(num_tokens)
     is_draft_T = parents_T >= 0
     entropy_T = each_row(_entropy, (log_p_RV,), by_row=by_row)[parents_T]

@@ -28,9 +28,12 @@ from jaxpage.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
-INNER, OUTER = 768, 4096  # a weight that does not fit into the caches next to a core
+# The sizes of a weight that does not fit into the caches next to a core.
+INNER = 768
+OUTER = 4096
 NUM_ROWS = (2, 32)  # a few sequences that decode, and many
-REPEATS, ROUNDS = 5, 15
+REPEATS = 5
+ROUNDS = 15
 # The key is in the names of the functions that compiled code calls.
 _LIBRARIES = {"__ynn": "YNNPACK", "onednn": "oneDNN", "__xnn": "XNNPACK"}
 

@@ -68,7 +68,8 @@ def draw_from_parts(logits: Logits, inputs: StepInputs, *, by_row: bool) -> Int[
     whole row, of which each device takes its part.
     """
     own_RU, vocab_size, sharding = logits
-    size, draws = own_RU.shape[1], draws_of(inputs)
+    size = own_RU.shape[1]
+    draws = draws_of(inputs)
     first = place_of_device(sharding) * size
     own_RU = jnp.where(first + jnp.arange(size) < vocab_size, own_RU, -jnp.inf)
 
@@ -102,7 +103,8 @@ def _first_of_all(
     own_RU: jax.Array, largest_R: jax.Array, token_ids_R: jax.Array, sharding: Sharding
 ) -> Int[Array, "R"]:
     """Returns the best token of those that the devices found, in one exchange of a few numbers."""
-    are_numbers_R, are_any_R = jnp.all(own_RU < jnp.inf, axis=1), jnp.any(own_RU > -jnp.inf, axis=1)
+    are_numbers_R = jnp.all(own_RU < jnp.inf, axis=1)
+    are_any_R = jnp.any(own_RU > -jnp.inf, axis=1)
     own_4R = jnp.stack(
         [jax.lax.bitcast_convert_type(largest_R, jnp.int32), token_ids_R, are_numbers_R, are_any_R]
     )

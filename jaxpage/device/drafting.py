@@ -138,7 +138,8 @@ def _extend(drafting: _DraftStep, pages: KVPages) -> tuple[Float[Array, "T D"], 
     Where the draft depth is None nothing is done, and the result is zeros.
     """
     drafter, options, target = drafting
-    inputs, token_ids_R = target.inputs, target.token_ids_R
+    inputs = target.inputs
+    token_ids_R = target.token_ids_R
     attend = make_attend(
         inputs, backend=target.backend, bucket=target.bucket, layer_groups=options.layer_groups
     )
@@ -173,7 +174,8 @@ def _next_tokens(inputs: StepInputs, token_ids_R: Int[Array, "R"]) -> Int[Array,
 
 
 def _ends(target: TargetStep, output_TD: jax.Array | None) -> Ends:
-    inputs, last_B = target.inputs, target.last_B
+    inputs = target.inputs
+    last_B = target.last_B
     draws = jax.tree.map(lambda array: array[last_B], draws_of(inputs))
     token_B = inputs.drawn_token_R[last_B]
     row_B = jnp.searchsorted(inputs.query_start[1:], token_B, side="right", method="compare_all")
@@ -208,7 +210,8 @@ def _draft_ahead(
         A draft that was drawn also has the ids [W] and the bits of the probabilities [W] that it
         was drawn from. Only as many levels as the draft depth are filled. And the pages.
     """
-    options, depth = drafting.options, drafting.target.depth
+    options = drafting.options
+    depth = drafting.target.depth
     takes_features = drafting.drafter.aux_layers is not None
     ends = _ends(drafting.target, output_TD if takes_features else None)
 
@@ -233,7 +236,8 @@ def _draft_ahead(
 
 def _root(ends: Ends, output_TD: jax.Array, pages: KVPages, options: ModelDrafter) -> _Tree:
     """Returns a tree in which every branch is the drawn token, and only the first one counts."""
-    num_rows, width = ends.token_id_B.shape[0], options.shape.num_branches
+    num_rows = ends.token_id_B.shape[0]
+    width = options.shape.num_branches
     zeros_BX = jnp.zeros((num_rows, width), jnp.int32)
     output_BD = (
         jnp.zeros((num_rows, output_TD.shape[1]), output_TD.dtype)
@@ -304,7 +308,8 @@ def _follow(drafting: _DraftStep, ends: Ends, tree: _Tree, index: Any) -> _Tree:
     drafter, options, target = drafting
     backend = target.backend
     num_rows, width = tree.token_id_BX.shape
-    count, block_size = num_rows * width, tree.pages[0][0].shape[1]
+    count = num_rows * width
+    block_size = tree.pages[0][0].shape[1]
     first_block_ZBX = _first_blocks(num_rows, options, block_size)
     pages = (
         tree.pages if width == 1 else _inherit(tree, ends, first_block_ZBX, index, options, backend)
@@ -340,7 +345,8 @@ def _inherit(
     backend: Backend,
 ) -> KVPages:
     """Copies to each branch the scratch of the branch that it continues."""
-    block_size, place_J = tree.pages[0][0].shape[1], jnp.arange(options.shape.num_levels)
+    block_size = tree.pages[0][0].shape[1]
+    place_J = jnp.arange(options.shape.num_levels)
     offset_B1J = (ends.position_B % block_size)[:, None, None] + place_J
     num_groups = len(options.num_blocks)
     source, destination = (
@@ -376,7 +382,8 @@ def _fork_last_blocks(
 
     What a branch writes then stays out of the row's own block.
     """
-    block_size, last = pages[0][0].shape[1], ends.block_table_ZBM.shape[2] - 1
+    block_size = pages[0][0].shape[1]
+    last = ends.block_table_ZBM.shape[2] - 1
     place_B1 = jnp.minimum(ends.position_B // block_size, last)[:, None]
     source_ZB1 = jnp.take_along_axis(ends.block_table_ZBM, place_B1[None], axis=2)
     first_block = _first_blocks(ends.position_B.shape[0], options, block_size)

@@ -60,7 +60,9 @@ class Embedder:
             drafter=None, layer_groups=(0,) * kv.num_layers * sharding.num_local
         )
         self._kv = kv_of_shard(kv, sharding)
-        self._block_size, self._page_dtype, self._mesh = block_size, page_dtype, mesh
+        self._block_size = block_size
+        self._page_dtype = page_dtype
+        self._mesh = mesh
         self._steps: dict[int, Any] = {}  # by the positions that their pages have
         self._bucket = Bucket(CHUNK_TOKENS, 2, CHUNK_TOKENS)
 

@@ -34,7 +34,8 @@ from pallas_kernels.cpu.library import make_private
 
 logger = logging.getLogger(__name__)
 
-GRAPH_OPTION, UPDATE_OPTION = "xla_gpu_enable_command_buffer", "xla_gpu_command_buffer_update_mode"
+GRAPH_OPTION = "xla_gpu_enable_command_buffer"
+UPDATE_OPTION = "xla_gpu_command_buffer_update_mode"
 IN_GRAPHS = (  # XLA's default of jax 0.10 to 0.12 on one device, and WHILE
     *(
         "FUSION",
@@ -143,7 +144,8 @@ class Executables:
             for num_draws in {b.num_processed for b in menu.buckets}
         }
         for group in range(options.tables.num_groups):
-            own, backend = self._of_group(pages, group), options.attention_backend
+            own = self._of_group(pages, group)
+            backend = options.attention_backend
             jobs[f"copy {group}"] = functools.partial(
                 _compile_copy, own, menu.num_copies, backend, mesh
             )
@@ -194,7 +196,8 @@ class Executables:
             draft_depth: The value of `StepPlan.draft_depth`. With None the step runs without a
                 drafter, where there is such a step.
         """
-        neutral, drafter = self._neutral[bucket.num_processed], self.options.drafter
+        neutral = self._neutral[bucket.num_processed]
+        drafter = self.options.drafter
         is_off = draft_depth is None or (
             draft_depth == 0 and drafter is not None and not drafter.num_layers
         )

@@ -21,7 +21,8 @@ from pallas_kernels.cpu import library
 from pallas_kernels.cpu.few_rows import MOST_ROWS, multiply_few, multiply_rounded, takes
 
 SMALLEST_WEIGHT = 1 << 16  # elements; for smaller weights, asking costs more than the kernel gains
-ROWS_ASKED, MOST_OUTPUTS_ASKED = 8 * MOST_ROWS, 512
+ROWS_ASKED = 8 * MOST_ROWS
+MOST_OUTPUTS_ASKED = 512
 _ASKING = threading.Lock()
 
 
@@ -42,7 +43,8 @@ def few_rounded_product(
 
 
 def _takes(x_TI: jax.Array, w_OI: jax.Array, result: DTypeLike) -> bool:
-    (num_rows, num_in), num_out = x_TI.shape, w_OI.shape[0]
+    num_rows, num_in = x_TI.shape
+    num_out = w_OI.shape[0]
     return num_in * num_out >= SMALLEST_WEIGHT and takes(
         num_rows, num_in, num_out, w_OI.dtype, result
     )
@@ -71,7 +73,8 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
         return jax.jit(thrice).lower(x_TI[:num_rows], w_OI).compile()
 
     for each in {result, "float32"}:
-        many, few = compiled(xla_product, ROWS_ASKED, each), compiled(multiply_few, MOST_ROWS, each)
+        many = compiled(xla_product, ROWS_ASKED, each)
+        few = compiled(multiply_few, MOST_ROWS, each)
         parts = [np.asarray(few(part, w_OI)) for part in np.split(x_TI, ROWS_ASKED // MOST_ROWS)]
         if not np.array_equal(np.asarray(many(x_TI, w_OI)), np.concatenate(parts)):
             return False

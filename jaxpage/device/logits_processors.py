@@ -121,7 +121,8 @@ def _penalised(
             weights_C.astype(jnp.int32), mode="drop", wrap_negative_indices=False
         )
 
-    in_output_V, in_prompt_V = count(is_output_C), count(~is_output_C)
+    in_output_V = count(is_output_C)
+    in_prompt_V = count(~is_output_C)
     repeated_V = jnp.where(logits_V > 0, logits_V / repetition, logits_V * repetition)
     logits_V = jnp.where(in_output_V + in_prompt_V > 0, repeated_V, logits_V)
     penalty_V = frequency * in_output_V.astype(jnp.float32) + presence * (in_output_V > 0)

@@ -60,7 +60,8 @@ def make_recur(inputs: StepInputs, *, layer_groups: tuple[int, ...], by_row: boo
     def recur(
         layer_index: int, x_TE: jax.Array, recurrence: Recurrence, layer_pages: StatePages, /
     ) -> tuple[jax.Array, StatePages]:
-        group, length_B = layer_groups[layer_index], jnp.diff(inputs.query_start)
+        group = layer_groups[layer_index]
+        length_B = jnp.diff(inputs.query_start)
         rows = _Rows(
             inputs.block_table_ZBM[group],
             first_B=jnp.where(length_B > 0, inputs.context_len_B - length_B, 0),
@@ -112,7 +113,8 @@ def _updated(
     It goes block by block, and in each token by token. The inputs of a token's update are prepared
     in the turn before: XLA on CPU would compute them anew for each number of the state.
     """
-    block_size, num_tokens = pages.inputs.shape[1], out_TO.shape[0]
+    block_size = pages.inputs.shape[1]
+    num_tokens = out_TO.shape[0]
     is_one = len(rows.first_B) == 1  # then no turn of a loop belongs to another row
     begin_B = _begin(rows, pages)
     state = pages.state[_block_at(rows.table_BM, (begin_B - 1) // block_size)]

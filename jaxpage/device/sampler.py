@@ -188,7 +188,8 @@ def _each_draw(function: Callable[..., Any], rows: tuple[Any, ...], *, by_row: b
     def any_random(wants_R: jax.Array) -> jax.Array:
         return jnp.any((temperature_R > 0.0) & wants_R)
 
-    cuts_R, nucleus_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1]), top_p_R < 1.0
+    cuts_R = (top_k_R > 0) & (top_k_R < logits_RV.shape[1])
+    nucleus_R = top_p_R < 1.0
     asked = Asked(
         any_random(cuts_R), any_random(nucleus_R), any_random(nucleus_R | (min_p_R > 0.0))
     )

@@ -106,7 +106,9 @@ _WORDS = frozenset({"seed_R2", "tree_mask_TU"})
 
 
 def _shapes(bucket: Bucket, tables: TableShape) -> dict[str, tuple[int, ...]]:
-    tokens, rows, draws = bucket.num_tokens, bucket.num_rows, bucket.num_draws
+    tokens = bucket.num_tokens
+    rows = bucket.num_rows
+    draws = bucket.num_draws
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepInputs._fields, (draws,))
     shapes |= dict.fromkeys(("token_ids_T", "positions_T", "scored_T", "lora_slot_T"), (tokens,))
     shapes |= {
@@ -145,7 +147,8 @@ def packed_size(bucket: Bucket, tables: TableShape) -> int:
 
 @functools.cache  # asked for at every step, for a handful of buckets
 def _slices(bucket: Bucket, tables: TableShape) -> dict[str, tuple[slice, tuple[int, ...]]]:
-    start, slices = 0, {}
+    start = 0
+    slices = {}
     for name, shape in _shapes(bucket, tables).items():
         stop = start + math.prod(shape)
         slices[name] = (slice(start, stop), shape)
@@ -178,12 +181,14 @@ def at_step(inputs: StepInputs, index: jax.Array, token_ids_B: jax.Array) -> Ste
 
     They are those of a decode bucket whose rows are these tokens, at their places.
     """
-    first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
+    first_B = inputs.query_start[:-1]
+    length_B = jnp.diff(inputs.query_start)
     place_B = jnp.minimum(
         first_B + jnp.minimum(index, jnp.maximum(length_B - 1, 0)), inputs.token_ids_T.shape[0] - 1
     )
     of_draws = {name: getattr(inputs, name)[place_B] for name in StepInputs._fields if "_R" in name}
-    positions_B, is_row_B = inputs.positions_T[place_B], length_B > 0
+    positions_B = inputs.positions_T[place_B]
+    is_row_B = length_B > 0
     return inputs._replace(
         **(of_draws | {"drawn_token_R": jnp.arange(len(token_ids_B))}),
         token_ids_T=token_ids_B,

@@ -147,7 +147,8 @@ def _target_step(
     bucket: Bucket,
     options: StepOptions,
 ) -> tuple[StepOutput, TargetStep, KVPages]:
-    by_row, backend = options.sample_by_row, options.attention_backend
+    by_row = options.sample_by_row
+    backend = options.attention_backend
     model, hidden_TD, pages, states = _hidden(parameters, pages, inputs, bucket, options)
     own_RU = _drawn_logits(model, hidden_TD, inputs, options, divided=True)
     logits = Logits(own_RU, options.vocab_size, options.sharding)
@@ -180,7 +181,8 @@ def _drawn(
     no_paths = jnp.zeros((0, 0), jnp.int32)
 
     def of_whole_rows() -> tuple[jax.Array, jax.Array, jax.Array]:
-        logits_RV, paths = logits.whole(), no_paths
+        logits_RV = logits.whole()
+        paths = no_paths
         if bucket.verifies:
             token_ids_R, paths = decide(
                 logits_RV, inputs, processor_inputs, bucket, options.acceptance, by_row=by_row
@@ -194,7 +196,8 @@ def _drawn(
         )
 
     def of_parts() -> tuple[jax.Array, jax.Array, jax.Array]:
-        token_ids_R, paths = draw_from_parts(logits, inputs, by_row=by_row), no_paths
+        token_ids_R = draw_from_parts(logits, inputs, by_row=by_row)
+        paths = no_paths
         if bucket.verifies:
             paths = accept(
                 token_ids_R,
@@ -224,8 +227,10 @@ def _multi_step(
     A row that has no place left computes its last token again. What comes of it is dropped, and its
     key and value go to the null block.
     """
-    one, num_tokens = Bucket(bucket.num_rows, bucket.num_rows, 1), bucket.num_tokens
-    first_B, length_B = inputs.query_start[:-1], jnp.diff(inputs.query_start)
+    one = Bucket(bucket.num_rows, bucket.num_rows, 1)
+    num_tokens = bucket.num_tokens
+    first_B = inputs.query_start[:-1]
+    length_B = jnp.diff(inputs.query_start)
 
     def step(index: jax.Array, token_ids_B: jax.Array, pages: KVPages) -> tuple[jax.Array, KVPages]:
         now = at_step(inputs, index, token_ids_B)
@@ -339,7 +344,8 @@ def pooled_step(
     The step has one row. `parameters` are the model's alone, without a drafter's.
     """
     _, hidden_TD, pages, _ = _hidden(parameters, pages, inputs, bucket, options)
-    count, hidden_TD = inputs.query_start[1], hidden_TD.astype(jnp.float32)
+    count = inputs.query_start[1]
+    hidden_TD = hidden_TD.astype(jnp.float32)
     is_token_T1 = (jnp.arange(bucket.num_tokens) < count)[:, None]
     return jnp.stack(
         [hidden_TD[count - 1], jnp.where(is_token_T1, hidden_TD, 0.0).sum(axis=0)]

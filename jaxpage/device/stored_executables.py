@@ -68,7 +68,8 @@ class StoredExecutables:
     """
 
     def __init__(self, directory: Path, devices: Sequence[jax.Device]) -> None:
-        self._directory, self._devices = directory, devices
+        self._directory = directory
+        self._devices = devices
         self._lock = threading.Lock()
         self.num_found = 0
         self._is_full = False  # or cannot be written for another reason, which was logged

@@ -8,11 +8,9 @@ Other rooms take:
     Driver          takes the steps of an engine for many callers
     DrivenModel     the part that LLM and AsyncLLM have in common
     Handle, Update  a request that a driver has, and what is new of it
-    Answer          a future result of an order
-    Pinning         a prefix that is being computed to be pinned
     RequestStream, PinnedPrefix  what an LLM gives its caller to hold
+    HeldPrefix      a pin, to be released by whoever holds it
     prepared, check_streamable   encode and check a request
-    check_process   refuses a forked process
     copy_error      copies an error for one more receiver
     stacked         makes one array of the vectors of several prompts
 """
@@ -21,12 +19,13 @@ from jaxpage.driver.driver import Driver
 from jaxpage.driver.encoding import check_streamable, prepared
 from jaxpage.driver.front import DrivenModel, stacked
 from jaxpage.driver.handle import Handle, Update, copy_error
-from jaxpage.driver.streams import PinnedPrefix, RequestStream
+from jaxpage.driver.streams import HeldPrefix, PinnedPrefix, RequestStream
 
 __all__ = [
     "DrivenModel",
     "Driver",
     "Handle",
+    "HeldPrefix",
     "PinnedPrefix",
     "RequestStream",
     "Update",

@@ -12,12 +12,13 @@ An exception in a caller, such as Ctrl-C, therefore never meets a step.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from jaxpage.driver.pinning import Pinning
 from jaxpage.driver.process import check_process, new_thread
 from jaxpage.driver.turns import Turns
 from jaxpage.engine import Engine, PreparedRequest
-from jaxpage.errors import JaxpageError, ShuttingDown
+from jaxpage.errors import ShuttingDown
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item")
@@ -192,12 +193,20 @@ class Driver:
         """Ends requests before the next step. A finaliser may call this, on any thread."""
         self.turns.end(handles)
 
-    def pin(self, prefix: PreparedRequest) -> Pinning:
-        """Computes a prefix and keeps it in place; raises the same errors as `add`."""
+    @contextlib.contextmanager
+    def pinning(self, prefix: PreparedRequest) -> Iterator[Answer[int]]:
+        """Computes a prefix and pins it, unless the `with` block ends with an error.
+
+        The answer is the id of the pin. The errors are those of `add`.
+        """
         pinning = Pinning(self.turns, prefix)
         self.turns.take_places(1)
         self.turns.post(Order(pinning.begin, pinning.pin_id, waits_for_weights=True))
-        return pinning
+        try:
+            yield pinning.pin_id
+        except BaseException:
+            self.call(pinning.withdraw)
+            raise
 
     def unpin(self, pin_id: int) -> Answer[None]:
         """Releases a pin. A pin that is lost or released is no error."""
@@ -207,10 +216,13 @@ class Driver:
         """Returns whether a pin is in place, without waiting."""
         return not self.turns.is_over and self.engine.is_pinned(pin_id)
 
-    def replace_weights(
+    @contextlib.contextmanager
+    def replacing(
         self, weights: Any, *, abort: bool = False, tells: bool = False, queues: bool = False
-    ) -> Replacement:
+    ) -> Iterator[Answer[int]]:
         """Takes other weights once nothing runs. Requests that come in meanwhile wait for them.
+
+        The answer is their version. The end of the `with` block takes back what is not in use.
 
         Args:
             weights: The weights as they are on the device.
@@ -218,13 +230,17 @@ class Driver:
             tells: True ends them with WeightsReplaced, False with a last output.
             queues: True waits if another replacement is under way; False then raises an error.
         """
-        turns, replacement = self.turns, Replacement(weights)
+        turns = self.turns
+        replacement = Replacement(weights)
 
         def begin(engine: Engine) -> object:
             return turns.begin_replacing(replacement, abort=abort, tells=tells)
 
         turns.post(Order(begin, replacement.version, waits_for_weights=queues))
-        return replacement
+        try:
+            yield replacement.version
+        finally:
+            replacement.withdraw()
 
     def weights(self) -> Answer[Any]:
         """Asks for the weights of the model as they are on the device."""
@@ -242,14 +258,16 @@ class Driver:
         Args:
             what: The thing that is shutting down, for the error of later requests.
         """
-        turns, answer = self.turns, Answer[None]()
+        turns = self.turns
+        answer = Answer[None]()
         turns.draining = turns.draining or ShuttingDown(f"{what} is shutting down")
         turns.post(Order(lambda engine: turns.begin_drain(answer), answer))
         return answer
 
-    def end_all(self, why: JaxpageError) -> Answer[None]:
-        """Ends every request with an error."""
+    def end_late(self, what: str = "The engine") -> Answer[None]:
+        """Ends every request that a drain has waited for too long; for `what` see `drain`."""
         turns = self.turns
+        why = ShuttingDown(f"{what} is shutting down; the time to finish was over")
         return self.call(lambda engine: turns.end_all(why))
 
     def fail(self, death: BaseException) -> None:
@@ -262,7 +280,8 @@ class Driver:
         Returns:
             False if the thread still runs a step after `timeout` seconds.
         """
-        turns, thread = self.turns, self._thread
+        turns = self.turns
+        thread = self._thread
         turns.post(Order(turns.stop))
         if thread is None:
             if not turns.is_over:

@@ -109,7 +109,8 @@ class DrivenModel(BuiltModel):
         requests = self._prepare(prefix, params)
         if len(requests) != 1:
             raise ValueError(f"pin_prefix takes one prefix, not {len(requests)}")
-        length, longest = len(requests[0].token_ids), self.memory.max_model_len
+        length = len(requests[0].token_ids)
+        longest = self.memory.max_model_len
         if length + 2 > longest:
             raise ValueError(
                 f"The prefix has {length} tokens, which leaves no room for a prompt after it: "

@@ -69,8 +69,8 @@ class RequestStream(Iterator[RequestOutput]):
             self.close()
 
 
-class PinnedPrefix:
-    """Keeps a prefix's keys and values in place until `release()` or the end of a `with` block.
+class HeldPrefix:
+    """Keeps a prefix's keys and values in place until it is released.
 
     Unlike a stream, the pin does not end when the object is dropped: prompts find it by their
     tokens. It ends with its engine, too.
@@ -84,21 +84,20 @@ class PinnedPrefix:
         self._driver = driver
         self._pin_id = pin_id
 
-    @classmethod
-    def of(cls, driver: Driver, prefix: PreparedRequest) -> Self:
-        """Computes a prefix and pins it; raises the same errors as `Driver.pin`."""
-        pinning = driver.pin(prefix)
-        try:
-            pin_id = driver.wait(pinning.pin_id)
-        except BaseException:
-            driver.call(pinning.withdraw)
-            raise
-        return cls(driver, pin_id, len(prefix.token_ids))
-
     @property
     def released(self) -> bool:
         """Returns whether the pin was released, or lost with the pages in a failed step."""
         return not self._driver.is_pinned(self._pin_id)
+
+
+class PinnedPrefix(HeldPrefix):
+    """Keeps a prefix in place until `release()` or the end of a `with` block; see `HeldPrefix`."""
+
+    @classmethod
+    def of(cls, driver: Driver, prefix: PreparedRequest) -> Self:
+        """Computes a prefix and pins it; raises the same errors as `Driver.pinning`."""
+        with driver.pinning(prefix) as pin_id:
+            return cls(driver, driver.wait(pin_id), len(prefix.token_ids))
 
     def release(self) -> None:
         """Frees the blocks that no running request shares. A second call does nothing."""

@@ -54,9 +54,11 @@ class Adapters:
             ModelNotFoundError: There is no such directory.
             CheckpointError: The adapter does not fit the model; the message lists all problems.
         """
-        directory, this = directory_of(asked), (asked.lora_name, asked.lora_path)
+        directory = directory_of(asked)
+        this = (asked.lora_name, asked.lora_path)
         with self._lock:
-            meant, known = self._meant.get(asked.lora_int_id, this), self._read.get(asked.lora_path)
+            meant = self._meant.get(asked.lora_int_id, this)
+            known = self._read.get(asked.lora_path)
         if meant != this:
             raise ValueError(
                 f"lora_int_id={asked.lora_int_id} is {meant[0]!r} in {meant[1]}; give {asked.lora_name!r} another number"

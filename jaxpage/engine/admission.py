@@ -193,7 +193,8 @@ class Admission:
 
     def admit(self, request_id: str, prepared: PreparedRequest) -> Request:
         """Returns the request, with a seed if it has none."""
-        checked, params = prepared.checked, prepared.checked.sampling
+        checked = prepared.checked
+        params = prepared.checked.sampling
         self._num_admitted += 1
         longest = self._longest(params)
         if params.max_tokens is not None:

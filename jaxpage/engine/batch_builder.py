@@ -170,7 +170,8 @@ class BatchBuilder:
         """
         lengths = [len(row.token_ids) for row in rows]
         ends = list(itertools.accumulate(lengths))
-        total, num_rows = ends[-1], len(rows)
+        total = ends[-1]
+        num_rows = len(rows)
         fields["token_ids_T"][:total] = list(
             itertools.chain.from_iterable(row.token_ids for row in rows)
         )
@@ -284,9 +285,11 @@ def _check_hostless(samples: tuple[Sample, ...], masks: Mapping[int, Mask]) -> N
 
 def _fill_candidates(fields: dict[str, Any], rows: tuple[Row, ...]) -> None:
     """Writes the distribution that each draft was drawn from; a chosen draft gets probability 1."""
-    ids_TW, q_TW = fields["q_ids_TW"], fields["q_TW"]
+    ids_TW = fields["q_ids_TW"]
+    q_TW = fields["q_TW"]
     ids_TW[:] = -1
-    ids_TW[:, 0], q_TW[:, 0] = fields["token_ids_T"], 1.0
+    ids_TW[:, 0] = fields["token_ids_T"]
+    q_TW[:, 0] = 1.0
     for first, row in zip(fields["query_start"].tolist(), rows, strict=False):
         if row.q is not None:
             drafts = slice(first + 1, first + len(row.token_ids))
@@ -342,7 +345,9 @@ def _moves(
     """
     if not pairs:
         return ()
-    ids, moves, num_moved = np.array(pairs, np.int32), [], 0
+    ids = np.array(pairs, np.int32)
+    moves = []
+    num_moved = 0
     for group, pools in enumerate(zip(sources, destinations, strict=True)):
         first, stop = np.array([(pool.start, pool.stop) for pool in pools], np.int32).T
         own = ids[((ids >= first) & (ids < stop)).all(axis=1)] - first + 1

@@ -58,7 +58,8 @@ class EngineMetrics:
 
     def stepped(self, report: StepReport, group_of: dict[int, SequenceGroup]) -> None:
         """Notes a step that ran; a failed step has computed nothing and is not counted."""
-        plan, edits = report.plan, report.edits
+        plan = report.plan
+        edits = report.edits
         now = time.monotonic()
         self.engine_steps_total += 1
         self.memory.end(now - self._step_began)
@@ -106,8 +107,11 @@ class EngineMetrics:
 
     def snapshot(self, scheduler: Scheduler, executables: Executables) -> dict[str, Any]:
         """Returns all counters by their public names."""
-        manager, split = scheduler.block_manager, scheduler.usage()
-        total, free, prefixes = manager.num_usable, manager.num_free, scheduler.prefix_counts
+        manager = scheduler.block_manager
+        split = scheduler.usage()
+        total = manager.num_usable
+        free = manager.num_free
+        prefixes = scheduler.prefix_counts
         return {
             "num_requests_running": scheduler.num_running,
             "num_requests_waiting": scheduler.num_waiting,

@@ -41,7 +41,8 @@ class Histogram:
         `buckets` has the number of values up to and including each bound. Its key is the bound as
         Prometheus writes it.
         """
-        total, buckets = 0, {}
+        total = 0
+        buckets = {}
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             total += count
             buckets[bound] = total

@@ -74,7 +74,8 @@ def processor_inputs_of(
         known_C = np.zeros(0, np.int32)
         for index, sample in penalised:
             if sample.history is not last:  # the draws of one row share its history
-                last, known_C = sample.history, np.array(sample.history, np.int32)
+                last = sample.history
+                known_C = np.array(sample.history, np.int32)
             history_RC[index, : len(last)] = known_C
             history_RC[index, len(last) : len(last) + len(sample.drafts)] = sample.drafts
     return ProcessorInputs(mask_RU, ids_BE, bias_RE, history_RC)

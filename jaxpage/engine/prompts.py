@@ -162,7 +162,8 @@ def _from_dict(prompt: dict[str, Any]) -> Prompt:
         raise TypeError(
             f"a prompt has unknown keys {sorted(map(str, unknown))}; it must be {FORMS}"
         )
-    token_ids, text = as_list(prompt.get("prompt_token_ids")), prompt.get("prompt")
+    token_ids = as_list(prompt.get("prompt_token_ids"))
+    text = prompt.get("prompt")
     if token_ids is None and text is None:
         raise TypeError(f"a prompt is empty; it must be {FORMS}")
     if text is not None and not isinstance(text, str):

@@ -96,7 +96,8 @@ class Runner:
 
     def read_blocks(self, blocks: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
         """Returns the contents of blocks of the first cache group, each as an array of bytes."""
-        size, found = self.executables.num_swapped, list[npt.NDArray[np.uint8]]()
+        size = self.executables.num_swapped
+        found = list[npt.NDArray[np.uint8]]()
         for start in range(0, len(blocks), size):
             padded = np.zeros(size, np.int32)  # padded with the null block
             part = blocks[start : start + size]
@@ -109,7 +110,8 @@ class Runner:
         size = self.executables.num_swapped
         for start in range(0, len(contents), size):
             part = contents[start : start + size]
-            padded, rows = np.zeros(size, np.int32), np.zeros((size, len(part[0][1])), np.uint8)
+            padded = np.zeros(size, np.int32)
+            rows = np.zeros((size, len(part[0][1])), np.uint8)
             padded[: len(part)] = [block for block, _ in part]
             rows[: len(part)] = [own for _, own in part]
             self._pages = self.executables.scatter(self._pages, 0, padded, rows)
@@ -143,7 +145,8 @@ class Runner:
             sharded = self._adapters[*path, "lora", name]
             for place in sharded.places:
                 module = at(self._parameters["target"], place.path[:-1])
-                before, parts = module[name], []
+                before = module[name]
+                parts = []
                 for shard in before.addressable_shards:
                     numbers = np.array(shard.data)
                     device = (shard.index[0].start or 0) // place.shape[0]
@@ -165,7 +168,8 @@ class Runner:
         """Gives back the memory of the device and of the host."""
         for array in jax.tree.leaves((self._parameters, self._pages)):
             array.delete()
-        self._parameters, self._pages = {}, ()
+        self._parameters = {}
+        self._pages = ()
         for host_pages in self._host_pages:
             host_pages.close()
         self.executables.close()

@@ -66,10 +66,8 @@ def scored_pairs(
         TypeError: They are no token ids, or one is a list of prompts and the other is not.
         ValueError: Their numbers differ, or one of them has no tokens.
     """
-    prompts, continuations = (
-        _listed("prompt_token_ids", prompts),
-        _listed("continuation_token_ids", continuations),
-    )
+    prompts = _listed("prompt_token_ids", prompts)
+    continuations = _listed("continuation_token_ids", continuations)
     kinds = {isinstance(each, list | tuple) for each in (*prompts, *continuations)}
     if len(kinds) > 1:
         raise TypeError(

@@ -77,7 +77,8 @@ class StreamDetokenizer:
         ):
             return ""  # special tokens are no text
         self._window.append(token_id)
-        text, new = self._decode(self._window), ""
+        text = self._decode(self._window)
+        new = ""
         num_replaced = len(text) - len(text.rstrip(_REPLACEMENT))
         if not num_replaced or num_replaced > _MOST_OPEN:
             new = self._take(text, num_open=min(num_replaced, _MOST_OPEN))

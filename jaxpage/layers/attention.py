@@ -68,12 +68,20 @@ class Attention(nnx.Module):
         gated: bool = False,
     ):
         self.layer_index = layer_index
-        self.query_key_value, self.output = query_key_value, output
-        self.query_norm, self.key_norm, self.norm_together = query_norm, key_norm, norm_together
-        self.logit_softcap, self.query_growth = logit_softcap, query_growth
-        self.sinks, self.num_groups, self.gated = sinks, num_groups, gated
+        self.query_key_value = query_key_value
+        self.output = output
+        self.query_norm = query_norm
+        self.key_norm = key_norm
+        self.norm_together = norm_together
+        self.logit_softcap = logit_softcap
+        self.query_growth = query_growth
+        self.sinks = sinks
+        self.num_groups = num_groups
+        self.gated = gated
         self.limit = limit
-        self.head_width, self.sliding_window, self.rope = head_width, sliding_window, rope
+        self.head_width = head_width
+        self.sliding_window = sliding_window
+        self.rope = rope
         self.scale = head_width**-0.5 if scale is None else scale
 
     def __call__(
@@ -98,7 +106,9 @@ class Attention(nnx.Module):
             return q, k, v
         num_tokens = fused.shape[0]
         grouped = fused.reshape(num_tokens, self.num_groups, -1, self.head_width)
-        q, k, v = grouped[:, :, :-2], grouped[:, :, -2], grouped[:, :, -1]
+        q = grouped[:, :, :-2]
+        k = grouped[:, :, -2]
+        v = grouped[:, :, -1]
         return q.reshape(num_tokens, -1), k.reshape(num_tokens, -1), v.reshape(num_tokens, -1)
 
     def attended(
@@ -125,7 +135,8 @@ class Attention(nnx.Module):
             q_TNH, k_TKH = self._normed(q_TNH, k_TKH)
         if self.rope is not None:
             angles = context.angles(self.rope)
-            q_TNH, k_TKH = angles.rotate(q_TNH), angles.rotate(k_TKH)
+            q_TNH = angles.rotate(q_TNH)
+            k_TKH = angles.rotate(k_TKH)
         if self.query_growth is not None:
             rate, length = self.query_growth
             growth_T = 1 + rate * jnp.log(

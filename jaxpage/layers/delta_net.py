@@ -117,9 +117,14 @@ class GatedDeltaNet(nnx.Module):
         name: str,
         dtype: DTypeLike,
     ):
-        self.layer_index, self.widths = layer_index, widths
-        self.input, self.beta_step, self.norm, self.output = input, beta_step, norm, output
-        kernel, heads = (widths.convolved, 1, widths.kernel), widths.value_heads
+        self.layer_index = layer_index
+        self.widths = widths
+        self.input = input
+        self.beta_step = beta_step
+        self.norm = norm
+        self.output = output
+        kernel = (widths.convolved, 1, widths.kernel)
+        heads = widths.value_heads
 
         def declare(part: str, axis: Axis, *shape: int) -> nnx.Param[jax.Array]:
             axes = (axis, *(None,) * (len(shape) - 1))
@@ -130,10 +135,8 @@ class GatedDeltaNet(nnx.Module):
         self.convolution = declare(
             "conv1d.weight", tuple(("heads", rows) for rows in widths.parts), *kernel
         )
-        self.rate, self.time_step_bias = (
-            declare("A_log", "heads", heads),
-            declare("dt_bias", "heads", heads),
-        )
+        self.rate = declare("A_log", "heads", heads)
+        self.time_step_bias = declare("dt_bias", "heads", heads)
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -152,8 +155,10 @@ class GatedDeltaNet(nnx.Module):
         self, x_TD: Float[Array, "T D"]
     ) -> tuple[Float[Array, "T E"], Float[Array, "T _"]]:
         """Returns the input of the recurrence, and the gates."""
-        widths, num_tokens = self.widths, x_TD.shape[0]
-        mixed, numbers = self.input(x_TD), self.beta_step(x_TD)
+        widths = self.widths
+        num_tokens = x_TD.shape[0]
+        mixed = self.input(x_TD)
+        numbers = self.beta_step(x_TD)
         if not widths.grouped:
             mixed, gate = jnp.split(mixed, [widths.convolved], axis=1)
             return jnp.concatenate([mixed, numbers], axis=1), gate

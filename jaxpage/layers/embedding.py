@@ -36,7 +36,8 @@ class Embedding(nnx.Module):
         sources = (
             [] if name is None else [tensor(f"{name}.weight", num_rows, width, aliases=others)]
         )
-        self.name, self.axis = name, axis
+        self.name = name
+        self.axis = axis
         self.table = parameter(
             (num_rows, width), axes=(axis, "embed"), dtype=dtype, sources=sources
         )

@@ -140,7 +140,8 @@ class MXFP4ExpertLinear(ExpertLinear):
 
     def __init__(self, spec: ExpertLinearSpec):
         self.spec = spec
-        leading, num_groups = (spec.num_experts, spec.num_out), spec.num_in // MXFP4_GROUP
+        leading = (spec.num_experts, spec.num_out)
+        num_groups = spec.num_in // MXFP4_GROUP
 
         def declare(
             name: str, stored_shape: tuple[int, ...], columns: int, dtype: str, stored: Stored

@@ -94,8 +94,10 @@ class Experts(nnx.Module):
         activation: str,
         swiglu: ClampedSwiGLU | None,
     ):
-        self.gate_up, self.down = gate_up, down
-        self.activation, self.swiglu = activation, swiglu
+        self.gate_up = gate_up
+        self.down = down
+        self.activation = activation
+        self.swiglu = swiglu
 
     def __call__(
         self,
@@ -128,7 +130,8 @@ class Experts(nnx.Module):
 
         Returns None where no kernel takes these products.
         """
-        per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
+        per_token = expert_TX.shape[1]
+        num_experts = self.gate_up.spec.num_experts
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
         order_P, place_P = _sorted(expert_P)
@@ -147,7 +150,8 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T X D"]:
         """Multiplies tiles of rows one after another, each by the weights of one expert."""
         num_tokens, per_token = expert_TX.shape
-        num_pairs, num_experts = num_tokens * per_token, self.gate_up.spec.num_experts
+        num_pairs = num_tokens * per_token
+        num_experts = self.gate_up.spec.num_experts
         rows = next(rows for most, rows in TILE_ROWS.items() if num_pairs <= most * num_experts)
         expert_P = expert_TX.reshape(-1)  # P pairs of a token and an expert
         order_P = jnp.argsort(expert_P, stable=True)
@@ -207,7 +211,8 @@ class MixtureOfExperts(nnx.Module):
         shared: tuple[MLP | GatedMLP, str | None] | None = None,
         dtype: DTypeLike,
     ):
-        self.router, self.experts = router, experts
+        self.router = router
+        self.experts = experts
         gate = None if shared is None else shared[1]
         self.shared = None if shared is None else shared[0]
         shape = (1, model_width)

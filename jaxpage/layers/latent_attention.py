@@ -54,7 +54,9 @@ class LatentQueries(nnx.Module):
     """Computes queries through a latent of their own: `up(norm(down(x)))`."""
 
     def __init__(self, down: Linear, norm: RMSNorm, up: Linear):
-        self.down, self.norm, self.up = down, norm, up
+        self.down = down
+        self.norm = norm
+        self.up = up
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T Q"]:
         """Returns the queries of all heads."""
@@ -92,21 +94,23 @@ class LatentAttention(nnx.Module):
         rope: Rope,
         scale: float,
     ):
-        self.layer_index, self.num_heads, self.widths = layer_index, num_heads, widths
-        self.rope, self.scale = rope, scale
-        self.queries, self.down, self.norm, self.expand, self.output = (
-            queries,
-            down,
-            norm,
-            expand,
-            output,
-        )
+        self.layer_index = layer_index
+        self.num_heads = num_heads
+        self.widths = widths
+        self.rope = rope
+        self.scale = scale
+        self.queries = queries
+        self.down = down
+        self.norm = norm
+        self.expand = expand
+        self.output = output
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
-        widths, num_tokens = self.widths, x_TD.shape[0]
+        widths = self.widths
+        num_tokens = x_TD.shape[0]
         q_TNH = self.queries(x_TD).reshape(num_tokens, self.num_heads, widths.query)
         latent_TR, shared_TE = jnp.split(self.down(x_TD), [widths.rank], axis=-1)
         expand_OR = weight_numbers(self.expand.weight).astype(x_TD.dtype)

@@ -63,7 +63,8 @@ class LinearSpec:
         """Declares a parameter [out] or [out, in] that has this name in its checkpoint modules."""
 
         def one(module: str, rows: int) -> Source:
-            transpose, shape = self.transposed and bool(columns), (rows, *columns)
+            transpose = self.transposed and bool(columns)
+            shape = (rows, *columns)
             return tensor(
                 f"{module}.{name}", *(shape[::-1] if transpose else shape), transpose=transpose
             )
@@ -129,7 +130,8 @@ class Linear(nnx.Module):
     def add_lora(self, num_slots: int, rank: int) -> None:
         """Adds slots for adapters of at most this rank."""
         spec = self.spec
-        rows, axes = tuple(part.rows for part in spec.parts), (spec.input_axis, spec.output_axis)
+        rows = tuple(part.rows for part in spec.parts)
+        axes = (spec.input_axis, spec.output_axis)
         self.lora = LoRA(num_slots, rank, spec.num_in, rows, axes, spec.dtype)
 
 

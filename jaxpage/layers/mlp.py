@@ -14,7 +14,8 @@ class MLP(nnx.Module):
     """Computes `down(activation(up(x)))`."""
 
     def __init__(self, up: Linear, down: Linear, *, activation: str):
-        self.up, self.down = up, down
+        self.up = up
+        self.down = down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
@@ -32,7 +33,8 @@ class GatedMLP(nnx.Module):
     """
 
     def __init__(self, gate_up: Linear, down: Linear, *, activation: str):
-        self.gate_up, self.down = gate_up, down
+        self.gate_up = gate_up
+        self.down = down
         self.activation = activation
 
     def __call__(self, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:

@@ -63,7 +63,8 @@ class RMSNorm(nnx.Module):
         dtype: DTypeLike,
     ):
         self.scale = _declare(f"{name}.weight", width, axis, dtype)
-        self.epsilon, self.offset = epsilon, offset
+        self.epsilon = epsilon
+        self.offset = offset
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""

@@ -115,7 +115,8 @@ def tensor(
 
 def concatenate(sources: Sequence[Source], axis: int = 0) -> Source:
     """Joins sources along an axis that they have, for fused products."""
-    shape, pieces = list(sources[0].shape), []
+    shape = list(sources[0].shape)
+    pieces = []
     shape[axis] = 0
     for source in sources:
         for piece in source.pieces:

@@ -123,7 +123,8 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 
     The sums are of integers, which are exact in any order.
     """
-    x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
+    x_TI = x_TI.astype(jnp.float32)
+    kernels = trace_scope().kernels
     found = None
     if kernels is not None and kernels.few_rounded is not None:
         found = kernels.few_rounded(x_TI, weight.values_OI)

@@ -68,7 +68,8 @@ class StoredArray:
             repeats: The number of times that each row is repeated in it.
             transposed: True if the checkpoint has weights as [in, out].
         """
-        stored_shape, transpose = self.shape(num_out, num_in), transposed and self.rounded
+        stored_shape = self.shape(num_out, num_in)
+        transpose = transposed and self.rounded
         stored_shape = stored_shape[::-1] if transpose else stored_shape
 
         def decode(numbers: np.ndarray, *others: np.ndarray) -> np.ndarray:
@@ -144,11 +145,9 @@ class Quantized(nnx.Module):
 
     def _declare_all(self, spec: LinearSpec, form: WeightFormat) -> None:
         self.spec = spec
-        self.code, self.group_size, self.int8_inputs = (
-            form.code,
-            form.group_size or spec.num_in,
-            form.int8_inputs,
-        )
+        self.code = form.code
+        self.group_size = form.group_size or spec.num_in
+        self.int8_inputs = form.int8_inputs
         num_groups = -(-spec.num_in // self.group_size)
         self.kernel = self._declare(
             form.values, spec.num_in // CODES_PER_BYTE[form.code], CODE_DTYPES[form.code]
@@ -203,7 +202,8 @@ class QuantizedEmbedding(Quantized, Embedding):
     def __init__(self, whole: Embedding, form: WeightFormat):
         assert whole.name is not None
         table = whole.table.get_value()
-        self.name, self.axis = whole.name, whole.axis
+        self.name = whole.name
+        self.axis = whole.axis
         part = Part(table.shape[0], whole.axis, whole.name)
         self._declare_all(LinearSpec(table.shape[1], (part,), "embed", False, table.dtype), form)
 

@@ -29,15 +29,16 @@ class QuantizedExpertLinear(ExpertLinear):
 
     def __init__(self, spec: ExpertLinearSpec, form: WeightFormat):
         self.spec = spec
-        self.code, self.group_size, self.int8_inputs = (
-            form.code,
-            form.group_size or spec.num_in,
-            form.int8_inputs,
-        )
-        self.block_rows, num_groups = form.block_rows, -(-spec.num_in // self.group_size)
-        values, dtype = form.values, CODE_DTYPES[form.code]
+        self.code = form.code
+        self.group_size = form.group_size or spec.num_in
+        self.int8_inputs = form.int8_inputs
+        self.block_rows = form.block_rows
+        num_groups = -(-spec.num_in // self.group_size)
+        values = form.values
+        dtype = CODE_DTYPES[form.code]
         if form.code == "fp8":
-            dtype, decode = "uint8", values.decode
+            dtype = "uint8"
+            decode = values.decode
             values = replace(values, decode=lambda *arguments: decode(*arguments).view(np.uint8))
         self.kernel = self._declare(values, spec.num_in // CODES_PER_BYTE[form.code], dtype)
         self.scale = self._declare(
@@ -90,7 +91,8 @@ class QuantizedExpertLinear(ExpertLinear):
 
     def weight(self, expert: Int[Array, ""] | EllipsisType) -> Scaled | Grouped:
         """Returns the quantised weight of one expert, or for `...` of all."""
-        values, scale = self.kernel[...][expert], self.scale[...][expert]
+        values = self.kernel[...][expert]
+        scale = self.scale[...][expert]
         if self.int8_inputs:
             return Scaled(values, scale[..., 0])
         scale_row_O = None

@@ -51,11 +51,13 @@ class Angles:
 
     def rotate(self, x_TNH: Float[Array, "T N H"]) -> Float[Array, "T N H"]:
         """Turns the pairs of every head, in float32."""
-        cos_T1E, sin_T1E = self.cos_TE[:, None, :], self.sin_TE[:, None, :]
+        cos_T1E = self.cos_TE[:, None, :]
+        sin_T1E = self.sin_TE[:, None, :]
         width = 2 * self.cos_TE.shape[1]
         wide = x_TNH[..., :width].astype(jnp.float32)
         if self.interleaved:
-            first_TNE, second_TNE = wide[..., 0::2], wide[..., 1::2]
+            first_TNE = wide[..., 0::2]
+            second_TNE = wide[..., 1::2]
         else:
             first_TNE, second_TNE = jnp.split(wide, 2, axis=-1)
         turned = (

@@ -59,7 +59,8 @@ def make_rope(
 def wrong_parameters(parameters: Mapping[str, Any], head_width: int) -> list[str]:
     """Returns all that is wrong with the numbers that the type, one of `SCALINGS`, uses."""
     kind = parameters["rope_type"]
-    needed, optional = ("rope_theta", *_NEEDED.get(kind, ())), _OPTIONAL.get(kind, ())
+    needed = ("rope_theta", *_NEEDED.get(kind, ()))
+    optional = _OPTIONAL.get(kind, ())
     wrong = [f"rope_type {kind!r} needs {name}" for name in needed if parameters.get(name) is None]
     for name in (*needed, *optional):
         value = parameters.get(name)
@@ -119,7 +120,8 @@ def _llama3(parameters: Mapping[str, Any], width: int, _: int) -> tuple[Floats, 
 
 
 def _yarn(parameters: Mapping[str, Any], width: int, max_positions: int) -> tuple[Floats, float]:
-    original, factor = parameters[LENGTH], parameters.get("factor")
+    original = parameters[LENGTH]
+    factor = parameters.get("factor")
     factor = max_positions / original if factor is None else factor
     wavelengths = _wavelengths(parameters, width)
     low, high = _yarn_range(parameters, width, original)
@@ -145,8 +147,10 @@ def _yarn_range(parameters: Mapping[str, Any], width: int, original: int) -> tup
     low = pair_of(parameters.get("beta_fast") or 32.0)
     high = pair_of(parameters.get("beta_slow") or 1.0)
     if parameters.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = float(max(low, 0)), float(min(high, width - 1))
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = float(max(low, 0))
+    high = float(min(high, width - 1))
     return low, high + 0.001 if low == high else high
 
 
@@ -158,7 +162,8 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
     def magnitude(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    mscale, mscale_all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    mscale = parameters.get("mscale")
+    mscale_all_dim = parameters.get("mscale_all_dim")
     return (
         magnitude(mscale) / magnitude(mscale_all_dim)
         if mscale and mscale_all_dim
@@ -169,7 +174,8 @@ def _yarn_attention_factor(parameters: Mapping[str, Any], factor: float) -> floa
 def _longrope(
     parameters: Mapping[str, Any], width: int, max_positions: int
 ) -> tuple[Floats, float]:
-    original, factor = parameters[LENGTH], parameters.get("factor")
+    original = parameters[LENGTH]
+    factor = parameters.get("factor")
     factor = max_positions / original if factor is None else factor
     attention = parameters.get("attention_factor")
     if attention is None:

@@ -113,7 +113,8 @@ class Sharding:
 
     def part(self, axis: str | None, size: int, place: int) -> slice:
         """Returns the range of the whole axis that the part at this place has."""
-        own, count = self.size_of_part(axis, size), self.count(axis)
+        own = self.size_of_part(axis, size)
+        count = self.count(axis)
         if axis == "kv_heads":
             place = place * min(count, self.num_kv_heads) // count
         return slice(min(place * own, size), min((place + 1) * own, size))
@@ -178,7 +179,8 @@ def shard_of(
         if isinstance(each, Linear) and each.lora is not None:
             each.lora.rows = tuple(part.rows for part in each.spec.parts)
     for _, parameter in nnx.to_flat_state(nnx.state(shard)):
-        struct, of_axes = parameter.get_value(), parameter.get_metadata()["axes"]
+        struct = parameter.get_value()
+        of_axes = parameter.get_metadata()["axes"]
         sizes = [
             sum(
                 sharding.size_of_part(name, size) if name in axes else size
@@ -197,7 +199,8 @@ def partial_of(whole: Linear, sharding: Sharding) -> Linear:
     The bias is added once, after the sum (`Summed`).
     """
     shard = shard_of(whole, sharding)
-    shard.bias, shard.result = None, jnp.float32 if sharding.invariant else None
+    shard.bias = None
+    shard.result = jnp.float32 if sharding.invariant else None
     return shard
 
 
@@ -347,7 +350,8 @@ class ShardedLatentAttention(_OfShards):
             own = shard_of(whole, sharding)
             own.num_heads = whole.num_heads // sharding.num_shards
             own.output = partial_of(whole.output, sharding)
-            own.down, own.norm = whole.down, whole.norm
+            own.down = whole.down
+            own.norm = whole.norm
             if isinstance(whole.queries, LatentQueries):
                 own.queries = LatentQueries(
                     whole.queries.down, whole.queries.norm, shard_of(whole.queries.up, sharding)

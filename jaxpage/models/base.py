@@ -149,7 +149,8 @@ def run_layers(
     context: ForwardContext,
 ) -> Hidden:
     """Runs layers and a final norm, and returns what `Model.__call__` returns."""
-    entering, new_pages = [hidden_TD], []
+    entering = [hidden_TD]
+    new_pages = []
     for layer, layer_pages in zip(layers, pages, strict=True):
         hidden_TD, layer_pages = layer(hidden_TD, layer_pages, context)
         entering.append(hidden_TD)

@@ -36,7 +36,8 @@ class Spec(RotaryDecoderSpec):
                 )
                 fields.note(error, topk_method="greedy")
                 method = "greedy"
-            count, width = ("n_routed_experts", 64), ("moe_intermediate_size", 1407)
+            count = ("n_routed_experts", 64)
+            width = ("moe_intermediate_size", 1407)
             groups = None if method == "greedy" else read_groups(fields, count, best=1)
             first = fields.integer("first_k_dense_replace", 0, least=0)
             return cls._from_fields(

@@ -57,7 +57,8 @@ def corrected_experts(
 
     The arguments are the family's defaults of the fields.
     """
-    named_count, named_width = ("n_routed_experts", count), ("moe_intermediate_size", width)
+    named_count = ("n_routed_experts", count)
+    named_width = ("moe_intermediate_size", width)
     return read_experts(
         fields,
         count=named_count,

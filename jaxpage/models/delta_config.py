@@ -59,8 +59,11 @@ def make_delta_net(
         parts[0] = replace(parts[0], each=each)
         return linear(num_in, *parts, input_axis=axes[0], bias=False, dtype=dtype)
 
-    heads, convolved, values = widths.value_heads, widths.convolved, widths.values
-    inward, outward = ("embed", "heads"), ("heads", "embed")
+    heads = widths.value_heads
+    convolved = widths.convolved
+    values = widths.values
+    inward = ("embed", "heads")
+    outward = ("heads", "embed")
     if widths.grouped:
         input = product(width, inward, ("in_proj_qkvz", convolved + values))
         beta_step = product(width, inward, ("in_proj_ba", 2 * heads))

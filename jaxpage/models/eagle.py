@@ -86,7 +86,8 @@ class _Eagle(nnx.Module):
     """
 
     def __init__(self, spec: EagleSpec, fused_width: int, *, dtype: DTypeLike):
-        width, rows = spec.decoder.model_width, spec.table_rows
+        width = spec.decoder.model_width
+        rows = spec.table_rows
         tokens_name = "embed_tokens" if spec.own_tokens else None
         head_name = "lm_head" if spec.own_head else None
         self.spec = spec
@@ -171,7 +172,8 @@ class FusionLayer(nnx.Module):
                 dtype=dtype,
             )
 
-        self.embedding_norm, self.feature_norm = norm("input_layernorm"), norm("hidden_norm")
+        self.embedding_norm = norm("input_layernorm")
+        self.feature_norm = norm("hidden_norm")
         self.attention = make_attention(
             decoder, 0, name=f"{name}.self_attn", input_width=2 * decoder.model_width, dtype=dtype
         )
@@ -202,7 +204,8 @@ class Eagle3(_Eagle):
     """
 
     def __init__(self, spec: Eagle3Spec, *, dtype: DTypeLike):
-        decoder, fused = spec.decoder, len(spec.aux_layers) * spec.target_width
+        decoder = spec.decoder
+        fused = len(spec.aux_layers) * spec.target_width
         super().__init__(spec, fused, dtype=dtype)
         norm = partial(RMSNorm, epsilon=decoder.norm_epsilon, dtype=dtype)
         self.spec: Eagle3Spec = spec

@@ -123,7 +123,9 @@ def make_experts(
         shared: The expert of all tokens, and the weight of its gate; None if there is none.
         dtype: The type of the parameters.
     """
-    published, in_memory, inner = f"{layer}.{names.module}", f"{layer}.mlp", spec.width
+    published = f"{layer}.{names.module}"
+    in_memory = f"{layer}.mlp"
+    inner = spec.width
     count = spec.routing.num_experts
 
     def stacked(
@@ -133,8 +135,10 @@ def make_experts(
         modules = tuple(
             tuple(f"{published}.experts.{expert}.{part}" for part in parts) for expert in apart
         )
-        name, bias = f"{in_memory}.experts.{part}", spec.swiglu is not None
-        sizes, (output_axis, input_axis) = (count, num_in, num_out), axes
+        name = f"{in_memory}.experts.{part}"
+        bias = spec.swiglu is not None
+        sizes = (count, num_in, num_out)
+        output_axis, input_axis = axes
         return ExpertLinear(
             ExpertLinearSpec(
                 *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype

@@ -60,8 +60,10 @@ class Spec:
             if fields.flag("alibi", False):
                 text = "alibi = true (biases of scores by distance) is not supported"
                 fields.note(RefusedField(text), alibi=False)
-            num_heads, width = fields.integer("num_attention_heads"), fields.integer("hidden_size")
-            num_kv_heads, (norms, parallel) = _kv_heads(fields, num_heads), _form(fields)
+            num_heads = fields.integer("num_attention_heads")
+            width = fields.integer("hidden_size")
+            num_kv_heads = _kv_heads(fields, num_heads)
+            norms, parallel = _form(fields)
             if num_heads % num_kv_heads:
                 text = (
                     f"num_kv_heads = {num_kv_heads} must divide num_attention_heads = {num_heads}"
@@ -115,7 +117,9 @@ class DecoderLayer(nnx.Module):
     """Computes `x + attention(norm(x)) + mlp(norm(x))`, or one half after the other."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width, inner, head_width = spec.model_width, spec.feed_forward_width, spec.kv.head_width
+        width = spec.model_width
+        inner = spec.feed_forward_width
+        head_width = spec.kv.head_width
 
         def product(num_in: int, num_out: int, input_axis: str, axis: str, module: str) -> Linear:
             part = Part(num_out, axis, f"{name}.{module}")

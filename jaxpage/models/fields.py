@@ -191,7 +191,8 @@ class Fields(ConfigFields):
 
         This is the head width, where no field gives it.
         """
-        value, divisor = self.integer(name), self.integer(divisor_name)
+        value = self.integer(name)
+        divisor = self.integer(divisor_name)
         if value % divisor:
             error = WrongField(f"{divisor_name} = {divisor} does not divide {name} = {value}")
             sizes: dict[str, int] = {}
@@ -254,7 +255,8 @@ class Fields(ConfigFields):
             text = f"rope_scaling must be an object or null, not {scaling!r}"
             self.note(WrongField(text), **NO_ROPE)
             scaling = {}
-        ropes, limit = {}, max_position_embeddings
+        ropes = {}
+        limit = max_position_embeddings
         for kind, (name, default) in theta.items():
             parameters = {
                 **(given.get(kind) or {}),
@@ -287,7 +289,8 @@ class Fields(ConfigFields):
             or partial
             or 1.0
         )
-        refused, wrong = [], []
+        refused = []
+        wrong = []
         if partial is None and factor != 1.0:
             refused.append("partial_rotary_factor other than 1 is not supported for this family")
             factor = 1.0

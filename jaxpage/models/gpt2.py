@@ -82,7 +82,9 @@ class DecoderLayer(nnx.Module):
     """Computes `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width, inner, epsilon = spec.model_width, spec.feed_forward_width, spec.norm_epsilon
+        width = spec.model_width
+        inner = spec.feed_forward_width
+        epsilon = spec.norm_epsilon
 
         def conv1d(num_in: int, *axes: str, input_axis: str, module: str) -> Linear:
             parts = [Part(inner if axis == "ffn" else width, axis, None) for axis in axes]

@@ -60,7 +60,8 @@ def read_latent(
 def _stretch(fields: Fields) -> float:
     """Returns the root of the factor of scores that YaRN's `mscale_all_dim` adds."""
     parameters = fields.get("rope_scaling", None) or fields.get("rope_parameters", None) or {}
-    factor, share = parameters.get("factor", 1.0), parameters.get("mscale_all_dim") or 0.0
+    factor = parameters.get("factor", 1.0)
+    share = parameters.get("mscale_all_dim") or 0.0
     for name, value in (("factor", factor), ("mscale_all_dim", share)):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1e30:
             error = WrongField(f"rope {name} must be a positive number, not {value!r}")

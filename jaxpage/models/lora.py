@@ -110,7 +110,8 @@ def lora_targets(family: Family, spec: ModelSpec) -> dict[str, LoRATarget]:
     def note(path: Path, module: nnx.Module) -> None:
         if not isinstance(module, Linear) or not module.spec.multiplied:
             return
-        of, first = module.spec, 0
+        of = module.spec
+        first = 0
         whole = (of.num_in, len(of.parts), of.num_out)
         for index, part in enumerate(of.parts):
             if part.name is not None:

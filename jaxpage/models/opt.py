@@ -82,7 +82,9 @@ class DecoderLayer(nnx.Module):
     """Adds attention and then the feed-forward half, with norms before each or after the sums."""
 
     def __init__(self, spec: Spec, layer_index: int, *, name: str, dtype: DTypeLike):
-        width, inner, bias = spec.model_width, spec.feed_forward_width, spec.bias
+        width = spec.model_width
+        inner = spec.feed_forward_width
+        bias = spec.bias
 
         def projection(
             num_in: int, num_out: int, module: str, output_axis: str, input_axis: str
@@ -128,7 +130,9 @@ class Model(nnx.Module):
     """
 
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
-        width, narrow, decoder = spec.model_width, spec.embedding_width, "model.decoder"
+        width = spec.model_width
+        narrow = spec.embedding_width
+        decoder = "model.decoder"
 
         def projection(num_in: int, num_out: int, module: str) -> Linear | None:
             if not spec.projects:

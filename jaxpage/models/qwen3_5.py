@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.models import rotary_decoder
 from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
+from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, text_part
 from jaxpage.models.rotary_decoder import (
     BlockForm,
@@ -25,7 +27,8 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 Model = RotaryDecoder
 # The tensors of `mtp` predict a second token, to draft; those of `visual` take images.
 ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
-FULL, LINEAR = "full_attention", "linear_attention"
+FULL = "full_attention"
+LINEAR = "linear_attention"
 
 
 class Spec(RotaryDecoderSpec):
@@ -48,6 +51,18 @@ def text_fields(config: Mapping[str, Any], model_type: str, **defaults: Any) -> 
     return Fields({**defaults, **without_axes(text_part(config))}, model_type)
 
 
+def hybrid_experts(fields: Fields, count: int, per_token: int, *, normalized: bool) -> ExpertsSpec:
+    """Reads the experts, one of which takes all tokens; see `read_experts` for the defaults."""
+    return read_experts(
+        fields,
+        count=("num_experts", count),
+        per_token=per_token,
+        width=("moe_intermediate_size", 512),
+        normalized=normalized,
+        shared_width=fields.integer("shared_expert_intermediate_size", 512),
+    )
+
+
 def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     """Returns arguments of `RotaryDecoderSpec._from_fields`; for `grouped` see `DeltaWidths`."""
     if (activation := fields.get("hidden_act", "silu")) != "silu":
@@ -58,7 +73,8 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
     types = fields.layer_types(
         [LINEAR if number % every else FULL for number in numbers], kinds=(FULL, LINEAR)
     )
-    delta, head_width = read_delta(fields, grouped=grouped), fields.integer("head_dim", 256)
+    delta = read_delta(fields, grouped=grouped)
+    head_width = fields.integer("head_dim", 256)
     with_images = "ForConditionalGeneration" in str(fields.get("architectures", None))
     rope, longest = fields.rope(
         head_width, fields.integer("max_position_embeddings", 32768), partial=0.25

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.experts import read_experts
-from jaxpage.models.qwen3_5 import hybrid_knobs, ignored, text_fields
+from jaxpage.models.qwen3_5 import hybrid_experts, hybrid_knobs, ignored, text_fields
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, key_value_heads, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -25,19 +24,10 @@ class Spec(RotaryDecoderSpec):
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
         with text_fields(config, "qwen3_5_moe_text", intermediate_size=1) as fields:
-            width = ("moe_intermediate_size", 512)
-            shared = fields.integer("shared_expert_intermediate_size", 512)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 2),
-                experts=read_experts(
-                    fields,
-                    count=("num_experts", 256),
-                    per_token=8,
-                    width=width,
-                    normalized=True,
-                    shared_width=shared,
-                ),
+                experts=hybrid_experts(fields, 256, 8, normalized=True),
                 sparse_layers=(True,) * fields.integer("num_hidden_layers"),
                 **hybrid_knobs(fields),
             )

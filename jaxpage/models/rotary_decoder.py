@@ -223,7 +223,8 @@ def windows_by_layer(fields: Fields) -> tuple[int | None, ...]:
     if not fields.flag("use_sliding_window", False):
         window = None
     first = fields.integer("max_window_layers", 28, least=0)
-    full, sliding = "full_attention", "sliding_attention"
+    full = "full_attention"
+    sliding = "sliding_attention"
     types = fields.layer_types(
         [sliding if window and index >= first else full for index in range(num_layers)]
     )
@@ -270,7 +271,8 @@ def make_attention(
         dtype: The type of the parameters.
     """
     if spec.latent is not None:
-        heads, rope = spec.num_query_heads, spec.rope
+        heads = spec.num_query_heads
+        rope = spec.rope
         return make_latent_attention(
             spec.latent,
             layer_index,
@@ -280,8 +282,10 @@ def make_attention(
             name=name,
             dtype=dtype,
         )
-    width, head = spec.model_width, spec.kv.head_width
-    queries, keys = spec.num_query_heads * head, spec.kv.num_kv_heads * head
+    width = spec.model_width
+    head = spec.kv.head_width
+    queries = spec.num_query_heads * head
+    keys = spec.kv.num_kv_heads * head
 
     def norm(part: str, num_rows: int, axis: str) -> Norm | HeadNorm | None:
         if not spec.norm_heads:
@@ -340,7 +344,8 @@ def make_mixer(
     """Returns the half of a layer in which tokens see others; `name` is that of the layer."""
     if spec.delta is None or spec.kv.state_of(layer_index) is None:
         return make_attention(spec, layer_index, name=f"{name}.self_attn", dtype=dtype)
-    width, epsilon = spec.model_width, spec.norm_epsilon
+    width = spec.model_width
+    epsilon = spec.norm_epsilon
     return make_delta_net(
         spec.delta,
         layer_index,
@@ -364,7 +369,9 @@ def make_mlp(
     spec: RotaryDecoderSpec, *, name: str, inner_width: int | None = None, dtype: DTypeLike
 ) -> MLP | GatedMLP:
     """Returns a feed-forward half; `inner_width` None is that of the spec."""
-    width, inner, bias = spec.model_width, inner_width or spec.feed_forward_width, spec.mlp_bias
+    width = spec.model_width
+    inner = inner_width or spec.feed_forward_width
+    bias = spec.mlp_bias
     up_name, down_name = spec.plain_mlp or ("up_proj", "down_proj")
     down = linear(
         inner, Part(width, "embed", f"{name}.{down_name}"), input_axis="ffn", bias=bias, dtype=dtype
@@ -389,7 +396,8 @@ def make_feed_forward(
     spec: RotaryDecoderSpec, layer_index: int, *, name: str, dtype: DTypeLike
 ) -> MLP | GatedMLP | MixtureOfExperts:
     """Returns the feed-forward half of a layer, or its experts; `name` is that of the layer."""
-    experts, module = spec.experts, f"{name}.mlp"
+    experts = spec.experts
+    module = f"{name}.mlp"
     if experts is None or not spec.sparse_layers[layer_index]:
         return make_mlp(spec, name=module, dtype=dtype)
     shared = None
@@ -446,7 +454,8 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm(before_mlp)
         self.mlp = make_feed_forward(spec, layer_index, name=name, dtype=dtype)
         self.behind_mlp = norm(behind_mlp)
-        self.parallel, self.residual_scale = spec.form.parallel, spec.residual_scale
+        self.parallel = spec.form.parallel
+        self.residual_scale = spec.residual_scale
 
     def __call__(
         self, x_TD: Float[Array, "T D"], layer_pages: LayerPages, context: ForwardContext
@@ -485,11 +494,9 @@ class RotaryDecoder(nnx.Module):
         self.norm = spec.form.norm(
             width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
         )
-        self.embedding_scale, self.logit_scale, self.logit_softcap = (
-            spec.embedding_scale,
-            spec.logit_scale,
-            spec.logit_softcap,
-        )
+        self.embedding_scale = spec.embedding_scale
+        self.logit_scale = spec.logit_scale
+        self.logit_softcap = spec.logit_softcap
 
     def __call__(
         self, token_ids_T: Int[Array, "T"], pages: Pages, context: ForwardContext

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -28,9 +28,9 @@ from jaxpage.layers.sharding import (
     Sharding,
     parts_of,
 )
-from jaxpage.models.base import Family, KVSpec, ModelSpec, abstract_model
+from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model
 from jaxpage.models.replacing import Path, Rule, replace_modules
-from jaxpage.models.weights import Weight
+from jaxpage.models.weights import Weight, weights_of
 
 # The number of shards (C) where sums do not depend on the number of devices. It allows 1, 2 and 4
 # devices (docs/scale.md).
@@ -43,7 +43,8 @@ def make_sharding(spec: ModelSpec, num_devices: int, *, invariant: bool) -> Shar
     Raises:
         ConfigError: The devices cannot share the heads.
     """
-    num_query_heads, num_kv_heads = spec.num_query_heads, spec.kv.num_kv_heads
+    num_query_heads = spec.num_query_heads
+    num_kv_heads = spec.kv.num_kv_heads
     if num_query_heads % num_devices:
         raise ConfigError(
             f"{num_devices} devices cannot share {num_query_heads} query heads evenly"
@@ -202,29 +203,63 @@ class ShardedWeight:
                 start += size
 
 
-def check_division(
-    family: Family,
-    spec: ModelSpec,
-    rule: Rule | None,
-    weights: Iterable[Weight],
-    sharding: Sharding,
-) -> None:
-    """Refuses a model that cannot be divided in this way.
+class Divisions:
+    """Checks divisions of a model, which is built once. Layers that are equal are divided once.
 
-    Args:
-        family: The model's family.
-        spec: The spec of the model.
-        rule: The model's own rule; see `make_model`.
+    Attributes:
         weights: The model's own weights.
-        sharding: The division.
-
-    Raises:
-        ConfigError: An axis cannot be divided evenly.
-        UnsupportedError: A layer has heads, and this version does not divide it.
     """
-    if sharding.is_divided:
-        _, shapes = abstract_model(family, spec, "float32", with_sharding(sharding, rule))
-        sharded_weights(weights, shapes, sharding)
+
+    def __init__(self, family: Family, spec: ModelSpec, rule: Rule | None):
+        """Builds the model.
+
+        Args:
+            family: The model's family.
+            spec: The spec of the model.
+            rule: The model's own rule; see `make_model`.
+        """
+        layers: dict[Path, tuple[nnx.Module, nnx.Module]] = {}
+
+        def note(path: Path, module: nnx.Module) -> nnx.Module | None:
+            replacement = None if rule is None else rule(path, module)
+            if _inside(path, layers) is None and _divided_by(module, Sharding(1, 2, 2)):
+                layers[path] = module, replacement or module
+            return replacement
+
+        self.weights = weights_of(make_model(family, spec, "float32", note), family.prefix)
+        layer_of = [_inside(weight.path, layers) for weight in self.weights]
+        shapes: dict[Path, list[Any]] = {path: [] for path in layers}
+        for weight, layer in zip(self.weights, layer_of, strict=True):
+            if layer is not None:
+                shapes[layer].append((weight.path[len(layer) :], weight.shape, weight.axes))
+        kinds: dict[Any, Path] = {}  # the first layer of each kind
+        for path, modules in layers.items():
+            kinds.setdefault((*map(type, modules), *shapes[path]), path)
+        self._layers = {path: layers[path] for path in kinds.values()}
+        self._to_check = [
+            weight
+            for weight, layer in zip(self.weights, layer_of, strict=True)
+            if layer is None or layer in self._layers
+        ]
+
+    def check(self, sharding: Sharding) -> None:
+        """Refuses a model that cannot be divided in this way.
+
+        Raises:
+            ConfigError: An axis cannot be divided evenly.
+            UnsupportedError: A layer has heads, and this version does not divide it.
+        """
+        if not sharding.is_divided:
+            return
+        divided = set()
+        for path, (module, kept) in self._layers.items():
+            if make := _divided_by(module, sharding):
+                state = nnx.to_flat_state(nnx.state(make(kept, sharding)))
+                found = [_in_whole((*path, *cast(Path, own))) for own, _ in state]
+                divided |= {whole for whole, shard in found if shard is not None}
+        for weight in self._to_check:
+            if weight.path not in divided:
+                _refuse_heads(weight)
 
 
 def sharded_weights(
@@ -244,23 +279,38 @@ def sharded_weights(
     places: dict[Path, list[Place]] = {}
     for keys, struct in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(key.key for key in keys)
-        at = path.index("shards") if "shards" in path else None
-        whole = path if at is None else (*path[:at], *path[at + 2 :])
-        places.setdefault(whole, []).append(
-            Place(path, 0 if at is None else path[at + 1], struct.shape)
-        )
+        whole, shard = _in_whole(path)
+        places.setdefault(whole, []).append(Place(path, shard or 0, struct.shape))
     found = []
     for weight in weights:
         own = tuple(places[weight.path])
         axis = _axis(weight, own[0])
-        names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
-        is_whole = sharding.is_divided and "shards" not in own[0].path
-        if is_whole and len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
-            raise UnsupportedError(
-                f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
-            )
+        if sharding.is_divided and "shards" not in own[0].path:
+            _refuse_heads(weight)
         found.append(ShardedWeight(weight, own, axis, sharding))
     return found
+
+
+def _inside(path: Path, layers: Container[Path]) -> Path | None:
+    """Returns the layer that has this path inside, or None."""
+    return next((path[:end] for end in range(len(path)) if path[:end] in layers), None)
+
+
+def _in_whole(path: Path) -> tuple[Path, int | None]:
+    """Returns the path of a parameter in the whole model, and its shard if it is in one."""
+    if "shards" not in path:
+        return path, None
+    at = path.index("shards")
+    return (*path[:at], *path[at + 2 :]), cast(int, path[at + 1])
+
+
+def _refuse_heads(weight: Weight) -> None:
+    """Refuses a product that has heads and is not divided."""
+    names = {name for index in range(len(weight.shape)) for name, _ in _parts(weight, index)}
+    if len(weight.shape) > 1 and names & {"heads", "kv_heads"}:
+        raise UnsupportedError(
+            f"tensor_parallel_size: {weight.sources[0].pieces[0].name} is of a layer that this version does not divide"
+        )
 
 
 def at(tree: Mapping[Any, Any], path: Path) -> Any:

@@ -52,7 +52,8 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        metadata, struct = variable.get_metadata(), variable.get_value()
+        metadata = variable.get_metadata()
+        struct = variable.get_value()
         if found_sources := sources_of(variable):
             own = (
                 struct.dtype.name

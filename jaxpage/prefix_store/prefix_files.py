@@ -91,7 +91,8 @@ class PrefixFiles:
         Raises:
             ConfigError: The directory cannot be used.
         """
-        self._own, self._max_bytes = directory / key, max_bytes
+        self._own = directory / key
+        self._max_bytes = max_bytes
         try:
             self._own.mkdir(parents=True, exist_ok=True, mode=0o700)
             if directory.stat().st_uid != os.geteuid():
@@ -144,7 +145,8 @@ class PrefixFiles:
             if not stat.S_ISREG(path.lstat().st_mode):
                 raise ValueError("it is no regular file")
             with safe_open(path, framework="numpy") as file:
-                about, token_ids = file.metadata(), file.get_tensor("token_ids")
+                about = file.metadata()
+                token_ids = file.get_tensor("token_ids")
                 contents: Contents = file.get_tensor("pages")
             if about != _about(block, contents) or tuple(token_ids.tolist()) != block.token_ids:
                 raise ValueError("its contents are not those of this block")

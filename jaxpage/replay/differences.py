@@ -54,7 +54,9 @@ def differ(
     name = next(
         name for name in (*came, *logged) if came.get(name, _NOTHING) != logged.get(name, _NOTHING)
     )
-    label, ours, theirs = name, came.get(name, _NOTHING), logged.get(name, _NOTHING)
+    label = name
+    ours = came.get(name, _NOTHING)
+    theirs = logged.get(name, _NOTHING)
     if isinstance(ours, list) and isinstance(theirs, list):
         pairs = enumerate(zip_longest(ours, theirs, fillvalue=_NOTHING))
         index, (ours, theirs) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
@@ -68,7 +70,8 @@ def differ(
 
 
 def _sequence_of(plan: Record, draw: int) -> Any:
-    rows, draws = plan["rows"], plan.get("draws", usual_draws(plan))
+    rows = plan["rows"]
+    draws = plan.get("draws", usual_draws(plan))
     return rows[draws[draw]][0] if draw < len(draws) else None
 
 

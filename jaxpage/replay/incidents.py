@@ -75,7 +75,9 @@ class IncidentRing(Recorder):
                 any.
         """
         super().__init__(self._keep)
-        self._most, self._keeps_token_ids, self._unsaid = num_steps, keeps_token_ids, unsaid
+        self._most = num_steps
+        self._keeps_token_ids = keeps_token_ids
+        self._unsaid = unsaid
         self._records: deque[Record] = deque()
         self._num_steps = 0
         self._before = Walk()  # the state after the records that have fallen out
@@ -91,7 +93,9 @@ class IncidentRing(Recorder):
     def weights_replaced(self) -> None:
         """Drops all records, because a replay would compute them with other weights."""
         self._records.clear()
-        self._num_steps, self._before, self._is_whole = 0, Walk(), False
+        self._num_steps = 0
+        self._before = Walk()
+        self._is_whole = False
 
     def taken(self, reason: str) -> Incident:
         """Returns the content of the ring."""
@@ -137,7 +141,9 @@ class Incidents:
             directory: The directory.
             header: Makes the header of a log of this engine; it may take seconds.
         """
-        self.ring, self._directory, self._header = ring, directory, header
+        self.ring = ring
+        self._directory = directory
+        self._header = header
         self._lock = threading.Lock()
         self._num_files = 0
         ring.failure = self._write_aside

@@ -44,7 +44,8 @@ class _InFiles:
     is_fully_replicated = False
 
     def __init__(self, part: Callable[[int], np.ndarray], num_parts: int) -> None:
-        self._part, self._num_parts = part, num_parts
+        self._part = part
+        self._num_parts = num_parts
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.concatenate([self._part(device) for device in range(self._num_parts)])

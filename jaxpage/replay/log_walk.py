@@ -53,7 +53,8 @@ class Walk:
     def follow(self, record: Record) -> None:
         """Takes the next record."""
         self.step = record.get("step", self.step)
-        self.ended, self.drawn = {}, {}
+        self.ended = {}
+        self.drawn = {}
         match record["event"]:
             case "snapshot":
                 for arrival in record["requests"]:
@@ -134,7 +135,8 @@ class Walk:
         # fork.
         for kind, sequence_id, *edit in edits:
             if kind == "fork":
-                parent, (child_id, sample_index) = self.sequences[sequence_id], edit
+                parent = self.sequences[sequence_id]
+                child_id, sample_index = edit
                 common = parent.token_ids[: before.get(sequence_id)]
                 token_ids = common + self.drawn.get(child_id, [])
                 self.sequences[child_id] = SequenceWalk(

@@ -90,7 +90,8 @@ def request_lines(
         NotInLogError: The log does not have the request.
         EventLogError: The log is damaged.
     """
-    walk, seen = Walk(), False
+    walk = Walk()
+    seen = False
     plan: Record = {"rows": []}
     for record in records_of(path, until):
         before = {one for one in walk.sequences if walk.sequences[one].request_id == request_id}
@@ -154,7 +155,8 @@ def header_differences(path: Path, other: Path) -> Iterator[str]:
     if first["weights_hash"] == second["weights_hash"]:
         unsaid |= {"config.model", "config.revision"}
     for name in dict.fromkeys([*first, *second]):
-        ours, theirs = first.get(name), second.get(name)
+        ours = first.get(name)
+        theirs = second.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
             pairs = [
                 (f"{name}.{key}", ours.get(key), theirs.get(key))
@@ -203,7 +205,8 @@ def _row_lines(
 
 def _logprobs(plan: Record, result: Record) -> dict[int, float]:
     """Returns the log probability of each sequence's token, if it has one draw in the step."""
-    draws, rows = plan.get("draws", usual_draws(plan)), plan["rows"]
+    draws = plan.get("draws", usual_draws(plan))
+    rows = plan["rows"]
     found = {}
     for draw, _, _, bits in result.get("logprobs", ()):
         if draws.count(draws[draw]) == 1:

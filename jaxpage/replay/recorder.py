@@ -101,7 +101,9 @@ class Recorder(Events):
 
     def stepped(self, report: StepReport) -> None:
         """Records the tokens of a step, and the edits that they do not imply."""
-        plan, result, edits = report.plan, report.result, report.edits
+        plan = report.plan
+        result = report.result
+        edits = report.edits
         fields = {
             "logprobs": _logprobs(plan, result),
             "scores": [_scores(edit) for edit in edits if isinstance(edit, Score)],

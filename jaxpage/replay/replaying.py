@@ -138,7 +138,8 @@ class Replay:
         Raises:
             EventLogError: A record is not valid.
         """
-        self._engine, self._bar = engine, bar
+        self._engine = engine
+        self._bar = bar
         difference: str | None = None
         ending: str | None = "The log ends without a shutdown"
         try:
@@ -152,7 +153,8 @@ class Replay:
                 if record["event"] == "end":
                     ending = None
         except Differs as found:
-            difference, ending = str(found), None
+            difference = str(found)
+            ending = None
         except _EndsInside as step:
             ending = f"The log ends in the middle of step {step}"
         if self._log.torn:
@@ -213,7 +215,8 @@ class Replay:
 
     def _compare(self, record: Record) -> None:
         """Compares a record of the engine with the logged one."""
-        logged, came = self._log.next, json.loads(encoded_record(record))
+        logged = self._log.next
+        came = json.loads(encoded_record(record))
         if logged is None:
             raise _EndsInside(came["step"])
         if without_text(logged) != without_text(came):
@@ -244,7 +247,8 @@ class Replay:
     def _differ(self, logged: Record, came: Record | None) -> NoReturn:
         place = f"First difference: step {logged.get('step')} (line {self._log.line})"
         if came is not None and came["event"] == logged["event"]:
-            logged, came = without_text(logged), without_text(came)
+            logged = without_text(logged)
+            came = without_text(came)
         differ(place, logged, came, self._plan)
 
 
@@ -399,7 +403,8 @@ def drafts_of(engine: Engine, plan: Record) -> dict[int, Draft]:
     Raises:
         OverflowError, TypeError, ValueError: The record is not valid.
     """
-    vocab_size, multi_step = engine.builder.vocab_size, engine.scheduler.limits.num_steps > 1
+    vocab_size = engine.builder.vocab_size
+    multi_step = engine.scheduler.limits.num_steps > 1
     return dict(
         _draft(*item, vocab_size=vocab_size, multi_step=multi_step)
         for item in plan.get("drafts", ())
@@ -466,7 +471,8 @@ def _survey(path: str | os.PathLike[str]) -> tuple[int, bool]:
     Grammars need the tokenizer. It reads the whole log, so that a damaged line is found before
     anything is loaded.
     """
-    num_plans, is_constrained = 0, False
+    num_plans = 0
+    is_constrained = False
     with LogReader(path) as log:
         log.take()
         while log.next is not None:

@@ -30,7 +30,8 @@ class Application:
     """An ASGI application whose engine ends with the lifespan of the program's HTTP server."""
 
     def __init__(self, app: ASGIApp, driver: AsyncDriver) -> None:
-        self._app, self._driver = app, driver
+        self._app = app
+        self._driver = driver
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, or follows the lifespan and stops the engine at its end."""
@@ -62,7 +63,8 @@ def asgi_app(
         JaxpageError: The settings, the model or the memory do not allow it; see `LLM`.
     """
     for_engine, for_server = resolve_both(config, engine or {}, server or {})
-    ours, theirs = for_engine.config, for_server.config
+    ours = for_engine.config
+    theirs = for_server.config
     logs.configure(theirs)
     api_keys = read_api_keys(theirs)
     check_lora_modules(ours, theirs, model_names(ours, theirs))
@@ -81,7 +83,8 @@ def application(
         api_keys: The keys that let a request in; see `build_app`.
     """
     publish_kv_events(built, theirs)
-    incidents, context = open_incidents(built, ours, theirs), model_context(built, ours, theirs)
+    incidents = open_incidents(built, ours, theirs)
+    context = model_context(built, ours, theirs)
     driver = AsyncDriver(
         built,
         max_queued_requests=theirs.max_queued_requests,

@@ -357,7 +357,8 @@ def _contradictions(engine: EngineConfig, server: ServerConfig) -> list[JaxpageE
 
 def of_several_hosts(engine: EngineConfig, server: ServerConfig) -> list[JaxpageError]:
     """Returns an error for each setting that cannot be used with several hosts."""
-    num_hosts, size = server.num_hosts, engine.tensor_parallel_size
+    num_hosts = server.num_hosts
+    size = engine.tensor_parallel_size
     errors: list[JaxpageError] = []
     if size % num_hosts:
         errors.append(

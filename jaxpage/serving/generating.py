@@ -153,7 +153,8 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
     Raises:
         ClientDisconnect: The client has left.
     """
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -32,7 +32,9 @@ class KVEvents(Events, CacheObserver):
         send: Callable[[Batch], None],
         close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._block_size, self._send, self._close = block_size, send, close
+        self._block_size = block_size
+        self._send = send
+        self._close = close
         self._events: list[dict[str, Any]] = []
         self._hashes: dict[int, int] = {}  # the hash of each block that an event has named
         self._last_block: int | None = None  # the last block of the last BlockStored event
@@ -98,4 +100,5 @@ class KVEvents(Events, CacheObserver):
     def _flush(self) -> None:
         if self._events:
             self._send([time.time(), self._events, RANK])
-            self._events, self._last_block = [], None
+            self._events = []
+            self._last_block = None

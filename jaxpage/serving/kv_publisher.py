@@ -41,7 +41,8 @@ class KVPublisher:
         Raises:
             ConfigError: An endpoint cannot be bound.
         """
-        self._topic, self._number = topic.encode(), 0
+        self._topic = topic.encode()
+        self._number = 0
         self._waiting: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=NUM_KEPT)
         self._context = zmq.Context()

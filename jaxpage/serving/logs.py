@@ -169,13 +169,16 @@ async def log_activity(
     It logs nothing when nothing goes on, and ends when it is cancelled or the engine has ended.
     """
     with contextlib.suppress(JaxpageError):
-        before, began = await stats(), time.monotonic()
+        before = await stats()
+        began = time.monotonic()
         while True:
             await asyncio.sleep(seconds)
-            after, now = await stats(), time.monotonic()
+            after = await stats()
+            now = time.monotonic()
             if line := activity(before, after, now - began):
                 logger.info(line)
-            before, began = after, now
+            before = after
+            began = now
 
 
 def _thousands(number: float) -> str:

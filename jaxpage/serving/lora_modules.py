@@ -61,7 +61,8 @@ def check_lora_modules(
     )
     spec = lora_spec(engine, described.family, described.spec)
     assert spec is not None  # `resolve_both` refuses lora_modules without enable_lora
-    errors, names = [], Counter([*model_names, *(module.partition("=")[0] for module in modules)])
+    errors = []
+    names = Counter([*model_names, *(module.partition("=")[0] for module in modules)])
     errors += [
         f"the name {name!r} is that of the model"
         if name in model_names
@@ -102,7 +103,9 @@ class RuntimeAdapters:
     """
 
     def __init__(self, engine: Engine, context: ModelContext, directory: Path):
-        self._engine, self._context, self._directory = engine, context, directory
+        self._engine = engine
+        self._context = context
+        self._directory = directory
         self._numbers = itertools.count(1 + len(context.adapters))
 
     def load(self, body: dict[str, Any]) -> str:
@@ -112,7 +115,8 @@ class RuntimeAdapters:
             ApiError: A field is wrong, the name is taken, there are too many adapters, or the
                 files cannot be loaded.
         """
-        name, path = text_field(body, "lora_name"), text_field(body, "lora_path")
+        name = text_field(body, "lora_name")
+        path = text_field(body, "lora_path")
         in_place = body.get("load_inplace", False)
         check_fields(body, {"lora_name", "lora_path", "load_inplace"})
         if not isinstance(in_place, bool):

@@ -59,7 +59,8 @@ class ServerMetrics:
             block_size: The slots of a KV block, which routers read under vLLM's names; 0 leaves
                 out the metrics under these names.
         """
-        self._model_name, self._block_size = model_name, block_size
+        self._model_name = model_name
+        self._block_size = block_size
         self._lock = threading.Lock()
         self._rejected = dict.fromkeys(REJECTIONS, 0)
         self._aborted = dict.fromkeys(ABORTIONS, 0)

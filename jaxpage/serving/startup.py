@@ -58,7 +58,8 @@ class StartUp:
     def phase(self, name: str) -> None:
         """Reports that a phase begins, which is one of `PHASES`."""
         self._end_phase()
-        self._phase, self._phase_began = name, time.monotonic()
+        self._phase = name
+        self._phase_began = time.monotonic()
         if not self._as_records:
             print(
                 f"[{PHASES.index(name) + 1}/{len(PHASES)}] {name.capitalize()}",
@@ -122,10 +123,14 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:
     """Returns instructions for people: a curl line and a program, to be copied as they are."""
-    path, call, answer = "completions", "completions", "choices[0].text"
+    path = "completions"
+    call = "completions"
+    answer = "choices[0].text"
     asked: dict[str, Any] = {"model": context.model_names[0], "max_tokens": 32}
     if getattr(context.tokenizer, "chat_template", None):
-        path, call, answer = "chat/completions", "chat.completions", "choices[0].message.content"
+        path = "chat/completions"
+        call = "chat.completions"
+        answer = "choices[0].message.content"
         asked["messages"] = [{"role": "user", "content": "Once upon a time"}]
     else:
         asked["prompt"] = [1, 2, 3] if context.tokenizer is None else "Once upon a time"
@@ -212,7 +217,8 @@ def start(engine: EngineConfig, server: ServerConfig, listener: socket.socket) -
         if hosts is not None:
             # The leader listens last: it raises in a step in which a host is lost.
             built.engine.events = Both(built.engine.events, hosts)
-        context, address = model_context(built, engine, server), address_of(listener)
+        context = model_context(built, engine, server)
+        address = address_of(listener)
         text = how_to_ask(address, context, has_keys=bool(api_keys), has_page=server.ui)
         status = run_server(
             built,

@@ -37,7 +37,8 @@ class Updating:
     """Loads new weights, one update at a time; the old ones are in use until an update ends."""
 
     def __init__(self, driver: AsyncDriver, directory: Path):
-        self._driver, self._directory = driver, directory
+        self._driver = driver
+        self._directory = directory
         self._loading = Workers("weights", 1, 0)
 
     async def update(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +92,8 @@ class Updating:
 
         With `check_finite` numbers that are NaN or infinite are an error, too.
         """
-        model, spec = self._driver.built.model, self._driver.built.spec
+        model = self._driver.built.model
+        spec = self._driver.built.spec
         return weights_on_device(with_weights_of(model, path), spec, finite=check_finite)
 
 

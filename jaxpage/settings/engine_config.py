@@ -102,7 +102,7 @@ class EngineConfig(Settings):
         None,
         "weights of few bits: int8 or int4, rounded at load; gguf, as a GGUF file has them; or the name of the "
         "checkpoint's own method",
-        shown="as the checkpoint; of a GGUF file, dequantised",
+        shown="as the checkpoint; for a GGUF file, dequantised",
     )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
@@ -331,7 +331,8 @@ def _not_honoured(config: EngineConfig) -> Iterable[Problem]:
         )
     if config.enable_lora and config.event_log is not None:
         yield "event_log", "is not supported with enable_lora: a replay does not load adapters"
-    backend, backends = config.attention_backend, attention_backends()
+    backend = config.attention_backend
+    backends = attention_backends()
     if backend not in backends:
         nearest = nearest_name(backend, backends)
         hint = f" (did you mean {nearest!r}?)" if nearest else ""

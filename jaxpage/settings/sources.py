@@ -141,7 +141,8 @@ def _from_environment(
     for variable in sorted(environment):
         if not variable.startswith(PREFIX) or variable in OTHER_VARIABLES:
             continue
-        name, text = variable.removeprefix(PREFIX).lower(), environment[variable]
+        name = variable.removeprefix(PREFIX).lower()
+        text = environment[variable]
         if _OF_A_SERVICE.match(text):
             continue
         if name in kind.model_fields:

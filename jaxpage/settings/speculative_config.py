@@ -105,7 +105,8 @@ class SpeculativeConfig(BaseModel):
 
         If only one is given, the default of the other is moved so that both fit together.
         """
-        shortest, longest = self.prompt_lookup_min, self.prompt_lookup_max
+        shortest = self.prompt_lookup_min
+        longest = self.prompt_lookup_max
         if shortest is None:
             shortest = 2 if longest is None else min(2, longest)
         return shortest, max(16, shortest) if longest is None else longest
@@ -134,7 +135,8 @@ class SpeculativeConfig(BaseModel):
         most = MOST_DRAFTS if self.num_speculative_tokens == "auto" else self.num_speculative_tokens
         ngram = self.lookahead_ngram or (4 if most >= 23 else 3 if most >= 3 else 2)
         columns = (most + 1) // (ngram - 1)
-        window, guesses = self.lookahead_window, self.lookahead_guesses
+        window = self.lookahead_window
+        guesses = self.lookahead_guesses
         if guesses is None:
             guesses = max(1, columns // 5 if window is None else columns - window)
         return Lookahead(max(1, columns - guesses) if window is None else window, ngram, guesses)
@@ -145,7 +147,8 @@ class SpeculativeConfig(BaseModel):
 
         This is the one number that was asked for, or the few that "auto" chooses from.
         """
-        wanted, choices = self.num_speculative_tokens, self.medusa_choices
+        wanted = self.num_speculative_tokens
+        choices = self.medusa_choices
         if self.method == "lookahead":
             return (self.lookahead.num_drafts,)
         if wanted == "auto" and choices is not None:  # the given tree, or a part of it

@@ -44,11 +44,13 @@ class ScriptedRequests:
 
         Sequence ids are given as the engine gives them.
         """
-        ordinal, num_prompt_tokens = self._num_requests, arrival.num_prompt_tokens
+        ordinal = self._num_requests
+        num_prompt_tokens = arrival.num_prompt_tokens
         self._num_requests += 1
         tokens = [PREFIX_TOKEN] * arrival.num_prefix_tokens
         tokens += [ordinal] * (num_prompt_tokens - arrival.num_prefix_tokens)
-        width, length = arrival.num_samples, arrival.num_output_tokens
+        width = arrival.num_samples
+        length = arrival.num_output_tokens
         request = Request(
             request_id=str(ordinal),
             prompt=None,

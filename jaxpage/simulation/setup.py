@@ -32,7 +32,8 @@ class Setup:
             self.max_num_seqs, self.max_num_batched_tokens, self.max_num_seqs, mixed=True
         )
         index = PrefixIndex(self.block_size) if self.prefix_caching else None
-        pool, host_pool = BlockPool(self.num_blocks + 1), BlockPool(self.num_blocks + 1)
+        pool = BlockPool(self.num_blocks + 1)
+        host_pool = BlockPool(self.num_blocks + 1)
         manager = BlockManager([BlockTables(pool, self.block_size, host_pool=host_pool)], index)
         return PagedScheduler(
             limits, manager, max_num_seqs=self.max_num_seqs, preemption=self.preemption

@@ -32,7 +32,8 @@ class ShapeCost:
 
     def compute_seconds(self, plan: StepPlan) -> float:
         """Returns the seconds from the plan of a step to its draws."""
-        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        num_rows = len(plan.rows)
+        num_tokens = plan.num_tokens
         context = sum(
             [
                 max(0, row.context_length - SHORT_PROMPT)

@@ -97,7 +97,8 @@ class Simulator:
 
     def _pass(self, until: float, rows: tuple[Row, ...]) -> None:
         """Moves the clock over a step with these rows, or over a pause if there are none."""
-        begin, self.result.seconds = self.result.seconds, until
+        begin = self.result.seconds
+        self.result.seconds = until
         if self.result.num_steps % self._look_every == 0 and self.result.average.holds(
             begin, until
         ):
@@ -109,7 +110,8 @@ class Simulator:
         )
 
     def _note(self, group: SequenceGroup) -> None:
-        request_id, now = group.request.request_id, self.result.seconds
+        request_id = group.request.request_id
+        now = self.result.seconds
         first_token = self._first_token.setdefault(request_id, now)
         if group.finished:
             self.result.served[request_id] = Served(

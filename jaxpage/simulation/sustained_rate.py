@@ -15,9 +15,12 @@ from jaxpage.simulation.simulator import Simulator
 from jaxpage.simulation.traces import LENGTHS, Arrival
 
 SUSTAINED = 0.99  # the share of requests that must keep the SLO
-NUM_REQUESTS, SEEDS = 300, (0, 1, 2)
+NUM_REQUESTS = 300
+SEEDS = (0, 1, 2)
 PRECISION = 1.05  # the search ends when its two rates have this ratio
-LOWEST, HIGHEST = 1e-2, 1e5  # the bounds of the search, in requests per second
+# The bounds of the search, in requests per second.
+LOWEST = 1e-2
+HIGHEST = 1e5
 LOOK_EVERY = 8  # steps between two looks at the memory
 
 
@@ -106,19 +109,23 @@ def highest_rate(question: Question, seeds: Sequence[int] = SEEDS, *, near: floa
         seeds: The seeds of the runs at each rate.
         near: The rate at which the search begins.
     """
-    low, found = near, at_rate(question, near, seeds)
+    low = near
+    found = at_rate(question, near, seeds)
     while not found.is_sustained:
         if (low := low / 2) < LOWEST:
             return found
         found = at_rate(question, low, seeds)
     high = 2 * low
     while (higher := at_rate(question, high, seeds)).is_sustained and high < HIGHEST:
-        low, high, found = high, 2 * high, higher
+        low = high
+        high = 2 * high
+        found = higher
     while high / low > PRECISION:
         middle = (low * high) ** 0.5
         between = at_rate(question, middle, seeds)
         if between.is_sustained:
-            low, found = middle, between
+            low = middle
+            found = between
         else:
             high = middle
     return found

@@ -8,12 +8,12 @@ import numpy as np
 
 from jaxpage.bench import DATASETS, Lengths
 
-TRANSLATION_MEAN_INPUT, TRANSLATION_MEAN_OUTPUT, TRANSLATION_SHAPE = (
-    30.0,
-    40.0,
-    3.0,
-)  # of a Gamma distribution; guesses for sentences of news
-CHAT_INPUT, CHAT_MOST_OUTPUT = 1024, 1024
+# A Gamma distribution with this shape; the numbers are guesses for sentences of news.
+TRANSLATION_MEAN_INPUT = 30.0
+TRANSLATION_MEAN_OUTPUT = 40.0
+TRANSLATION_SHAPE = 3.0
+CHAT_INPUT = 1024
+CHAT_MOST_OUTPUT = 1024
 
 
 @dataclass(frozen=True)

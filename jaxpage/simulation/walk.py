@@ -54,7 +54,8 @@ class Walk:
         copies = self.manager.reserve(sequence_id, start, start + len(words))
         for source, destination in copies:
             self.words[destination] = list(self.words[source])
-        table, size = self.manager.block_tables(sequence_id)[0], self.manager.block_size
+        table = self.manager.block_tables(sequence_id)[0]
+        size = self.manager.block_size
         for position, word in enumerate(words, start):
             if position % size == 0:
                 self.words[table[position // size]] = [EMPTY] * size
@@ -115,7 +116,9 @@ def walk_steps(
     Returns:
         The plans of the steps.
     """
-    scheduler, requests, plans = setup.new_scheduler(), ScriptedRequests(ancestries), []
+    scheduler = setup.new_scheduler()
+    requests = ScriptedRequests(ancestries)
+    plans = []
     for step in range(num_steps):
         for arrival in arrivals:
             if arrival.seconds == step:

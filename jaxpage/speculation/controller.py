@@ -70,7 +70,8 @@ class Costs:
             by_depth: The seconds with it at depth 0, 1, and so on; the last holds for all larger
                 depths.
         """
-        self._at_start[shape], self._factor[shape] = (max(alone, 1e-9), *by_depth), 1.0
+        self._at_start[shape] = (max(alone, 1e-9), *by_depth)
+        self._factor[shape] = 1.0
 
     def __contains__(self, shape: Shape) -> bool:
         return shape in self._at_start
@@ -180,12 +181,15 @@ class Controller:
             warm_up: The steps in a row that a method needs to show what its drafts are worth.
             depths: The depths to which a device drafter may draft; empty if there is none.
         """
-        self.costs, self.acceptance = Costs(), Acceptance(0.5 if unit == 1 else 1.0)
+        self.costs = Costs()
+        self.acceptance = Acceptance(0.5 if unit == 1 else 1.0)
         self.drafts = False  # speculation is on
         self.depth = 0  # the draft depth of this step, whose drafts are for the next
         self.num_probes = 0
         self.depths = depths
-        self._limits, self._unit, self._warm_up = limits, unit, warm_up
+        self._limits = limits
+        self._unit = unit
+        self._warm_up = warm_up
         self._shapes_by_rows: dict[int, list[Shape]] = {}
         self._step = self._next_decision = 0
         self._last_probe = -math.inf  # the first may come at once
@@ -201,7 +205,8 @@ class Controller:
     def skips(self) -> bool:
         """Begins a step, and returns whether it has no drafts and there is nothing to decide."""
         self._step += 1
-        self._probe, self._asked = None, {}
+        self._probe = None
+        self._asked = {}
         return self._step < self._next_decision
 
     def ask(
@@ -215,7 +220,9 @@ class Controller:
             ready: The sequences for which a device drafter has made drafts; None if there is no
                 such drafter.
         """
-        planned, self._next_probe, self.depth = self._next_probe, None, 0
+        planned = self._next_probe
+        self._next_probe = None
+        self.depth = 0
         shapes = self._shapes(num_rows)
         if len(shapes) < 2 or not sequence_ids:
             return {}
@@ -232,7 +239,8 @@ class Controller:
         elif wait <= 0 and (ready is None or probe is none):
             chosen = self._begin_probe(probe)
         elif wait <= 0:
-            self._next_probe, self.depth = probe.shape, probe.depth or 0
+            self._next_probe = probe.shape
+            self.depth = probe.depth or 0
         elif not self.drafts:
             self._next_decision = self._step + int(min(PROBE_INTERVAL, wait))
         asked = self._counts(chosen.nodes)
@@ -290,7 +298,8 @@ class Controller:
             asking: The seconds before it in which drafts were asked for.
             depth: Its draft depth.
         """
-        shape, plain = self._limits.shape(num_rows, num_drafts), self._limits.shape(num_rows, 0)
+        shape = self._limits.shape(num_rows, num_drafts)
+        plain = self._limits.shape(num_rows, 0)
         if shape not in self.costs:
             return
         if self._probe is not None and not self.drafts and num_drafts:
@@ -312,7 +321,8 @@ class Controller:
             most = min(
                 self._limits.draft_budget(num_rows), num_rows * self._limits.most_drafts(num_rows)
             )
-            shapes, num_drafts = [self._limits.shape(num_rows, 0)], 1
+            shapes = [self._limits.shape(num_rows, 0)]
+            num_drafts = 1
             while num_drafts <= most:
                 shapes.append(self._limits.shape(num_rows, num_drafts))
                 num_drafts = shapes[-1][1] - num_rows + 1
@@ -381,7 +391,8 @@ class Controller:
 
     def _begin_probe(self, option: _Option) -> _Option:
         self.num_probes += 1
-        self._probe, self._last_probe = option.shape, self._step
+        self._probe = option.shape
+        self._last_probe = self._step
         self._repeats = self.num_probes % self._warm_up > 0
         return option
 

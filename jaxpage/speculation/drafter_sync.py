@@ -42,12 +42,10 @@ class DrafterSync:
                 sequence is ever stale.
         """
         self.ready: set[int] = set()  # sequences for which it has drafts
-        self._limits, self._controller, self._block_size, self._has_kv = (
-            limits,
-            controller,
-            block_size,
-            has_kv,
-        )
+        self._limits = limits
+        self._controller = controller
+        self._block_size = block_size
+        self._has_kv = has_kv
         self._seen: set[int] = set()  # sequences that have not ended
         self._stale: set[int] = set()
         self._stale_blocks: set[int] = (
@@ -131,7 +129,8 @@ class DrafterSync:
             self.ready.update({sample.sequence_id for sample in plan.samples} - self._stale)
         if self._controller is None or plan.draft_depth is None or not self._has_kv:
             return
-        costs, num_rows = self._controller.costs, len(plan.rows)
+        costs = self._controller.costs
+        num_rows = len(plan.rows)
         plain, shape = (
             self._limits.shape(num_rows, max(0, count)) for count in (0, plan.num_tokens - num_rows)
         )

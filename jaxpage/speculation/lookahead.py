@@ -108,7 +108,8 @@ class Window:
 
         One token more is known from now on.
         """
-        last, row = self.rows[-1], list[int]()
+        last = self.rows[-1]
+        row = list[int]()
         for column, token_id in enumerate(drawn):
             if token_id is None:  # the row before has a guess for the same place
                 token_id = last[column + 1] if column + 1 < len(last) else self._filling()
@@ -156,7 +157,8 @@ class LookaheadProposer(Proposer):
     """
 
     def __init__(self, sizes: Lookahead) -> None:
-        self.num_together, self.warm_up_steps = sizes.num_drafts, sizes.ngram
+        self.num_together = sizes.num_drafts
+        self.warm_up_steps = sizes.ngram
         self._sizes = sizes
         self._drafted: dict[int, _Drafted] = {}  # by sequence id
         self._pools: dict[str, Pool] = {}  # by request id
@@ -215,7 +217,8 @@ class LookaheadProposer(Proposer):
             self._drafted.pop(sequence_id, None)
 
     def _begin(self, request: Request, sequence: Sequence) -> _Drafted:
-        sizes, pool = self._sizes, self._pools.get(request.request_id)
+        sizes = self._sizes
+        pool = self._pools.get(request.request_id)
         # The first of the samples takes in the prompt.
         num_taken = sequence.num_prompt_tokens if pool else 0
         pool = pool or self._pools.setdefault(request.request_id, Pool(sizes.ngram, sizes.guesses))

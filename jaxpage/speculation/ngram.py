@@ -56,7 +56,8 @@ class _Known:
 
     def grown(self, token_ids: list[int]) -> TokenIds:
         """Returns all tokens; `token_ids` are those of the last call, and more."""
-        count, self._count = self._count, len(token_ids)
+        count = self._count
+        self._count = len(token_ids)
         if self._count > len(self._array):
             array: TokenIds = np.empty(2 * self._count, np.int32)
             array[:count] = self._array[:count]

@@ -86,7 +86,8 @@ def verified_rows(plan: StepPlan, result: StepResult) -> Iterator[tuple[Row, lis
     """
     if not plan.verifies:
         return
-    draws, first = result.token_ids.tolist(), 0
+    draws = result.token_ids.tolist()
+    first = 0
     for row in plan.rows:
         stop = first + len(row.token_ids)
         if row.parents:

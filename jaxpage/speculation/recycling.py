@@ -66,7 +66,9 @@ class RecyclingProposer(Proposer):
             return None
         table_VW = table.top_ids_VW
         behind = {-1: table_VW[sequence.token_ids[-1]].tolist()}  # by place in the template
-        places, token_ids, parents = {-1: -1}, list[int](), list[int]()
+        places = {-1: -1}
+        token_ids = list[int]()
+        parents = list[int]()
         for index, (parent, rank) in enumerate(self._template):
             if len(token_ids) == num_drafts:
                 break

@@ -215,7 +215,8 @@ class ProposingSpeculator:
                 self.proposer.observe(report.plan, report.result)
             except Exception:
                 self._give_up()
-        plan, seconds = report.plan, self._clock() - self._proposed
+        plan = report.plan
+        seconds = self._clock() - self._proposed
         num_tokens = sum(isinstance(edit, Append) for edit in report.edits)
         if self.controller is not None:
             if plan.verifies or self._refused:
@@ -223,7 +224,8 @@ class ProposingSpeculator:
             # The time of moving blocks or of computing prompts says nothing of the shapes that
             # decode.
             if plan.decodes and not (plan.swap_in or plan.swap_out):
-                num_rows, asking = len(plan.rows), report.drafts.seconds
+                num_rows = len(plan.rows)
+                asking = report.drafts.seconds
                 num_drafts = plan.num_tokens - num_rows
                 self.controller.measured(
                     num_rows, num_drafts, num_tokens, seconds, asking, plan.draft_depth

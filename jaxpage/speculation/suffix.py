@@ -88,7 +88,8 @@ class SuffixProposer(Proposer):
     def propose(self, request: Request, sequence: Sequence, num_drafts: int) -> Draft | None:
         """Returns the best draft of the sequence's own tree and of those that it shares."""
         own = self._asked(sequence)
-        salt, token_ids = request.params.cache_salt, sequence.token_ids
+        salt = request.params.cache_salt
+        token_ids = sequence.token_ids
         self._left -= self._shared.take(salt, sequence, self._left)
         best_draft = NOTHING
         if self._grow(own, token_ids) and own.tree is not None:
@@ -129,7 +130,8 @@ class SuffixProposer(Proposer):
         tree = own.tree
         if tree is None:
             return False
-        size, before = tree.size(0), len(tree)
+        size = tree.size(0)
+        before = len(tree)
         stop = min(len(token_ids), size + max(0, self._left))
         tree.grow(0, stop)
         self._left -= stop - size
@@ -151,9 +153,11 @@ class SuffixProposer(Proposer):
         # The draft before: how often its match occurs, and how long it could be.
         last = (0, 0)
         for length in range(len(places), 0, -1):
-            place, depth = places[length - 1], tree.depth - length
+            place = places[length - 1]
+            depth = tree.depth - length
             most = min(num_drafts, int(length * settings.max_spec_factor))
-            count, size = tree.count(place), most if self._branches else min(most, depth)
+            count = tree.count(place)
+            size = most if self._branches else min(most, depth)
             if size <= best.score or (count == last[0] and size <= last[1]):
                 # No token is more than certain; and what occurs in the same places goes on in the
                 # same way.
@@ -244,7 +248,9 @@ class _Shared:
         self._young = {}
         self._num_texts = self._num_edges = 0
         for written in self._written.values():
-            written.start, written.token_ids, written.tree = written.stop, [], None
+            written.start = written.stop
+            written.token_ids = []
+            written.tree = None
 
     def end(self, sequence_id: int) -> None:
         written = self._written.pop(sequence_id, None)

@@ -101,7 +101,10 @@ class SuffixTree:
             self._append(text, token_ids[index], index + 1)
 
     def _append(self, text: int, token: int, size: int) -> None:
-        edges, counts, best, best_counts = self._edges, self._counts, self._best, self._best_counts
+        edges = self._edges
+        counts = self._counts
+        best = self._best
+        best_counts = self._best_counts
         ends = self._ends[text]
         assert ends is not None, "the text has ended"
         self._sizes[text] = size
@@ -120,7 +123,8 @@ class SuffixTree:
                 count = counts[place] = counts[place] + 1
                 grown.append(place)
             if count >= best_counts[node]:
-                best[node], best_counts[node] = token, count
+                best[node] = token
+                best_counts[node] = count
         del grown[self.depth - 1 :]  # after the longest runs nothing is kept
         self._ends[text] = grown
 
@@ -137,7 +141,8 @@ class SuffixTree:
         elif index < self._sizes[text]:
             token = self._texts[text][index]
             self._edges[node << _TOKEN_BITS | token] = leaf - 1
-            self._best[node], self._best_counts[node] = token, 1
+            self._best[node] = token
+            self._best_counts[node] = 1
         elif (ends := self._ends[text]) is not None:
             ends.append(node)  # the other text ends right here, and goes on from here
         return node
@@ -151,7 +156,8 @@ class SuffixTree:
 
     def find(self, token_ids: Sequence[int]) -> list[int]:
         """Returns the places after the last 1, 2, ... of the tokens, as far as they occur."""
-        edges, places = self._edges, list[int]()
+        edges = self._edges
+        places = list[int]()
         for length in range(1, min(len(token_ids), self.depth - 1) + 1):
             place: int | None = ROOT
             for index in range(len(token_ids) - length, len(token_ids)):
@@ -195,9 +201,12 @@ class SuffixTree:
             num_tokens: The most tokens.
             least: The least probability of a token together with all that lead to it.
         """
-        counts, best, best_counts = self._counts, self._best, self._best_counts
+        counts = self._counts
+        best = self._best
+        best_counts = self._best_counts
         token_ids: list[int] = []
-        probability, score = 1.0, 0.0
+        probability = 1.0
+        score = 0.0
         while place >= 0 and len(token_ids) < num_tokens and (count := best_counts[place]):
             token = best[place]
             probability *= count / counts[place]

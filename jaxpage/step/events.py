@@ -51,7 +51,8 @@ class Both(Events):
     """Tells two listeners, one after the other."""
 
     def __init__(self, first: Events, second: Events) -> None:
-        self._first, self._second = first, second
+        self._first = first
+        self._second = second
 
     def arrived(self, group: SequenceGroup) -> None:
         self._first.arrived(group)

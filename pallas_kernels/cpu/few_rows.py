@@ -60,7 +60,8 @@ def multiply_rounded(
     XLA has to multiply by the scale, as it does for more rows: if an addition follows, XLA rounds
     only once.
     """
-    num_rows, num_out = x_TI.shape[0], values_OI.shape[0]
+    num_rows = x_TI.shape[0]
+    num_out = values_OI.shape[0]
     shapes = [
         jax.ShapeDtypeStruct((num_rows, num_out), jnp.int32),
         jax.ShapeDtypeStruct((num_rows, 1), jnp.float32),

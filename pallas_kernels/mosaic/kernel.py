@@ -194,7 +194,8 @@ def _consume(
         operands.q.at[tile, head, used], q.at[pl.ds(0, plan.rows_each)], shared.q_full.at[consumer]
     )
     mg.barrier_wait(shared.q_full.at[consumer])
-    first, last = operands.tiles[tile, FIRST], operands.tiles[tile, LAST]
+    first = operands.tiles[tile, FIRST]
+    last = operands.tiles[tile, LAST]
     first_seen = _first_seen(plan, operands.tiles, tile)
     words = _tree_words(plan, operands, tile, consumer)
     folded = (
@@ -329,7 +330,8 @@ def _tree_words(
     """Returns the bits of each row that say which new tokens it sees."""
     if not plan.tree:
         return []
-    rows, layout = pl.ds(consumer * ROWS, ROWS), mg.Layout.WGMMA.reduce(1)
+    rows = pl.ds(consumer * ROWS, ROWS)
+    layout = mg.Layout.WGMMA.reduce(1)
     return [
         loaded(operands.tree.at[tile, i, rows], layout, optimized=False) for i in range(TREE_WORDS)
     ]

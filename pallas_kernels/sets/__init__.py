@@ -92,7 +92,9 @@ def first_that_takes(
         ValueError: No set has this name.
         NotImplementedError: No set takes the call; the message has every set's reason.
     """
-    device, refusals, refused = target_device(), list[str](), list[KernelSet]()
+    device = target_device()
+    refusals = list[str]()
+    refused = list[KernelSet]()
     options = {name: value for name in ("interpret", "tiles") if (value := getattr(call, name))}
     for each in candidates(backend, device.platform, interpret=call.interpret, shape=_shape(call)):
         try:

@@ -109,7 +109,8 @@ def _out_shape(arguments: Arguments) -> jax.ShapeDtypeStruct:
 
 def _pages(arguments: Arguments) -> tuple[jax.Array, ...]:
     """Returns keys, values and their scales, with an empty array for each that is not there."""
-    pages, scales = (arguments.k_pages, arguments.v_pages), (arguments.k_scale, arguments.v_scale)
+    pages = (arguments.k_pages, arguments.v_pages)
+    scales = (arguments.k_scale, arguments.v_scale)
     return (
         *(jnp.zeros(0, arguments.k_pages.dtype) if each is None else each for each in pages),
         *(jnp.zeros(0, jnp.float32) if each is None else each for each in scales),
@@ -125,7 +126,8 @@ def _bits(pages: tuple[jax.Array, ...]) -> list[jax.Array]:
 
 
 def _rows(arguments: Arguments) -> tuple[jax.Array, ...]:
-    sinks, tree = arguments.options.sinks, arguments.options.tree_mask_TQ
+    sinks = arguments.options.sinks
+    tree = arguments.options.tree_mask_TQ
     return (
         arguments.block_table_BM.astype(jnp.int32),
         arguments.context_len_B.astype(jnp.int32),
@@ -152,7 +154,8 @@ def _supports(device: Any, call: Call) -> str | None:
     if reason is None and call.attention is not None:
         reason = _refusal(call.attention)
     if reason is None and call.weight is not None:
-        num_in, group_size = call.weight.num_in, call.weight.group_size
+        num_in = call.weight.num_in
+        group_size = call.weight.group_size
         reason = first_reason(
             (
                 num_in % LANES or group_size % LANES,
@@ -167,7 +170,8 @@ def _supports(device: Any, call: Call) -> str | None:
 
 
 def _refusal(arguments: Arguments) -> str | None:
-    width, longest = arguments.q_TNH.shape[2], arguments.max_query_len
+    width = arguments.q_TNH.shape[2]
+    longest = arguments.max_query_len
     return first_reason(
         (
             width % LANES or arguments.out_width % LANES or width > MOST_HEAD_WIDTH,

@@ -34,7 +34,8 @@ from pallas_kernels.tiles import Shape, Tiles, shape_of, tuned
 
 HEAD_WIDTH = 128  # the published binaries have only this one
 # A program of the library multiplies so many query rows and positions at once.
-ROWS, CONTEXT = 128, 128
+ROWS = 128
+CONTEXT = 128
 _OF_THE_LIBRARY = {"context": CONTEXT, "num_warps": 8, "num_stages": 2}
 INSTALL = "pip install flash-attn3-jax (Linux on x86-64; it is also the extra jaxpage[fa3])"
 
@@ -111,7 +112,8 @@ def _attend_in_splits(
     tiles: Tiles,
 ) -> jax.Array:
     """Returns out_RQNH; the ends of splits depend only on the row's own context."""
-    (num_rows, table_width), unit = table_RM.shape, block_size * -(-CONTEXT // block_size)
+    num_rows, table_width = table_RM.shape
+    unit = block_size * -(-CONTEXT // block_size)
     least = _rounded_up(tiles.split_context, unit)
     num_splits = min(tiles.max_splits, -(-table_width * block_size // least))
     if num_splits == 1:
@@ -191,8 +193,10 @@ def supports(device: Any, call: Call) -> str | None:
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
-    dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
-    width, group = arguments.q_TNH.shape[2], arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
+    dtype = arguments.q_TNH.dtype.name
+    page_dtype = arguments.k_pages.dtype.name
+    width = arguments.q_TNH.shape[2]
+    group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     return first_reason(
         (dtype not in ("bfloat16", "float16"), f"q_TNH of {dtype} (only bfloat16, float16)"),
         (

@@ -135,7 +135,8 @@ def supports(device: Any, call: Call) -> str | None:
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
-    dtype, page_dtype = arguments.q_TNH.dtype.name, arguments.k_pages.dtype.name
+    dtype = arguments.q_TNH.dtype.name
+    page_dtype = arguments.k_pages.dtype.name
     width = arguments.q_TNH.shape[2]
     block_size = arguments.k_pages.shape[1]
     tree = arguments.options.tree_mask_TQ
@@ -164,7 +165,8 @@ def _attention_reason(arguments: Arguments) -> str | None:
 def _refuse_tiles(arguments: Arguments, tiles: Tiles) -> None:
     group = arguments.q_TNH.shape[1] // arguments.k_pages.shape[2]
     block_size = arguments.k_pages.shape[1]
-    rows, context = tiles.query_rows, tiles.context
+    rows = tiles.query_rows
+    context = tiles.context
     reason = first_reason(
         (
             rows not in (ROWS, 2 * ROWS),
@@ -218,7 +220,9 @@ def _describe(arguments: Arguments, cut: QueryTiles) -> jax.Array:
     The last position is -1 if there is none. With a tree mask the first position is that of the
     row's new tokens, and the last one is the last of the row.
     """
-    row_R, first_R, last_R = cut.row_R, cut.position_RQ[:, 0], cut.position_RQ.max(axis=1)
+    row_R = cut.row_R
+    first_R = cut.position_RQ[:, 0]
+    last_R = cut.position_RQ.max(axis=1)
     if arguments.options.tree_mask_TQ is not None:
         query_len_B = arguments.query_start[1:] - arguments.query_start[:-1]
         first_R = (arguments.context_len_B - query_len_B)[row_R]
@@ -303,7 +307,8 @@ def _reduced(
 
 
 def _per_token(arguments: Arguments, plan: Plan, cut: QueryTiles, out_RKXH: jax.Array) -> jax.Array:
-    tokens, num_kv_heads = cut.token_RQ.shape[1], out_RKXH.shape[1]
+    tokens = cut.token_RQ.shape[1]
+    num_kv_heads = out_RKXH.shape[1]
     out_RKQGH = out_RKXH[:, :, : tokens * plan.group].reshape(
         -1, num_kv_heads, tokens, plan.group, plan.head_width
     )

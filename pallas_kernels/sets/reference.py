@@ -24,7 +24,8 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 def visible_TC(arguments: Arguments, num_positions: int) -> jax.Array:
     """Returns which context positions each query token attends to, as a boolean [T, C]."""
-    window, tree_mask_TQ = arguments.options.sliding_window, arguments.options.tree_mask_TQ
+    window = arguments.options.sliding_window
+    tree_mask_TQ = arguments.options.tree_mask_TQ
     rows = token_rows(arguments.context_len_B, arguments.query_start, arguments.q_TNH.shape[0])
     position_C = jnp.arange(num_positions)[None, :]
     seen_TC = position_C <= rows.position_T[:, None]

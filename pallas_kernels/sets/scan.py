@@ -50,7 +50,8 @@ def attend(arguments: Arguments) -> jax.Array:
     q_RKAH = _queries(arguments, tiles)
     out_RKAH = _online_softmax(arguments, tiles, q_RKAH)
     num_tiles, query_tile = tiles.token_RQ.shape
-    num_kv_heads, width = arguments.k_pages.shape[2], arguments.out_width
+    num_kv_heads = arguments.k_pages.shape[2]
+    width = arguments.out_width
     group = arguments.q_TNH.shape[1] // num_kv_heads
     out_RKAH = out_RKAH[:, :, : query_tile * group]
     out_RQNH = out_RKAH.reshape(num_tiles, num_kv_heads, query_tile, group, width).swapaxes(1, 2)
@@ -107,7 +108,8 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
     assert q_RKAH.shape[2] == max(2, tiles.position_RQ.shape[1] * group)
     table_RM = _padded_table(arguments)[tiles.row_R]
     last_R = jnp.max(tiles.position_RQ, axis=1)
-    first, last = jnp.zeros((), jnp.int32), jnp.max(last_R).astype(jnp.int32)
+    first = jnp.zeros((), jnp.int32)
+    last = jnp.max(last_R).astype(jnp.int32)
     first_R = jnp.zeros_like(last_R)
     context_tile = _branch_tiles(arguments) if options.tree_mask_TQ is not None else _context_tile
     if options.sliding_window is not None:
@@ -144,10 +146,12 @@ def _online_softmax(arguments: Arguments, tiles: QueryTiles, q_RKAH: jax.Array) 
         return new_top, total_RKA * shrink + _sum_by_halves(weights), new_out
 
     shape = q_RKAH.shape[:3]
-    top_RKA, total_RKA = jnp.full(shape, MASKED), jnp.zeros(shape)
+    top_RKA = jnp.full(shape, MASKED)
+    total_RKA = jnp.zeros(shape)
     if options.sinks is not None:  # the softmax begins with them
         sinks_KA = jnp.tile(options.sinks.reshape(-1, group), (1, shape[2] // group))
-        top_RKA, total_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape), jnp.ones(shape)
+        top_RKA = jnp.broadcast_to(jnp.maximum(sinks_KA, MASKED), shape)
+        total_RKA = jnp.ones(shape)
     start = (top_RKA, total_RKA, jnp.zeros((*shape, arguments.out_width)))
     _, total_RKA, out_RKAH = jax.lax.fori_loop(
         first // CONTEXT_TILE, last // CONTEXT_TILE + 1, body, start

@@ -42,7 +42,8 @@ CAPABILITY = (8, 0)  # Ampere
 # A program has 99 KiB on these; the others have 163 or more.
 LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 # Below this capability Triton converts nothing to float8_e4m3fn.
-FLOAT8, FLOAT8_CAPABILITY = ("float8_e4m3fn", "uint8"), (8, 9)
+FLOAT8 = ("float8_e4m3fn", "uint8")
+FLOAT8_CAPABILITY = (8, 9)
 
 
 def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
@@ -69,29 +70,36 @@ def heuristic(shape: Shape, has: tuple[int, int] | None = None) -> Tiles:
     short = (
         wide or shape.kind != "chunk" or (in_registers and (eight_bits or shape.head_width > 64))
     )
-    context, stages = 16 if wide and few else 32 if short else 64, 5
+    context = 16 if wide and few else 32 if short else 64
+    stages = 5
     if shape.dtype == "float32":  # without tensor cores, operands of products are in registers
-        rows, context, warps, stages = 16, 16, 8, 3
+        rows = 16
+        context = 16
+        warps = 8
+        stages = 3
     elif shape.head_width > MAX_WIDTH:  # latents
-        rows, warps, context = (
-            16 if shape.kind == "decode" else 32,
-            8,
-            16 if eight_bits else context,
-        )
+        rows = 16 if shape.kind == "decode" else 32
+        warps = 8
+        context = 16 if eight_bits else context
     elif shape.kind == "decode":
-        rows, warps = 16, 8 if eight_bits and wide else 4
+        rows = 16
+        warps = 8 if eight_bits and wide else 4
         if eight_bits and not wide:
             # A position has half the bytes, so there are twice the positions. With a third turn in
             # flight the compiler needs fewer registers.
-            context, stages = 64, stages if few else 7
+            context = 64
+            stages = stages if few else 7
     elif shape.kind == "verify":
-        rows, warps = 32 if in_registers and not wide else 64, 8 if wide else 4
+        rows = 32 if in_registers and not wide else 64
+        warps = 8 if wide else 4
         if in_registers and eight_bits and shape.head_width <= 64:
             stages = 7  # with a third turn in flight, as above
     elif in_registers and eight_bits and not wide:
-        rows, warps = 64, 4
+        rows = 64
+        warps = 4
     else:
-        rows, warps = 64 if wide and (eight_bits or in_registers) else 128, 8
+        rows = 64 if wide and (eight_bits or in_registers) else 128
+        warps = 8
     return Tiles(
         query_rows=max(rows, 1 << (shape.group - 1).bit_length()),
         context=context,
@@ -153,7 +161,8 @@ def supports(device: Any, call: Call) -> str | None:
 
 
 def _attention_reason(arguments: Arguments) -> str | None:
-    dtype, pages = arguments.q_TNH.dtype, arguments.k_pages
+    dtype = arguments.q_TNH.dtype
+    pages = arguments.k_pages
     block_size, num_kv_heads, width = pages.shape[1:]
     group = arguments.q_TNH.shape[1] // num_kv_heads
     of_latents = arguments.options.value_width is not None
@@ -198,7 +207,8 @@ def unaddressable(page_dtype: DTypeLike) -> range:
 # It is traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnames="config")
 def _attend(arguments: Arguments, config: Config) -> jax.Array:
-    tiles, q_TNH = config.tiles, arguments.q_TNH
+    tiles = config.tiles
+    q_TNH = arguments.q_TNH
     cut = query_cut(arguments, config.query_tokens)
     schedule_RF, splits_T = _schedule(arguments, cut, tiles)
     apart = tiles.max_splits > 1

@@ -149,7 +149,8 @@ def kernel(  # type: ignore[no-untyped-def]
     """Computes the attention of one tile over one split of its context."""
     # A GPU starts programs in order. The last tiles of a prompt see the most, so they go first.
     tile_index = schedule_ref.shape[0] - 1 - pl.program_id(0)
-    heads, split = pl.program_id(1), pl.program_id(2)
+    heads = pl.program_id(1)
+    split = pl.program_id(2)
     kv_head = heads if config.programs == 1 else heads // config.programs
     tile = Tile(*(tb.load(schedule_ref.at[tile_index, np.int32(field)]) for field in range(8)))
     first = tile.begin // config.tiles.context + split * tile.share
@@ -169,7 +170,8 @@ def kernel(  # type: ignore[no-untyped-def]
 
         all_q = [queries(columns) for columns in all_columns]
         q_AH, *_ = all_q
-        factor, exp2_of = _factor(config), functools.partial(tb.exp2_of, interpret=config.interpret)
+        factor = _factor(config)
+        exp2_of = functools.partial(tb.exp2_of, interpret=config.interpret)
 
         def turn(index, carry, *, masked):  # type: ignore[no-untyped-def]
             position_C = index * config.tiles.context + jnp.arange(config.tiles.context)
@@ -255,7 +257,8 @@ def _stretches(
         return [(first, stop, True)]
     context = config.tiles.context
     all_see = tile.origin if tree else tile.position + 1
-    stretches, low = [], first
+    stretches = []
+    low = first
     if config.options.sliding_window is not None:
         last_begin = jnp.maximum(tile.position + tile.count - config.options.sliding_window, 0)
         low = jnp.clip(pl.cdiv(last_begin, context), first, stop)

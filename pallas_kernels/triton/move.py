@@ -156,7 +156,8 @@ def _num_tiles(leaves: Leaves) -> int:
 
 def _gather_kernel(source_ref, destination_ref, *refs, offsets: list[int], num_tiles: int):  # type: ignore[no-untyped-def]
     *leaf_refs, staging_ref = refs
-    index, tile = pl.program_id(0), pl.program_id(1)
+    index = pl.program_id(0)
+    tile = pl.program_id(1)
     source = load(source_ref.at[index])
     # A pair of a row with itself, such as padding, has nothing to move.
     moves = True if destination_ref is None else source != load(destination_ref.at[index])
@@ -180,7 +181,8 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
     source_ref, destination_ref, staging_ref, *refs, offsets: list[int], num_tiles: int
 ):
     leaf_refs = refs[len(refs) // 2 :]  # they alias the first half
-    index, tile = pl.program_id(0), pl.program_id(1)
+    index = pl.program_id(0)
+    tile = pl.program_id(1)
     destination = load(destination_ref.at[index])
     moves = (destination >= 0) & (destination < leaf_refs[0].shape[0])
     if source_ref is not None:
@@ -223,7 +225,8 @@ def _in_flight(leaf_refs, offsets: list[int], staging_ref) -> list[list]:  # typ
 
 def _columns(leaf_ref, tile: jax.Array, num_tiles: int) -> tuple[jax.Array, jax.Array | None]:  # type: ignore[no-untyped-def]
     """Returns a program's part of a row, and the mask of the columns that exist."""
-    length, width = _tile(leaf_ref), leaf_ref.shape[1]
+    length = _tile(leaf_ref)
+    width = leaf_ref.shape[1]
     columns = tile * length + jnp.arange(length)
     return columns, None if num_tiles * length == width else columns < width
 

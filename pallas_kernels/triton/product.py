@@ -37,7 +37,8 @@ PACKED = ("int4", "fp4")  # two codes in a byte
 ROOMY = ((9, 0), (10, 0))  # compute capabilities whose programs may have 227 KiB of shared memory
 FLOAT8_CAPABILITY = (8, 9)  # below it Triton converts nothing from float8_e4m3fn
 PROGRAMS = 512  # these keep all of a GPU's processors reading: 132 of an H100, four each
-LEAST_TURNS, MOST_SPLITS = 4, 8
+LEAST_TURNS = 4
+MOST_SPLITS = 8
 # With more rows a temporary array of the weight costs less than decoding it for each tile of rows.
 # This is an estimate, which was not measured.
 MOST_ROWS = 512
@@ -117,7 +118,8 @@ def kernel(  # type: ignore[no-untyped-def]
     def _() -> None:
         row_R = jnp.arange(cut.rows)
         at_O = block * cut.cols + jnp.arange(cut.cols)
-        has_R, has_O = row_R < count, at_O < config.num_out
+        has_R = row_R < count
+        has_O = at_O < config.num_out
         scale_row_O = (
             at_O if scale_row_ref is None else tb.load(scale_row_ref.at[at_O], mask=has_O, other=0)
         )
@@ -159,9 +161,11 @@ def kernel(  # type: ignore[no-untyped-def]
         def one_turn(turn: Any, sum_RO: Any) -> Any:
             at_I = turn * width + jnp.arange(width)
             has_I = at_I < num_columns
-            mask_OI, mask_RI = has_O[:, None], has_R[:, None]
+            mask_OI = has_O[:, None]
+            mask_RI = has_R[:, None]
             if num_columns % width:
-                mask_OI, mask_RI = mask_OI & has_I[None, :], mask_RI & has_I[None, :]
+                mask_OI = mask_OI & has_I[None, :]
+                mask_RI = mask_RI & has_I[None, :]
             codes_OI = tb.load(
                 values_ref.at[group, at_O[:, None], at_I[None, :]], mask=mask_OI, other=0
             )
@@ -269,12 +273,14 @@ def heuristic(
         code: The code of the weights, or None.
         roomy: Says whether a program has 227 KiB of shared memory.
     """
-    (num_rows, num_in), (num_groups, num_out) = x_shape, w_shape
+    num_rows, num_in = x_shape
+    num_groups, num_out = w_shape
     average = num_rows / num_groups
     rows = (
         16 if average <= 16 else 32 if average <= 32 else 64 if average <= 128 or not roomy else 128
     )
-    warps, stages = 8 if rows == 128 else 4, 4 if roomy else 3
+    warps = 8 if rows == 128 else 4
+    stages = 4 if roomy else 3
     if dtype == "float32":  # without tensor cores, operands of products are in registers
         cut = Cut(min(rows, 32), 64, 32, 4, 2)
     elif code is None:
@@ -345,7 +351,8 @@ def multiply_grouped(
 
 
 def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
-    size, num_in = weight.group_size, weight.num_in
+    size = weight.group_size
+    num_in = weight.num_in
     if weight.scale_OJ.shape[-1] == 1:
         return None if weight.zero_OJ is None and weight.minimum_OJ is None else num_in
     if size % cut.depth and (cut.depth % size or size == 1):
@@ -359,7 +366,9 @@ def _scale_group(weight: QuantizedWeight, cut: Cut) -> int | None:
 @functools.partial(jax.jit, static_argnames="config")
 def _multiply(operands: list[Any], config: Config) -> jax.Array:
     count_E, x_PI, values, *of_groups = operands
-    cut, num_rows, num_groups = config.cut, x_PI.shape[0], values.shape[0]
+    cut = config.cut
+    num_rows = x_PI.shape[0]
+    num_groups = values.shape[0]
     num_tiles = _num_tiles(num_rows, num_groups, cut.rows)
     blocks = pl.cdiv(config.num_out, cut.cols)
     apart = cut.splits > 1

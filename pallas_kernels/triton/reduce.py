@@ -44,7 +44,8 @@ def reduce_splits(
 
 
 def _kernel(out_ref, top_ref, splits_ref, reduced_ref, *, max_splits: int, width: int) -> None:  # type: ignore[no-untyped-def]
-    token, head = pl.program_id(0), pl.program_id(1)
+    token = pl.program_id(0)
+    head = pl.program_id(1)
     split_Z = jnp.arange(pl.next_power_of_2(max_splits))
     at_H = jnp.arange(pl.next_power_of_2(width))
     has_Z = split_Z < tb.load(splits_ref.at[token])

@@ -122,9 +122,12 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
     *,
     tile: int,
 ):
-    row, vocab_size = pl.program_id(0), logits_ref.shape[1]
-    temperature, top_k = load(temperature_ref.at[row]), load(top_k_ref.at[row])
-    top_p, min_p = load(top_p_ref.at[row]), load(min_p_ref.at[row])
+    row = pl.program_id(0)
+    vocab_size = logits_ref.shape[1]
+    temperature = load(temperature_ref.at[row])
+    top_k = load(top_k_ref.at[row])
+    top_p = load(top_p_ref.at[row])
+    min_p = load(min_p_ref.at[row])
     largest = load(largest_ref.at[row]) / temperature
     cuts = (top_k > 0) & (top_k < vocab_size)
     is_likely = (top_p < 1.0) | (min_p > 0.0)
@@ -145,7 +148,8 @@ def _cutoffs_kernel(  # type: ignore[no-untyped-def]
     @pl.when(wanted)
     def _search() -> None:
         # A branch cannot return a constant.
-        all_of_them, all_likelihoods = jnp.minimum(top_p, -jnp.inf), jnp.minimum(min_p, 0.0)
+        all_of_them = jnp.minimum(top_p, -jnp.inf)
+        all_likelihoods = jnp.minimum(min_p, 0.0)
         cutoff = jax.lax.cond(
             cuts,
             lambda: value_of(_at_least(turns, scaled, top_k, largest, tile, vocab_size).low),
@@ -294,7 +298,8 @@ def _narrowed(
         middle = _between(low, high)
         tries: tuple[jax.Array, ...] = (_between(low, middle), middle, _between(middle, high))
         if by_value:
-            bottom, top = value_of(low), value_of(high)
+            bottom = value_of(low)
+            top = value_of(high)
             values = [bottom + (top - bottom) * np.float32(share) for share in (0.25, 0.5, 0.75)]
             divides = (turn <= by_value) & (low > LOWEST)
             tries = tuple(
@@ -307,9 +312,11 @@ def _narrowed(
         numbers, are_enough = at_or_above(tuple(value_of(one) for one in tries))
         for key, number, is_enough in zip(tries, numbers, are_enough, strict=True):
             rises = is_enough & (key > low)
-            low, at_low = jnp.where(rises, key, low), jnp.where(rises, number, at_low)
+            low = jnp.where(rises, key, low)
+            at_low = jnp.where(rises, number, at_low)
             falls = ~is_enough & (key < high)
-            high, at_high = jnp.where(falls, key, high), jnp.where(falls, number, at_high)
+            high = jnp.where(falls, key, high)
+            at_high = jnp.where(falls, number, at_high)
         return Bracket(low, high, at_low, at_high), turn + 1
 
     narrowed: Bracket = jax.lax.while_loop(goes_on, narrow, (bracket, jnp.int32(0)))[0]
@@ -329,8 +336,10 @@ def _between(low: jax.Array, high: jax.Array) -> jax.Array:
 def _likeliest_kernel(  # type: ignore[no-untyped-def]
     logits_ref, largest_ref, log_sum_ref, values_ref, ids_ref, *, tile: int, count: int
 ):
-    row, vocab_size = pl.program_id(0), logits_ref.shape[1]
-    largest, log_sum = load(largest_ref.at[row]), load(log_sum_ref.at[row])
+    row = pl.program_id(0)
+    vocab_size = logits_ref.shape[1]
+    largest = load(largest_ref.at[row])
+    log_sum = load(log_sum_ref.at[row])
 
     def normalised(x: jax.Array) -> jax.Array:
         return x - largest - log_sum
@@ -339,14 +348,16 @@ def _likeliest_kernel(  # type: ignore[no-untyped-def]
     low, high, _, at_high = _at_least(
         turns, normalised, count, normalised(largest), tile, vocab_size
     )
-    bottom, top = value_of(low), value_of(high)
+    bottom = value_of(low)
+    top = value_of(high)
 
     def take(
         x: jax.Array, place: jax.Array, taken: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         num_above, num_level = taken
         value_X = normalised(x)
-        above_X, level_X = value_X >= top, (value_X >= bottom) & (value_X < top)
+        above_X = value_X >= top
+        level_X = (value_X >= bottom) & (value_X < top)
         # Two running counts are in one integer: each is less than 2^16 in a tile.
         counts_X = jnp.cumsum(above_X.astype(jnp.int32) | level_X.astype(jnp.int32) << 16)
         index_X = (

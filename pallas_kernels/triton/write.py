@@ -67,7 +67,8 @@ def _in_places(kept: Sequence[jax.Array], num_new: int) -> tuple[jax.Array | Non
 
 
 def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # type: ignore[no-untyped-def]
-    new_refs, kept_refs = refs[:num_new], refs[num_new:]
+    new_refs = refs[:num_new]
+    kept_refs = refs[num_new:]
     out_refs = kept_refs[len(kept_refs) // 2 :]  # they alias the first half
     scale_refs = out_refs[num_new:] or (None,) * num_new
     num_blocks, block_size, num_heads, width = out_refs[0].shape
@@ -80,7 +81,8 @@ def _kernel(slots_ref, *refs, num_new: int, heads: int, padded_width: int):  # t
 
     @pl.when((slot >= 0) & (slot < num_blocks * block_size))
     def _write() -> None:
-        block, offset = jax.lax.div(slot, block_size), jax.lax.rem(slot, block_size)
+        block = jax.lax.div(slot, block_size)
+        offset = jax.lax.rem(slot, block_size)
         for new_ref, pages_ref, scale_ref in zip(new_refs, out_refs, scale_refs, strict=False):
             other = None if mask is None else 0.0
             x = load(new_ref.at[token, head[:, None], column[None, :]], mask=mask, other=other)

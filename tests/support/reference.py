@@ -123,7 +123,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Iterator
 
 def _settings() -> Iterator[str]:
     yield "A setting has one name everywhere: in Python, in YAML, as a flag and as an environment variable."
-    yield "In YAML, the settings of the server stand below `server:`."
+    yield "In YAML, the settings of the server are below `server:`."
     yield ""
     yield "Sources, the strongest first: flag or Python argument, `JAXPAGE_*` variable, YAML file, the model's"
     yield "`generation_config.json`, the default. `jaxpage config show` prints the origin of each value."

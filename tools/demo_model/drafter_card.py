@@ -40,8 +40,8 @@ guess one place further on counts 0.8 times as much. Steps are of {tokens_per_st
 
 On text that the model wrote from other prompts and seeds: at most {rows} rows of each kind, up to {length} tokens \
 each. "Novels" are eight prompts in their manner; greedy text of a prompt counts once. The loop of speculation is \
-replayed outside jaxpage: of the drafts behind a known token, those before the first that the model did not draw are \
-accepted, and the model's own draw comes behind them. "Draft 1" is the share of steps whose first draft was \
+replayed outside jaxpage: a step accepts the drafts after a known token up to the first that the model did not \
+draw, and the model's own draw follows them. "Draft 1" is the share of steps whose first draft was \
 accepted, "draft 4" of those that had all four. Tokens per step count the model's own. The tree has 15 guesses of \
 fixed ranks, searched from the measured accuracies.
 
@@ -49,7 +49,7 @@ fixed ranks, searched from the measured accuracies.
 |---|---|---|---|---|---|---|---|---|
 {acceptance}
 
-Drafts are the likeliest guesses here. A draft drawn from the draft model's own distribution q would be accepted by \
+Drafts are the most likely guesses here. A draft drawn from the draft model's own distribution q would be accepted by \
 rejection sampling in sum(min(p, q)) of all cases: {overlap}.
 
 Greedy text of so small a model repeats itself, and drafters are right about repetitions; the last column says how \

@@ -19,13 +19,15 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.kernel_lab", description=__doc__)
     parser.add_argument("part", choices=PARTS)
     parser.add_argument(
-        "--backend", default="", help="of parity, stability, sanitizer, one-case and bench"
+        "--backend", default="", help="for parity, stability, sanitizer, one-case and bench"
     )
     parser.add_argument(
-        "--specs", default="short", help="of bench: texts of names, comma-separated; default: short"
+        "--specs",
+        default="short",
+        help="texts of names, comma-separated, for bench; default: short",
     )
     parser.add_argument(
-        "--splits", default="", help="of bench: numbers of splits to try, comma-separated"
+        "--splits", default="", help="numbers of splits to try, comma-separated, for bench"
     )
     parser.add_argument(
         "--interpret",

@@ -42,7 +42,7 @@ def findings(*, interpret: bool, small: bool) -> Iterator[Finding]:
     likeliest = functools.partial(found[1], interpret=interpret)
     vocab_size = 1000 if small else VOCAB_SIZE
     yield judged("sampler: cut-offs", functools.partial(_cutoffs, cutoffs, vocab_size))
-    yield judged("sampler: likeliest", functools.partial(_likeliest, likeliest, vocab_size))
+    yield judged("sampler: most likely", functools.partial(_likeliest, likeliest, vocab_size))
     yield judged("sampler: timings", functools.partial(_timings, cutoffs, likeliest, small))
 
 
@@ -116,7 +116,7 @@ def _likeliest(likeliest: Callable[..., Any], vocab_size: int) -> Finding:
         if same
         else f"{int((got_RW != want_RW).sum())} tokens differ from a sort"
     )
-    return Finding("sampler: likeliest", PASSED if same else FAILED, summary)
+    return Finding("sampler: most likely", PASSED if same else FAILED, summary)
 
 
 def _timings(
@@ -170,7 +170,7 @@ def _works(
         "top-k 50": cut(50, 1.0),
         "top-p 0.95": cut(0, 0.95),
         "top-k 50, top-p 0.95": cut(50, 0.95),
-        f"likeliest {NUM_LIKELIEST}": log_probabilities,
+        f"most likely {NUM_LIKELIEST}": log_probabilities,
         "largest (one reading)": lambda logits_RV: logits_RV.max(axis=1),
     }
 

@@ -97,7 +97,7 @@ def chunk_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:
     for size in sizes:
         num_tokens = max(size, min(128, spec.queries[0]))
         yield f"chunk of {size} in a step of {num_tokens}", last_tokens(whole, size, num_tokens)
-    yield f"chunk of {spec.queries[0]} beside others", whole
+    yield f"chunk of {spec.queries[0]} with others", whole
 
 
 def verify_settings(spec: Spec, sizes: tuple[int, ...]) -> Settings:

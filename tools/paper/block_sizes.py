@@ -78,7 +78,7 @@ def figure_18(effort: Effort, measure_attention: MeasureAttention) -> Figure:
         f"{time.num_rows} x {time.context}: {time.overhead:+.0%}" for time in times
     )
     first = Row(
-        "a) attention over blocks of 16 beside contiguous (a CPU, shape only)",
+        "a) attention over blocks of 16, against contiguous (a CPU, shape only)",
         "20 to 26 % slower",
         overheads,
     )

@@ -34,7 +34,7 @@ What differs from the paper everywhere:
 - {effort}
 - A request that is unfinished at the end of its window counts with the time until then, which is too little: what
   lies above the knee of a curve is drawn too low.
-- Of most curves the paper prints no number: then the one beside ours was read off its plot (about ± 15 %). The
+- The paper prints no number for most curves: then the one next to ours was read off its plot (about ± 15 %). The
   *highest rate* is that at which a curve passes 0.5 s/token, in requests/s.
 """
 

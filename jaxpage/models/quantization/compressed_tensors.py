@@ -50,7 +50,8 @@ def read(config: QuantizationFields) -> Scheme:
     ):  # "dense" is stored as it is, zeros included
         config.absent("sparsity_config")
     config.absent("transform_config")
-    ignore, groups = config.names(KEPT_FIELD), config.part("config_groups")
+    ignore = config.names(KEPT_FIELD)
+    groups = config.part("config_groups")
     if config.config.get("config_groups") is None:
         config.refuse("config_groups", "must be an object of groups", WrongField)
     forms = [
@@ -104,7 +105,8 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
     size = weights.group_size("group_size", all_inputs=False) if strategy == "group" else None
     if name == "mxfp4-pack-quantized":
         return WeightFormat("fp4", packed_bytes("weight_packed"), _exponents(32), group_size=32)
-    bits, kind = weights.one_of("num_bits", (8, 4)), weights.one_of("type", ("int", "float"))
+    bits = weights.one_of("num_bits", (8, 4))
+    kind = weights.one_of("type", ("int", "float"))
     symmetric = weights.flag("symmetric", True)
     if kind == "float":
         if bits != 8:
@@ -113,7 +115,8 @@ def _form(group: QuantizationFields, config: QuantizationFields) -> WeightFormat
             )
         block = weights.sizes("block_structure", 2) if strategy == "block" else None
         rows, size = block or (1, size)
-        values, scale = plain("float8_e4m3fn"), _scale(strategy, size, block)
+        values = plain("float8_e4m3fn")
+        scale = _scale(strategy, size, block)
         return WeightFormat("fp8", values, scale, group_size=size, block_rows=rows)
     packed = name == "pack-quantized"
     if bits == 4 and not packed:

@@ -77,7 +77,8 @@ def nvfp4_scale(name: str, whole: str, shape: tuple[int, ...], *, divides: bool)
     """
 
     def decode(numbers: np.ndarray, num_out: int, num_in: int, of_all: np.ndarray) -> np.ndarray:
-        scale, factor = np.asarray(numbers, np.float32), np.asarray(of_all, np.float32).reshape(())
+        scale = np.asarray(numbers, np.float32)
+        factor = np.asarray(of_all, np.float32).reshape(())
         return scale / factor if divides else scale * factor
 
     def check(numbers: np.ndarray) -> str | None:

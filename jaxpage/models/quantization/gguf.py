@@ -118,7 +118,8 @@ def _q4_k(blocks: np.ndarray, place: int) -> np.ndarray:
     Each has six bits, and is multiplied by the number in half precision at that place.
     """
     parts = np.split(blocks[..., 4:16], 3, axis=-1)
-    own, rest = parts[place], parts[2] >> 4 if place else parts[2] & 15
+    own = parts[place]
+    rest = parts[2] >> 4 if place else parts[2] & 15
     return _half(place)(blocks)[..., None].astype(np.float32) * np.concatenate(
         [own & 63, rest | own >> 6 << 4], axis=-1
     )

@@ -36,7 +36,8 @@ _ONES = {4: 0x11111111, 8: 0x01010101}  # a one in each code of a word
 
 def read(config: QuantizationFields) -> Scheme:
     """Reads `quantization_config`."""
-    bits, size = config.one_of("bits", (4, 8)), config.group_size("group_size")
+    bits = config.one_of("bits", (4, 8))
+    size = config.group_size("group_size")
     if config.flag("desc_act", False) and size is not None:
         config.refuse(
             "desc_act",

@@ -84,7 +84,7 @@ class QuantizationFields(ConfigFields):
             isinstance(each, str) and is_pattern(each) for each in found
         ):
             self.refuse(
-                name, "must be a list of names, or of regular expressions behind 're:'", WrongField
+                name, "must be a list of names, or of regular expressions after 're:'", WrongField
             )
             return ()
         return tuple(found)

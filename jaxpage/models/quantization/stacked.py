@@ -13,7 +13,8 @@ from jaxpage.models.quantization.scheme import UNQUANTISED, Scheme
 from jaxpage.models.quantization.scheme_choice import KEPT, METHODS
 from jaxpage.models.weights import Weight
 
-_APART, _UNQUANTIZED = re.compile(r"\.experts\.\d"), re.compile(r"\.experts\.[a-z_]+_proj$")
+_APART = re.compile(r"\.experts\.\d")
+_UNQUANTIZED = re.compile(r"\.experts\.[a-z_]+_proj$")
 
 
 def refused_experts(

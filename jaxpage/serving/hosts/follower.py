@@ -58,7 +58,9 @@ class Follower:
         # The drafts come from the records. The engine's own speculator might choose another number
         # of drafts, because it measures how many are worth their time.
         engine.speculator = self._drafts = LoggedDrafts()
-        self._engine, self._channel, self._adapters = engine, channel, adapters or {}
+        self._engine = engine
+        self._channel = channel
+        self._adapters = adapters or {}
         self._received: queue.SimpleQueue[Record] = queue.SimpleQueue()
         self._theirs: Record | None = None  # the record that this engine must make next
         self._ours: deque[Record] = deque()  # records of this engine that rank 0 has not sent yet
@@ -128,7 +130,8 @@ class Follower:
         if self._theirs is None:
             self._ours.append(ours)
         else:
-            theirs, self._theirs = self._theirs, None
+            theirs = self._theirs
+            self._theirs = None
             self._compare(theirs, ours)
 
     def _compare(self, theirs: Record, ours: Record) -> None:

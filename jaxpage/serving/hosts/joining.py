@@ -107,7 +107,8 @@ def smallest_sizes(
     sizes = {name: [each[name] for each in said] for name in _SIZES}
     differing = [name for name, values in sizes.items() if len(set(values)) > 1]
     for name in differing:
-        least, most = min(sizes[name]), max(sizes[name])
+        least = min(sizes[name])
+        most = max(sizes[name])
         text = (
             "%s is %d on all hosts, since rank %d has memory for no more; rank %d has memory for %d"
         )

@@ -51,7 +51,8 @@ class Limits:
         headers = Headers(scope=scope)
         self._check(headers)
         deadline = asyncio.get_running_loop().time() + self._timeout
-        num_bytes, is_complete = 0, False
+        num_bytes = 0
+        is_complete = False
 
         async def limited_receive() -> Message:
             nonlocal num_bytes, is_complete

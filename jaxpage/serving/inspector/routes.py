@@ -113,7 +113,8 @@ def page_routes() -> list[BaseRoute]:
 
 
 def _file(name: str, path: Path) -> Route:
-    content, kind = path.read_bytes(), _TYPES[path.suffix]
+    content = path.read_bytes()
+    kind = _TYPES[path.suffix]
 
     async def answer(request: Request) -> Response:
         return Response(content, media_type=kind, headers=_HEADERS)
@@ -219,7 +220,8 @@ class _Feed:
                 }
                 content = {**snapshot, "clock": None}
                 if content != self._content:
-                    self._content, self._version = content, self._version + 1
+                    self._content = content
+                    self._version = self._version + 1
                 self._body = encoded(snapshot)
                 self._due = time.monotonic() + SECONDS_BETWEEN_SNAPSHOTS
             return self._version, self._body
@@ -241,11 +243,13 @@ class _Feed:
             self.num_viewers -= 1
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        shown, quiet_since = 0, time.monotonic()
+        shown = 0
+        quiet_since = time.monotonic()
         while self._driver.ready:
             version, body = await self.latest()
             if version != shown:
-                shown, quiet_since = version, time.monotonic()
+                shown = version
+                quiet_since = time.monotonic()
                 yield event(body)
             elif time.monotonic() - quiet_since > SECONDS_BETWEEN_COMMENTS:
                 quiet_since = time.monotonic()

@@ -41,7 +41,8 @@ class Inspector:
         if watcher is None or not watcher.is_listening:
             watcher = self._watcher = Watcher(engine)
         watcher.looked()
-        scheduler, executables = engine.scheduler, engine.runner.executables
+        scheduler = engine.scheduler
+        executables = engine.runner.executables
         manager = scheduler.block_manager
         groups = [(group, "running") for group in scheduler.running]
         groups += [(group, _waiting_state(group, manager)) for group in scheduler.waiting]

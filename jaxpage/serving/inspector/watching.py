@@ -59,7 +59,8 @@ class Timeline:
             and last[0] == kind
             and (goes_on or len(self.segments) >= MOST_SEGMENTS)
         ):
-            last[2], last[3] = ended, last[3] + num_tokens
+            last[2] = ended
+            last[3] += num_tokens
         else:
             self.segments.append([kind, began, ended, num_tokens])
             del self.segments[:-MOST_SEGMENTS]

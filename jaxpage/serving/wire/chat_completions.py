@@ -59,7 +59,8 @@ def _check_logprobs(request: ChatCompletionRequest) -> None:
 
 def _max_tokens(request: ChatCompletionRequest) -> int | None:
     """Returns the most tokens of an answer; None for as many as the model has room for."""
-    new, old = request.max_completion_tokens, request.max_tokens
+    new = request.max_completion_tokens
+    old = request.max_tokens
     if new is not None and old is not None and new != old:
         message = f"max_completion_tokens={new} and max_tokens={old} differ; give one of them"
         raise ApiError(400, message, param="max_completion_tokens")
@@ -84,7 +85,9 @@ def _params(
 class ChatAnswer(Answer):
     """Answers one conversation with `n` messages that continue it."""
 
-    _prefix, _object, _chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    _prefix = "chatcmpl"
+    _object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
     _request: ChatCompletionRequest
 
     def __init__(

@@ -96,7 +96,9 @@ def _params(request: CompletionRequest, context: ModelContext) -> SamplingParams
 class CompletionAnswer(Answer):
     """Answers one or several prompts with `n` texts for each."""
 
-    _prefix, _object, _chunk_object = "cmpl", "text_completion", "text_completion"
+    _prefix = "cmpl"
+    _object = "text_completion"
+    _chunk_object = "text_completion"
     _request: CompletionRequest
 
     def __init__(

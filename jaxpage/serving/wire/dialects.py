@@ -74,7 +74,8 @@ def _named() -> Frame:
 
 
 def _numbered() -> Frame:
-    frame, numbers = _named(), itertools.count()
+    frame = _named()
+    numbers = itertools.count()
     return lambda value: frame({**value, "sequence_number": next(numbers)})
 
 

@@ -113,7 +113,8 @@ class ApiError(Exception):
         if self.param is not None and (name := names.get(self.param)) is not None:
             self._unscrubbed = re.sub(rf"^{re.escape(self.param)}\b", name, self._unscrubbed)
             self.message = re.sub(rf"^{re.escape(self.param)}\b", name, self.message)
-            self.param, self.args = name, (self.message,)
+            self.param = name
+            self.args = (self.message,)
         return self
 
     def body(self) -> dict[str, Any]:

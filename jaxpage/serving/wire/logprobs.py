@@ -155,7 +155,10 @@ def completion_logprobs(
         places: The offsets of the choice, after the tokens before these.
         texts: Gives the texts of tokens.
     """
-    tokens, logprobs, tops, offsets = [], [], [], []
+    tokens = []
+    logprobs = []
+    tops = []
+    offsets = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         token = texts(token_id, entry[token_id] if entry else None)
         tokens.append(token)

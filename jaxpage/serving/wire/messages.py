@@ -108,7 +108,8 @@ class MessageAnswer(InBlocks):
         }
 
     def _stop(self) -> dict[str, str | None]:
-        reason, stop = self._ending.get("finish_reason"), self._ending.get("stop_reason")
+        reason = self._ending.get("finish_reason")
+        stop = self._ending.get("stop_reason")
         if reason == "stop" and isinstance(stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": stop}
         return {

@@ -269,7 +269,8 @@ class OllamaAnswer(Translated):
         """Returns the response where the request does not stream; see `Exchange`."""
         self._metrics = outputs[0].metrics
         response = self._inner.whole(outputs)
-        self._usage, (choice,) = response["usage"], response["choices"]
+        self._usage = response["usage"]
+        (choice,) = response["choices"]
         self._reason = choice["finish_reason"]
         return {**self._said(dict(pieces(choice))), **self._end()}
 
@@ -331,7 +332,8 @@ class _Vector(EmbeddingAnswer):
 
 
 def _line(model: str, said: dict[str, str], *, is_chat: bool) -> dict[str, Any]:
-    content, reasoning = said.get("content", ""), said.get("reasoning")
+    content = said.get("content", "")
+    reasoning = said.get("reasoning")
     thinking = {} if reasoning is None else {"thinking": reasoning}
     now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
     if is_chat:

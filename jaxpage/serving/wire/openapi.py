@@ -37,7 +37,8 @@ _REQUESTS: tuple[type[BaseModel], ...] = (
     *(OllamaEmbedRequest, OllamaEmbeddingsRequest),
 )
 _PLACE = "#/components/schemas/"
-_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
+_EVENTS = "text/event-stream"
+_LINES = "application/x-ndjson"
 
 
 def openapi(context: ModelContext) -> dict[str, Any]:
@@ -248,7 +249,9 @@ def _list(items: dict[str, Any]) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
-_STRING, _INTEGER, _OPTIONAL = {"type": "string"}, {"type": "integer"}, {"type": ["string", "null"]}
+_STRING = {"type": "string"}
+_INTEGER = {"type": "integer"}
+_OPTIONAL = {"type": ["string", "null"]}
 _USAGE = _object(prompt_tokens=_INTEGER, completion_tokens=_INTEGER, total_tokens=_INTEGER)
 _PROMPT_USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
 _MODEL = _object(

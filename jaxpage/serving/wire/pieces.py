@@ -67,7 +67,8 @@ class Thinking:
     The text after it is read by another parser.
     """
 
-    OPEN, CLOSE = "<think>", "</think>"
+    OPEN = "<think>"
+    CLOSE = "</think>"
 
     def __init__(self, rest: PieceParser, *, is_open: bool) -> None:
         """Makes the parser of an answer.
@@ -77,7 +78,7 @@ class Thinking:
             is_open: True if the prompt already ends with the opening mark.
         """
         self._rest = rest
-        self._state: Literal["before", "inside", "behind"] = "inside" if is_open else "before"
+        self._state: Literal["before", "inside", "after"] = "inside" if is_open else "before"
         self._space: list[str] = []  # the white space at the beginning
         self._held = ""  # text that may be the beginning of a mark
 
@@ -91,21 +92,26 @@ class Thinking:
                 return
             self._held = ""
             if begun.startswith(self.OPEN):
-                self._state, text = "inside", begun[len(self.OPEN) :]
+                self._state = "inside"
+                text = begun[len(self.OPEN) :]
             else:
-                self._state, text = "behind", "".join(self._space) + begun
+                self._state = "after"
+                text = "".join(self._space) + begun
         if self._state == "inside":
-            text, self._held = self._held + text, ""
+            text = self._held + text
+            self._held = ""
             end = text.find(self.CLOSE)
             if end < 0:
                 certain = len(text) - held_back(text, self.CLOSE)
-                text, self._held = text[:certain], text[certain:]
+                self._held = text[certain:]
+                text = text[:certain]
                 if text:
                     yield Piece("reasoning", text)
                 return
             if end:
                 yield Piece("reasoning", text[:end])
-            self._state, text = "behind", text[end + len(self.CLOSE) :]
+            self._state = "after"
+            text = text[end + len(self.CLOSE) :]
         yield from self._rest.push(text)
 
     def finish(self) -> Iterator[Piece]:

@@ -86,7 +86,8 @@ class ResponseAnswer(InBlocks):
         self._created = int(time.time())
 
     def _answer(self) -> dict[str, Any]:
-        request, params = self._request, self.prompts[0].params
+        request = self._request
+        params = self.prompts[0].params
         is_cut = self._ending.get("finish_reason") == "length"
         last = len(self._blocks) - 1
         output = [
@@ -137,7 +138,8 @@ class ResponseAnswer(InBlocks):
         }
 
     def _item(self, index: int, status: str, *, is_empty: bool = False) -> dict[str, Any]:
-        kind, item_id = self._blocks[index][0], self._item_id(index)
+        kind = self._blocks[index][0]
+        item_id = self._item_id(index)
         content = [] if is_empty else [self._part(index)]
         if kind == "reasoning":
             return {

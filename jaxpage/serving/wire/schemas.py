@@ -207,15 +207,16 @@ def _problem_of(pattern: Any) -> str | None:
     """
     if not isinstance(pattern, str):
         return "is not a string"
-    depth, in_class, escaped, may_repeat = 0, False, False, False
+    depth = 0
+    in_class = False
+    escaped = False
+    may_repeat = False
     for place, character in enumerate(pattern):
         if not (escaped or in_class) and _BEYOND_REGULAR.match(pattern, place):
             return "looks around or back, which is not supported"
         if escaped or in_class:
-            in_class, escaped = (
-                in_class and (escaped or character != "]"),
-                not escaped and character == "\\",
-            )
+            in_class = in_class and (escaped or character != "]")
+            escaped = not escaped and character == "\\"
             may_repeat = True
         elif (character in "*+" and not may_repeat) or (character == ")" and depth == 0):
             return "is not a valid regular expression"

@@ -123,7 +123,8 @@ def _pairs(request: ScoreRequest, context: ModelContext) -> list[tuple[Any, Any]
     Raises:
         ApiError: There are too many prompts or continuations, or their numbers differ.
     """
-    prompts, continuations = prompts_of(request.prompt), prompts_of(request.continuation)
+    prompts = prompts_of(request.prompt)
+    continuations = prompts_of(request.continuation)
     most = context.limits.max_prompts
     for name, given in (("prompt", prompts), ("continuation", continuations)):
         if not 0 < len(given) <= most:
@@ -157,13 +158,15 @@ def _encoded(
     for name, given in (("prompt", prompt), ("continuation", continuation)):
         context.checked_prompt(given, name)
     if isinstance(prompt, str):
-        special, tokenizer = request.add_special_tokens is not False, context.tokenizer
+        special = request.add_special_tokens is not False
+        tokenizer = context.tokenizer
         assert tokenizer is not None
         context.check_length(prompt + continuation, "prompt")
         token_ids = tuple(tokenizer(prompt + continuation, add_special_tokens=special)["input_ids"])
         num_prompt_tokens = len(tokenizer(prompt.rstrip(), add_special_tokens=special)["input_ids"])
     else:
-        token_ids, num_prompt_tokens = (*prompt, *continuation), len(prompt)
+        token_ids = (*prompt, *continuation)
+        num_prompt_tokens = len(prompt)
     if not num_prompt_tokens:
         raise ApiError(400, "prompt must have at least one token", param="prompt")
     if num_prompt_tokens >= len(token_ids):

@@ -30,7 +30,8 @@ from jaxpage.worker_process import die_with_parent
 MAX_CHARACTERS = 8 << 20  # a rendered text comes from a body of at most 4 MiB
 # Real time may be this many times the processor time, because a busy machine shares its processors.
 _PATIENCE = 4
-_DONE, _REPLACE_ME = 0, 3
+_DONE = 0
+_REPLACE_ME = 3
 
 
 def main() -> None:
@@ -65,15 +66,19 @@ def _serve(before: int) -> NoReturn:
         # Nobody handles these signals, so they end the process even within native code.
         signal.setitimer(signal.ITIMER_PROF, seconds)
         signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds)
-        problem, text, has_room = None, None, True
+        problem = None
+        text = None
+        has_room = True
         try:
             text = rendered(request)
         except MemoryError:
-            problem, has_room = f"it takes more than {num_bytes >> 20} MiB of memory", False
+            problem = f"it takes more than {num_bytes >> 20} MiB of memory"
+            has_room = False
         except Exception as error:  # a template is a program, and may fail in any way
             problem = (str(error) or type(error).__name__)[:MAX_CHARACTERS]
         if text is not None and len(text) > MAX_CHARACTERS:
-            problem, text = f"its text has {len(text)} characters, more than {MAX_CHARACTERS}", None
+            problem = f"its text has {len(text)} characters, more than {MAX_CHARACTERS}"
+            text = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         if not has_room:

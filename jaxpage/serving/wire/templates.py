@@ -38,7 +38,8 @@ _GIVEN = {
     "continue_final_message",
     "raise_exception",
 }
-_MAX_NUMBER, _MAX_TEXT = 10_000, 1_000  # a template may count up to a variable
+_MAX_NUMBER = 10_000  # a template may count up to a variable
+_MAX_TEXT = 1_000
 _MAX_VARIABLES = 64
 RENDER_SECONDS = 2.0  # processor time
 RENDER_BYTES = 256 << 20

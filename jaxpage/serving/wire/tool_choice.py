@@ -52,7 +52,8 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     Raises:
         ApiError: The server cannot honour the tools or the choice.
     """
-    tools, choice = request.tools or [], request.tool_choice
+    tools = request.tools or []
+    choice = request.tool_choice
     if not tools:
         if choice not in (None, "none") and not (choice == "auto" and request.tools is not None):
             raise ApiError(400, "tool_choice needs tools", param="tool_choice")

@@ -72,7 +72,8 @@ class Hermes:
     not content.
     """
 
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
+    OPEN = "<tool_call>"
+    CLOSE = "</tool_call>"
     _NEXT = {  # the marks to look for in each state  # noqa: RUF012
         "outside": re.compile(OPEN),
         "inside": re.compile(rf'["\\]|{CLOSE}'),
@@ -92,7 +93,8 @@ class Hermes:
 
     def push(self, text: str) -> Iterator[Piece]:
         """Yields the pieces that are certain with this text."""
-        text, self._held = self._held + text, ""
+        text = self._held + text
+        self._held = ""
         begin = 0
         while begin < len(text):
             if self._string is not None:
@@ -162,7 +164,8 @@ class Hermes:
         if mark:
             yield from self._called(mark)
             yield from self.push(behind)
-            held, self._held = self._held, ""
+            held = self._held
+            self._held = ""
             yield from self._said(held)
 
     def _said(self, text: str) -> Iterator[Piece]:
@@ -263,7 +266,8 @@ class JsonCalls:
             if self._is_escaped:
                 self._is_escaped = False
             elif character in '\\"':
-                self._is_escaped, self._in_string = character == "\\", character == "\\"
+                self._is_escaped = character == "\\"
+                self._in_string = character == "\\"
             return False
         self._in_string = character == '"'
         self._depth += (character == "{") - (character == "}")

@@ -128,7 +128,8 @@ class InBlocks(Translated):
     def whole(self, outputs: list[RequestOutput]) -> dict[str, Any]:
         """Returns the response where the request does not stream; see `Exchange`."""
         response = self._inner.whole(outputs)
-        self._usage, (self._ending,) = response["usage"], response["choices"]
+        self._usage = response["usage"]
+        (self._ending,) = response["choices"]
         self._blocks = [(kind, [text]) for kind, text in pieces(self._ending)]
         if not self._blocks or self._blocks[-1][0] != "content":
             self._blocks.append(("content", []))

@@ -89,6 +89,6 @@ def markdown(found: Iterable[Row], refusals: Sequence[str], *, gpu: str) -> str:
 
 
 _NOTE = (
-    "Registers and spilled bytes are of a thread, shared memory is of a program, instructions are counted as they stand in the code, "
-    "not as often as they run."
+    "Registers and spilled bytes are of a thread, shared memory is of a program, instructions are counted once for each place in "
+    "the code, not as often as they run."
 )

@@ -13,7 +13,7 @@ export class Recording {
     this.name = name;
     this.lines = text.split("\n");
     this.isTorn = this.lines.pop() !== ""; // a last line without its end, as a killed process leaves it, is left out
-    this.ends = [1]; // by moment: the line behind it
+    this.ends = [1]; // by moment: the line after it
     this.momentOfStep = new Map();
     this.copies = [];
     const header = this.record(0);
@@ -34,7 +34,7 @@ export class Recording {
         if (this.last % MOMENTS_BETWEEN_COPIES === 0) this.copies.push(structuredClone(this.state.data));
       }
     });
-    if (this.ends.at(-1) < this.lines.length) this.ends.push(this.lines.length); // what came behind the last step
+    if (this.ends.at(-1) < this.lines.length) this.ends.push(this.lines.length); // what came after the last step
     this.moment = this.last;
     this.lastStep = this.state.data.step;
   }

@@ -73,7 +73,7 @@ export class LogBlocks {
     }
   }
 
-  /** A block is handed out anew: nobody finds what was in it, nor what lay behind it. */
+  /** A block is handed out anew: nobody finds what was in it, nor what follows it. */
   forget(block) {
     const { entries, blockOf } = this.data;
     const gone = entries.has(block) ? [block] : [];

@@ -34,7 +34,7 @@ function blocks(lines, level) {
   return nodes;
 }
 
-/** The block that begins in a line, and the line behind it. */
+/** The block that begins in a line, and the line after it. */
 function blockAt(lines, at, level) {
   const line = lines[at];
   const fence = FENCE.exec(line);
@@ -145,7 +145,7 @@ function inline(text, level = 0) {
   return nodes;
 }
 
-/** The node that begins at a place of a text, and the place behind it; null: none does. */
+/** The node that begins at a place of a text, and the place after it; null: none does. */
 function spanAt(text, at, level, dead) {
   switch (text[at]) {
     case "`":

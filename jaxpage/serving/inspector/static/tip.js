@@ -1,4 +1,4 @@
-// A box beside what is pointed at.
+// A box next to what is pointed at.
 
 import { $ } from "./dom.js";
 

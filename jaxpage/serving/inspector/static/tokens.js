@@ -1,4 +1,4 @@
-// Text as tokens: the less likely one was, the darker it is, with the most likely alternatives in a box beside it.
+// Text as tokens: the less likely one was, the darker it is, with the most likely alternatives in a box next to it.
 
 import { el } from "./dom.js";
 import { hideTip, showTip } from "./tip.js";
