@@ -28,7 +28,7 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "olmoe") as fields:
+        with Fields(config, "olmoe", {"num_experts": "num_local_experts"}) as fields:
             if fields.get("clip_qkv", None) is not None:
                 fields.note(RefusedField("clip_qkv is not supported"), clip_qkv=None)
             num_layers = fields.integer("num_hidden_layers")

@@ -1,0 +1,267 @@
+"""Random checkpoints, loaded by transformers and by jaxpage, whose logits must be the same.
+
+jaxpage may refuse a checkpoint with an error that names a field. A difference is shrunk to the fewest
+changed fields and printed as a program.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import random
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from jaxpage import SamplingParams
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.errors import JaxpageError
+from tests.support.checkpoint_cases import Case, Config, class_fields, random_cases, smaller_cases
+from tests.support.checkpoint_cases import text_of
+from tests.support.dense import logits_of
+from tests.support.engines import make_llm
+from tests.support.hf_models import randomise
+
+LENGTH = 40  # beyond the windows and the original lengths of the cases
+MOST_PARAMETERS = 3_000_000
+# Each weight is moved by this share, two roundings of float32, to see how far logits move with it.
+MOVED = 2.0**-22
+# Sums are in another order here, which moves logits by as much as a few such moves. A field that is
+# read wrongly moves them by a thousand times that.
+MOVES = 16
+LEAST = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
+
+
+class NotTaken(Exception):
+    """Says why transformers gives no logits to compare with."""
+
+
+def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
+    """Writes the checkpoint and returns the model of transformers that was loaded from it.
+
+    Raises:
+        NotTaken: transformers makes no model of it.
+    """
+    mark = "\ufeff" if "mark" in case.files else ""
+    text = mark + json.dumps(case.config, indent=1)
+    try:
+        kind = getattr(transformers, case.config["architectures"][0])
+        (directory / "config.json").write_text(text.removeprefix(mark))
+        config = kind.config_class.from_pretrained(directory)
+        config._attn_implementation = "eager"
+        with torch.device("meta"):
+            count = sum(each.numel() for each in kind(copy.deepcopy(config)).parameters())
+        if count > MOST_PARAMETERS:
+            raise NotTaken("too many parameters")
+        model = kind(config).eval()
+        chance = torch.Generator().manual_seed(case.seed)
+        # As small as those of published models, where an epsilon matters, or large.
+        randomise(model, chance, embedding=(0.02, 0.2)[case.seed % 2])
+        more: dict[str, Any] = {"max_shard_size": "20KB"} if "shards" in case.files else {}
+        saved = model
+        if "prefixless" in case.files:
+            saved = getattr(model, model.base_model_prefix, model)
+        saved.save_pretrained(directory, save_original_format="stacked" not in case.files, **more)
+        _arrange(case, directory, model)
+        (directory / "config.json").write_text(text.removeprefix(mark))
+        loaded, told = kind.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+        (directory / "config.json").write_text(text, encoding="utf-8")
+    except NotTaken:
+        raise
+    except Exception as error:
+        raise NotTaken(f"{type(error).__name__}: {error}") from error
+    if told["missing_keys"] or told["mismatched_keys"]:
+        raise NotTaken(f"it does not load what it saved: {told}")
+    return loaded.eval()
+
+
+def _arrange(case: Case, directory: Path, model: Any) -> None:
+    """Arranges the files otherwise: another name, or a head that is saved although it is tied."""
+    path = directory / "model.safetensors"
+    if not path.is_file():
+        return
+    if "head" in case.files and "prefixless" not in case.files:
+        tensors = load_file(path)
+        head = model.get_output_embeddings().weight.detach().clone()
+        save_file({"lm_head.weight": head, **tensors}, path, {"format": "pt"})
+    if "numbered" in case.files:
+        name = "model.safetensors-00001-of-00001.safetensors"
+        where = dict.fromkeys(load_file(path), name)
+        path.rename(directory / name)
+        index = {"metadata": {"total_size": 1}, "weight_map": where}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@torch.no_grad()
+def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
+    try:
+        logits = model(token_ids[None]).logits[0].float().numpy()
+    except Exception as error:
+        raise NotTaken(f"{type(error).__name__}: {error}") from error
+    if not np.isfinite(logits).all():
+        raise NotTaken("its logits are not finite")
+    return logits
+
+
+@torch.no_grad()
+def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: int) -> float:
+    """Returns how far logits may be: some times what they move with the last bits of the weights."""
+    chance = torch.Generator().manual_seed(seed)
+    moved = copy.deepcopy(model)
+    for each in moved.parameters():
+        each.mul_(1 + MOVED * torch.randn(each.shape, generator=chance))
+    change = np.abs(_logits(moved, token_ids) - logits).max()
+    return float(MOVES * change + LEAST * np.abs(logits).max())
+
+
+def failure(case: Case, directory: Path, told: Counter[str] | None = None) -> str:
+    """Returns how jaxpage and transformers differ on a case; "" if they do not.
+
+    Args:
+        case: The case.
+        directory: An empty directory.
+        told: Counts what was compared, what was refused, and what transformers does not take.
+    """
+    told = Counter() if told is None else told
+    try:
+        model = write_checkpoint(case, directory)
+        chance = torch.Generator().manual_seed(case.seed)
+        size = model.config.get_text_config().vocab_size
+        token_ids = torch.randint(size, (LENGTH,), generator=chance)
+        return _compared(case, directory, model, token_ids, told)
+    except NotTaken as reason:
+        told[f"not taken by transformers: {kind_of(str(reason))}"] += 1
+        return ""
+
+
+def _compared(
+    case: Case, directory: Path, model: Any, token_ids: torch.Tensor, told: Counter[str]
+) -> str:
+    try:
+        files = open_model(directory)
+        token_ids = token_ids[: files.spec.max_position_embeddings]
+        expected = _logits(model, token_ids)
+        parameters = load_weights(files.plan, "float32", np.asarray)
+        found = logits_of(files.family, files.spec, parameters, token_ids.numpy(), rule=files.rule)
+        distance = float(np.abs(found - expected).max())
+        allowed = max(_tolerance(model, token_ids, expected, seed) for seed in range(1))
+        if not distance <= allowed:
+            # Where two experts are nearly as likely, one move need not exchange them.
+            allowed = max(_tolerance(model, token_ids, expected, seed) for seed in range(6))
+        if not distance <= allowed:
+            return f"logits differ by {distance:.2g} of {np.abs(expected).max():.2g}, and {allowed:.2g} is allowed"
+        if case.in_engine and len(token_ids) > 2:
+            problem = _in_engine(directory, model, token_ids[:-1].tolist(), allowed)
+            told["equal in an engine"] += not problem
+            return problem
+    except NotTaken:
+        _logits(model, token_ids)
+        raise
+    except JaxpageError as error:
+        return _refused(case, directory, str(error), told)
+    except Exception as error:
+        return f"{type(error).__name__} of jaxpage: {str(error)[:300]}"
+    told["equal"] += 1
+    return ""
+
+
+def _refused(case: Case, directory: Path, text: str, told: Counter[str]) -> str:
+    text = text.replace(str(directory), "DIRECTORY")
+    named = {*re.findall(r"\w+", text)}
+    fields = {*_names(case.config), *class_fields(case.config["model_type"])}
+    if not named & fields:
+        return f"jaxpage refuses it and names no field: {text[:300]}"
+    told[f"refused: {kind_of(text)}"] += 1
+    return ""
+
+
+def _names(config: Config) -> set[str]:
+    inner = [_names(value) for value in config.values() if isinstance(value, dict)]
+    return {*config}.union(*inner)
+
+
+@torch.no_grad()
+def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -> str:
+    """Compares the log probabilities of two tokens, of which one is decoded from the cache."""
+    params = SamplingParams(max_tokens=2, temperature=0, logprobs=3, ignore_eos=True)
+    with make_llm(directory, dtype="float32", max_model_len=None) as llm:
+        output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    first = model(torch.tensor([prompt]), use_cache=True)
+    cache = first.past_key_values
+    second = model(torch.tensor([output.token_ids[:1]]), past_key_values=cache, use_cache=True)
+    for place, logits in enumerate((first.logits, second.logits)):
+        wanted = torch.log_softmax(logits[0, -1].float(), -1)
+        for token_id, one in (output.logprobs or ())[place].items():
+            if abs(one.logprob - float(wanted[token_id])) > 2 * allowed:
+                return f"log probability {place} of token {token_id} in an engine is {one.logprob}, and {float(wanted[token_id])} of transformers"
+    return ""
+
+
+def kind_of(text: str) -> str:
+    """Returns the first sentence of an error without its numbers and values."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    line = next((line for line in lines if "DIRECTORY" not in line), lines[0] if lines else "")
+    line = re.sub(r"'[^']*'|\[.*\]|\{.*\}", "…", line)
+    return re.sub(r"\d[\d.e-]*", "N", line)[:160]
+
+
+def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str], None]) -> int:
+    """Runs random cases for some minutes and returns how many failed, which is at most one.
+
+    Args:
+        minutes: The time for new cases; shrinking takes as long again at most.
+        seed: The seed of the cases.
+        family: A module of `jaxpage.models` or an architecture; None for all.
+        tell: Takes lines for the person who runs it.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    end = time.monotonic() + 60 * minutes
+    told: Counter[str] = Counter()
+
+    def fails(case: Case, told: Counter[str] | None = None) -> str:
+        with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-") as directory:
+            return failure(case, Path(directory), told)
+
+    num_cases = 0
+    for case in random_cases(random.Random(seed), family):
+        if time.monotonic() > end:
+            break
+        num_cases += 1
+        if problem := fails(case, told):
+            tell(f"case {num_cases}: {case}: {problem}\nshrinking it")
+            logging.disable(logging.CRITICAL)  # each try would log the same lines again
+            small = shrunk(case, fails, seconds=60 * minutes)
+            tell(f"\n{fails(small) or problem}\n\n{small.program()}")
+            logging.disable(logging.NOTSET)
+            return 1
+    tell(f"{num_cases} checkpoints, no difference (seed {seed})")
+    for reason, count in sorted(told.items(), key=lambda item: (-item[1], item[0])):
+        tell(f"  {count} x {reason}")
+    return 0
+
+
+def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
+    """Returns the smallest case found in this time that still fails."""
+    end = time.monotonic() + seconds
+    progress = True
+    while progress:
+        progress = False
+        for smaller in smaller_cases(case):
+            if time.monotonic() > end:
+                return case
+            if fails(smaller):
+                case, progress = smaller, True
+                break
+    return case
