@@ -81,6 +81,18 @@ def test_a_field_that_is_left_out_is_the_default_of_transformers(name: str) -> N
     assert [text for text in map(difference, tried) if text] == []
 
 
+def test_a_field_goes_by_the_other_name_that_its_class_has_for_it() -> None:
+    differences = []
+    for name, config in CONFIGS.items():
+        config = {"num_nextn_predict_layers": 1, **config}
+        for other, field in CONFIG_MAPPING[config["model_type"]].attribute_map.items():
+            if field in config:
+                renamed = {other if key == field else key: config[key] for key in config}
+                if read(renamed) != read(config):
+                    differences.append(f"{name}: {other} for {field}: {read(renamed)}")
+    assert differences == []
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 # Fields as some files have them, and the same as most files do.
 ALIKE: dict[str, tuple[str, Config, Config]] = {
