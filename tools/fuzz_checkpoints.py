@@ -2,15 +2,14 @@
 
     python tools/fuzz_checkpoints.py --minutes 3 --seed 1 --family qwen3
 
-The first difference is shrunk to the fewest changed fields and printed as a program; the exit status
-is 1 then. What transformers runs and jaxpage refuses is counted by the text of the error. Needs torch
-and the test packages (`pip install '.[test]'` on Python 3.11).
+The first difference is shrunk to the fewest changed fields and printed as a program; the exit
+status is 1 then. What transformers runs and jaxpage refuses is counted by the text of the error.
+Needs torch and the test packages (`pip install '.[test]'` on Python 3.11).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -47,7 +46,6 @@ def main() -> int:
     need("pytest", "torch", "transformers", extra="test")
     seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
-    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), optimized=False)
         from tests.support.checkpoint_cases import bases

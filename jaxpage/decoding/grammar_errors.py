@@ -1,12 +1,12 @@
 """Says in one sentence what llguidance says in several lines.
 
-llguidance quotes its own source, into which a schema or a regex was put, and names places and options
-in it:
+llguidance quotes its own source, into which a schema or a regex was put, and names its places and
+its options:
 
     at 1(8): failed to compile JSON schema: regex parse error:
         (a
         ^
-    error: unclosed group                           the regex "(a" is not valid: unclosed group
+    error: unclosed group                           invalid regex "(a": unclosed group
     1 | start: %json {"pattern": "(a", ...}
                 ^
 """

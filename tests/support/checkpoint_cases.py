@@ -141,20 +141,18 @@ class Case:
 
     def program(self) -> str:
         """Returns a program that repeats the case from the root of the repository."""
-        lines = [
-            "import json",
-            "from pathlib import Path",
-            "from tempfile import TemporaryDirectory",
-            "",
-            "from tests.support.checkpoint_cases import Case",
-            "from tests.support.checkpoint_fuzzing import failure, write_checkpoint",
-            "",
-            f"case = {self!r}",
-            "print(json.dumps(case.config, indent=1))",
-            "with TemporaryDirectory() as directory:",
-            "    print(failure(case, Path(directory)))  # write_checkpoint(case, directory) keeps it",
-        ]
-        return "\n".join(lines)
+        return f"""\
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tests.support.checkpoint_cases import Case
+from tests.support.checkpoint_fuzzing import failure
+
+case = {self!r}
+print(case.config)
+with TemporaryDirectory() as directory:
+    print(failure(case, Path(directory)))
+    input(f"The checkpoint is in {{directory}} until you press Enter")"""
 
 
 def text_of(config: Config) -> Config:
@@ -252,9 +250,7 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
 def random_names(chance: random.Random, model_type: str, config: Config) -> Config:
     """Returns a few fields under the other names that their class has for them."""
     names = [name for name in config if _other_name(model_type, name) != name]
-    return {
-        _other_name(model_type, name): config[name] for name in names if chance.random() < 0.1
-    }
+    return {_other_name(model_type, name): config[name] for name in names if chance.random() < 0.1}
 
 
 def _other_name(model_type: str, name: str) -> str:

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxpage import SamplingParams
 from jaxpage.checkpoints import load_weights, open_model
@@ -30,7 +29,7 @@ from tests.support.checkpoint_cases import Case, Config, class_fields, random_ca
 from tests.support.config_defaults import difference
 from tests.support.dense import logits_of
 from tests.support.engines import make_llm
-from tests.support.hf_models import randomise
+from tests.support.hf_models import randomise, torch
 
 # Reading a config takes a hundredth of the time of compiling a model: of so many cases one is
 # compiled, and of the others only the defaults are compared.
@@ -96,7 +95,7 @@ def _arrange(case: Case, directory: Path, model: Any) -> None:
         return
     if "head" in case.files and "prefixless" not in case.files:
         tensors = load_file(path)
-        head = model.get_output_embeddings().weight.detach().clone()
+        head = model.get_output_embeddings().weight.detach().numpy()
         save_file({"lm_head.weight": head, **tensors}, path, {"format": "pt"})
     if "numbered" in case.files:
         name = "model.safetensors-00001-of-00001.safetensors"
@@ -170,7 +169,8 @@ def _compared(
             # Where two experts are nearly as likely, one move need not exchange them.
             allowed = max(_tolerance(model, token_ids, expected, seed) for seed in range(6))
         if not distance <= allowed:
-            return f"logits differ by {distance:.2g} of {np.abs(expected).max():.2g}, and {allowed:.2g} is allowed"
+            largest = np.abs(expected).max()
+            return f"logits differ by {distance:.2g} of {largest:.2g}, and {allowed:.2g} is allowed"
         if case.in_engine and len(token_ids) > 2:
             if problem := _in_engine(directory, model, token_ids[:-1].tolist(), allowed):
                 return problem
@@ -214,7 +214,10 @@ def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -
         wanted = torch.log_softmax(logits[0, -1].float(), -1)
         for token_id, one in (output.logprobs or ())[place].items():
             if abs(one.logprob - float(wanted[token_id])) > 2 * allowed:
-                return f"log probability {place} of token {token_id} in an engine is {one.logprob}, and {float(wanted[token_id])} of transformers"
+                return (
+                    f"log probability {place} of token {token_id} in an engine is {one.logprob}, "
+                    f"and {float(wanted[token_id])} of transformers"
+                )
     return ""
 
 
@@ -239,22 +242,24 @@ def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str],
     end = time.monotonic() + 60 * minutes
     told: Counter[str] = Counter()
 
-    def fails(case: Case, is_compiled: bool = True) -> str:
+    def fails(case: Case, is_compiled: bool) -> str:
         with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-") as directory:
             return failure(case, Path(directory), told, is_compiled=is_compiled)
 
     num_cases = 0
-    for case in random_cases(random.Random(seed), family):
-        if time.monotonic() > end:
-            break
-        num_cases += 1
-        if problem := fails(case, num_cases % READ == 1):
-            tell(f"case {num_cases}: {case}: {problem}\nshrinking it")
-            logging.disable(logging.CRITICAL)  # each try would log the same lines again
-            small = shrunk(case, fails, seconds=60 * minutes)
-            tell(f"\n{fails(small) or problem}\n\n{small.program()}")
-            logging.disable(logging.NOTSET)
-            return 1
+    logging.disable(logging.CRITICAL)  # each checkpoint would log the same lines again
+    try:
+        for case in random_cases(random.Random(seed), family):
+            if time.monotonic() > end:
+                break
+            num_cases += 1
+            if problem := fails(case, num_cases % READ == 0):
+                tell(f"case {num_cases}: {problem}\nshrinking it")
+                small, problem = _smallest(case, fails, seconds=60 * minutes)
+                tell(f"\n{problem}\n\n{small.program()}")
+                return 1
+    finally:
+        logging.disable(logging.NOTSET)
     tell(
         f"{num_cases} configs, 1 of {READ} of them written as a checkpoint, no difference "
         f"(seed {seed})"
@@ -264,16 +269,19 @@ def fuzz(minutes: float, seed: int, *, family: str | None, tell: Callable[[str],
     return 0
 
 
-def shrunk(case: Case, fails: Callable[[Case], str], *, seconds: float) -> Case:
-    """Returns the smallest case found in this time that still fails."""
+def _smallest(
+    case: Case, fails: Callable[[Case, bool], str], *, seconds: float
+) -> tuple[Case, str]:
+    """Returns the smallest case found in this time that still fails, and what is wrong with it."""
     end = time.monotonic() + seconds
+    is_compiled = difference(case.config) is None  # else nothing needs to be
     progress = True
     while progress:
         progress = False
         for smaller in smaller_cases(case):
             if time.monotonic() > end:
-                return case
-            if fails(smaller):
+                break
+            if fails(smaller, is_compiled):
                 case, progress = smaller, True
                 break
-    return case
+    return case, fails(case, is_compiled)
