@@ -224,7 +224,7 @@ def random_case(chance: random.Random, names: list[str]) -> Case:
 
 def random_value(chance: random.Random, name: str, default: Any, config: Config) -> Any:
     """Returns a value for a field, of the kind that its default is of."""
-    num_layers = config.get("num_hidden_layers", config.get("n_layer", 2))
+    num_layers = int(config.get("num_hidden_layers") or config.get("n_layer") or 2)
     if name in _VALUES:
         return chance.choice(_VALUES[name])
     if name == "layer_types" and "linear_num_key_heads" in config:

@@ -70,7 +70,8 @@ def write_checkpoint(case: Case, directory: Path) -> torch.nn.Module:
         randomise(model, chance, embedding=(0.02, 0.2)[case.seed % 2])
         more: dict[str, Any] = {"max_shard_size": "20KB"} if "shards" in case.files else {}
         saved = model
-        if "prefixless" in case.files:
+        # Without its prefix the decoder is saved, and its head is not, unless that is its table.
+        if "prefixless" in case.files and config.get_text_config().tie_word_embeddings:
             saved = getattr(model, model.base_model_prefix, model)
         saved.save_pretrained(directory, save_original_format="stacked" not in case.files, **more)
         _arrange(case, directory, model)
@@ -105,10 +106,10 @@ def _arrange(case: Case, directory: Path, model: Any) -> None:
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@torch.no_grad()
 def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
     try:
-        logits = model(token_ids[None]).logits[0].float().numpy()
+        with torch.no_grad():
+            logits: np.ndarray = model(token_ids[None]).logits[0].float().numpy()
     except Exception as error:
         raise NotTaken(f"{type(error).__name__}: {error}") from error
     if not np.isfinite(logits).all():
@@ -116,13 +117,12 @@ def _logits(model: Any, token_ids: torch.Tensor) -> np.ndarray:
     return logits
 
 
-@torch.no_grad()
 def _tolerance(model: Any, token_ids: torch.Tensor, logits: np.ndarray, seed: int) -> float:
     """Returns how far logits may be: some times what they move with the last bits of the weights."""
     chance = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for each in moved.parameters():
-        each.mul_(1 + MOVED * torch.randn(each.shape, generator=chance))
+        each.data.mul_(1 + MOVED * torch.randn(each.shape, generator=chance))
     change = np.abs(_logits(moved, token_ids) - logits).max()
     return float(MOVES * change + LEAST * np.abs(logits).max())
 
@@ -140,7 +140,7 @@ def failure(
     """
     told = Counter() if told is None else told
     if text := difference(case.config):
-        return f"the config, what is read of it, and what of it with all defaults:\n{text}"
+        return f"a config that is read otherwise than with all defaults of its class:\n{text}"
     if not is_compiled:
         return ""
     try:
@@ -201,18 +201,20 @@ def _names(config: Config) -> set[str]:
     return {*config}.union(*inner)
 
 
-@torch.no_grad()
 def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -> str:
     """Compares the log probabilities of two tokens, of which one is decoded from the cache."""
     params = SamplingParams(max_tokens=2, temperature=0, logprobs=3, ignore_eos=True)
     with make_llm(directory, dtype="float32", max_model_len=None) as llm:
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
-    first = model(torch.tensor([prompt]), use_cache=True)
-    cache = first.past_key_values
-    second = model(torch.tensor([output.token_ids[:1]]), past_key_values=cache, use_cache=True)
-    for place, logits in enumerate((first.logits, second.logits)):
+    with torch.no_grad():
+        first = model(torch.tensor([prompt]), use_cache=True)
+        drawn = torch.tensor([output.token_ids[:1]])
+        second = model(drawn, past_key_values=first.past_key_values, use_cache=True)
+    for place, (logits, given) in enumerate(
+        zip((first.logits, second.logits), output.logprobs or (), strict=True)
+    ):
         wanted = torch.log_softmax(logits[0, -1].float(), -1)
-        for token_id, one in (output.logprobs or ())[place].items():
+        for token_id, one in (given or {}).items():
             if abs(one.logprob - float(wanted[token_id])) > 2 * allowed:
                 return (
                     f"log probability {place} of token {token_id} in an engine is {one.logprob}, "

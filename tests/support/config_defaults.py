@@ -56,4 +56,14 @@ def difference(config: Config) -> str | None:
     is_refused = isinstance(found, str) and (
         isinstance(wanted, str) or "contradict each other" in found
     )
-    return None if is_refused or found == wanted else f"{config}\n{found}\n{wanted}"
+    return None if is_refused or found == wanted else f"{config}\n{_apart(found, wanted)}"
+
+
+def _apart(found: Any, wanted: Any) -> str:
+    """Returns what is read of a config and of the completed one: of specs what differs."""
+    if type(found) is not type(wanted) or isinstance(found, str):
+        return f"{found}\nwith all defaults: {wanted}"
+    pairs = [(name, value, getattr(wanted, name)) for name, value in vars(found).items()]
+    return "\n".join(
+        f"{name}: {one}\nwith all defaults: {other}" for name, one, other in pairs if one != other
+    )
