@@ -172,7 +172,7 @@ def _compared(
             largest = np.abs(expected).max()
             return f"logits differ by {distance:.2g} of {largest:.2g}, and {allowed:.2g} is allowed"
         if case.in_engine and len(token_ids) > 2:
-            if problem := _in_engine(directory, model, token_ids[:-1].tolist(), allowed):
+            if problem := _in_engine(directory, model, token_ids[:-2].tolist(), allowed):
                 return problem
             told["equal in an engine"] += 1
     except NotTaken:
