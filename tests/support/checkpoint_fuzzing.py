@@ -36,11 +36,11 @@ from tests.support.hf_models import randomise, torch
 READ = 20
 LENGTH = 40  # beyond the windows and the original lengths of the cases
 MOST_PARAMETERS = 3_000_000
-# Each weight is moved by this share, two roundings of float32, to see how far logits move with it.
+# Each weight is moved by about this share, two roundings of float32, to see how far logits move.
 MOVED = 2.0**-22
-# Sums are in another order here, which moves logits by as much as a few such moves. A field that is
-# read wrongly moves them by a thousand times that.
-MOVES = 16
+# jaxpage adds in another order, which moved logits by at most 1.6 such moves in 156 checkpoints. A
+# field that is read wrongly moves them by a thousand.
+MOVES = 5
 LEAST = 2e-6  # the tolerance as a share of the largest logit, where a move moves nothing
 
 
@@ -202,7 +202,10 @@ def _names(config: Config) -> set[str]:
 
 
 def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -> str:
-    """Compares the log probabilities of two tokens, of which one is decoded from the cache."""
+    """Compares the log probabilities of two tokens, of which one is decoded from the cache.
+
+    The engine has kernels of its own, so that these may be four times as far apart as logits.
+    """
     params = SamplingParams(max_tokens=2, temperature=0, logprobs=3, ignore_eos=True)
     with make_llm(directory, dtype="float32", max_model_len=None) as llm:
         output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
@@ -215,7 +218,7 @@ def _in_engine(directory: Path, model: Any, prompt: list[int], allowed: float) -
     ):
         wanted = torch.log_softmax(logits[0, -1].float(), -1)
         for token_id, one in (given or {}).items():
-            if abs(one.logprob - float(wanted[token_id])) > 2 * allowed:
+            if abs(one.logprob - float(wanted[token_id])) > 4 * allowed:
                 return (
                     f"log probability {place} of token {token_id} in an engine is {one.logprob}, "
                     f"and {float(wanted[token_id])} of transformers"
