@@ -1,7 +1,7 @@
-"""Random checkpoints of all families: what config.json says, what it leaves out, and how the files lie.
+"""Random checkpoints of all families: what config.json says and leaves out, and how the files lie.
 
-A case begins with one of the configs of `model_configs`. Any field that its class in transformers has
-may get another value, also fields of which jaxpage has never heard, and any field but the sizes may
+A case begins with one of the configs of `model_configs`. Any field that its class in transformers
+has may get another value, also a field that jaxpage does not read, and any field but the sizes may
 be left out, so that the default of the class holds.
 """
 
@@ -33,7 +33,8 @@ SIZES = (
     "pad_token_id",  # which has to be one of the vocabulary's
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
 )
-KEPT = ("architectures", "model_type", "text_config", "vision_config", *SIZES)
+_FORM = ("architectures", "model_type", "text_config", "vision_config")
+KEPT = (*_FORM, *SIZES)
 # These change what a call of transformers returns or how it generates text, and no logits.
 _IDLE = (
     *PreTrainedConfig().to_dict(),
@@ -195,31 +196,30 @@ def random_cases(chance: random.Random, family: str | None) -> Iterator[Case]:
 def random_case(chance: random.Random, names: list[str]) -> Case:
     """Returns a case that begins with one of these configs of one architecture."""
     base = chance.choice(names)
+    model_type = config_json(base)["model_type"]
     inner = text_of(config_json(base))
-    changed: Config = {}
     other = text_of(config_json(chance.choice(names)))
+    fields = class_fields(model_type)
+    changed: Config = {}
     if chance.random() < 0.3:
         changed |= {name: value for name, value in other.items() if chance.random() < 0.3}
-    fields = class_fields(config_json(base)["model_type"])
-    names_changed = chance.sample(sorted(fields), chance.choice((0, 1, 1, 2, 3, 5)))
-    for name in names_changed:
+    for name in chance.sample(sorted(fields), chance.choice((0, 1, 1, 2, 3, 5))):
         if name != "rope_parameters":
-            value = random_value(chance, name, inner.get(name, fields[name]), {**inner, **changed})
-            changed[name] = value
+            default = inner.get(name, fields[name])
+            changed[name] = random_value(chance, name, default, {**inner, **changed})
     if "rope_parameters" in fields and chance.random() < 0.4:
         changed |= random_rope(chance, {**inner, **changed}, fields["rope_parameters"])
-    changed = {name: value for name, value in changed.items() if name not in KEPT[:4]}
-    aliased = random_names(chance, config_json(base)["model_type"], {**inner, **changed})
-    changed |= aliased
-    left = [name for name in {**inner, **changed} if name not in (*KEPT, *aliased)]
+    renamed = random_names(chance, model_type, {**inner, **changed})
+    changed |= renamed
+    left = [name for name in {**inner, **changed} if name not in (*KEPT, *renamed)]
     share = chance.choice((0, 0, 0.1, 0.3, 0.9))
     dropped = [name for name in left if chance.random() < share]
-    # What goes by another name may not be there twice.
-    dropped += [_other_name(config_json(base)["model_type"], name) for name in aliased]
-    changed = {name: value for name, value in changed.items() if name not in dropped}
+    # A field that goes by another name is not there twice.
+    dropped += [_other_name(model_type, name) for name in renamed]
+    kept = {name: value for name, value in changed.items() if name not in (*_FORM, *dropped)}
     files = tuple(name for name in FILES if chance.random() < 0.12)
     seed = chance.randrange(2**31)
-    return Case(base, changed, tuple(dropped), files, seed, chance.random() < 0.06)
+    return Case(base, kept, tuple(dropped), files, seed, chance.random() < 0.06)
 
 
 def random_value(chance: random.Random, name: str, default: Any, config: Config) -> Any:
@@ -267,12 +267,9 @@ def random_rope(chance: random.Random, config: Config, default: Config) -> Confi
     fields: Config = {}
     if "full_attention" in default:
         if chance.random() < 0.5:
-            kinds = {"full_attention": numbers, "sliding_attention": {"rope_type": "default"}}
-            numbers = {**kinds}
-            for kind in [*numbers]:
-                if chance.random() < 0.2:
-                    del numbers[kind]
-            return {"rope_parameters": numbers, "rope_scaling": None}
+            both = {"full_attention": numbers, "sliding_attention": {"rope_type": "default"}}
+            kept = {kind: each for kind, each in both.items() if chance.random() < 0.8}
+            return {"rope_parameters": kept, "rope_scaling": None}
         return {"rope_parameters": None, "rope_scaling": numbers, "rope_theta": 300.0}
     if chance.random() < 0.3:
         numbers["type"] = numbers.pop("rope_type")

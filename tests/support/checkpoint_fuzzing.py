@@ -1,7 +1,7 @@
 """Random checkpoints, loaded by transformers and by jaxpage, whose logits must be the same.
 
-jaxpage may refuse a checkpoint with an error that names a field. A difference is shrunk to the fewest
-changed fields and printed as a program.
+jaxpage may refuse a checkpoint with an error that names a field. A difference is shrunk to the
+fewest changed fields and printed as a program.
 """
 
 from __future__ import annotations
