@@ -14,6 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from jaxpage.decoding.grammar_errors import sentence_of
 from jaxpage.decoding.json_schemas import enforceable, overlapping
 from jaxpage.errors import UnsupportedError
 
@@ -192,6 +193,6 @@ def is_out_of_states(matcher: LLMatcher) -> bool:
 
 
 def error_of(matcher: LLMatcher) -> str:
-    """Returns llguidance's message, shortened, in one line."""
-    message = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    """Returns what llguidance says is wrong, in one sentence of bounded length."""
+    message = sentence_of(matcher.get_error())
     return DEAD_END if message.startswith("NoExtension") else message[:_MAX_MESSAGE]

@@ -21,6 +21,10 @@ __all__ = ["Model", "Spec", "ignored", "prefix"]
 Model = RotaryDecoder
 ONE_GROUP = {"n_group": 1, "topk_group": 1}
 MAX_DRAFT_LAYERS = 64
+ALIASES = {
+    "n_routed_experts": "num_local_experts",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
 
 
 class Spec(RotaryDecoderSpec):
@@ -29,7 +33,7 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "deepseek_v3", {"n_routed_experts": "num_local_experts"}) as fields:
+        with Fields(config, "deepseek_v3", ALIASES) as fields:
             first = fields.integer("first_k_dense_replace", 3, least=0)
             return cls._from_fields(
                 fields,

@@ -283,9 +283,10 @@ class Fields(ConfigFields):
     ) -> tuple[Rope, int]:
         kind = parameters["rope_type"]
         parameters["rope_type"] = aliases.get(kind, kind) if isinstance(kind, str) else kind
+        # In transformers too, the share in the dict outranks the one at the top of the file.
         factor = (
-            self.get("partial_rotary_factor", None)
-            or parameters.get("partial_rotary_factor")
+            parameters.get("partial_rotary_factor")
+            or self.get("partial_rotary_factor", None)
             or partial
             or 1.0
         )
@@ -319,6 +320,7 @@ class Fields(ConfigFields):
             instead = {"head_dim": _SIZE, "hidden_size": _SIZE, "num_attention_heads": 1}
             instead |= NO_ROPE if factor != 1.0 else {}
             text = f"the rotary embedding needs an even head width, not {width}"
+            text += f" (head_dim {head_width}, partial_rotary_factor {factor})"
             self.note(WrongField(text), **instead)
             width = _SIZE
             parameters = _plain_rope(longest)

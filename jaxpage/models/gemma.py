@@ -44,6 +44,7 @@ class Spec(RotaryDecoderSpec):
             if other not in (None, used):
                 text = f"hidden_activation = {other!r} is not supported with hidden_act = {used!r}, which is used"
                 fields.note(RefusedField(text), hidden_activation=None)
+            refuse_bidirectional(fields)
             return cls._from_fields(
                 fields,
                 num_kv_heads=key_value_heads(fields, 16),
@@ -55,3 +56,10 @@ class Spec(RotaryDecoderSpec):
                 form=FORM,
                 tied=True,
             )
+
+
+def refuse_bidirectional(fields: Fields) -> None:
+    """Notes an error if attention sees later tokens, as in models of embeddings."""
+    if fields.get("use_bidirectional_attention", None):
+        text = "use_bidirectional_attention (attention to later tokens) is not supported"
+        fields.note(RefusedField(text), use_bidirectional_attention=None)

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.fields import Fields
-from jaxpage.models.gemma import ACTIVATION
+from jaxpage.models.gemma import ACTIVATION, refuse_bidirectional
 from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
@@ -62,9 +61,7 @@ def gemma_knobs(fields: Fields, *, caps: tuple[float | None, float | None]) -> d
         fields: The fields of the config.
         caps: The defaults of the soft caps of attention and of logits.
     """
-    if fields.get("use_bidirectional_attention", None):
-        text = "use_bidirectional_attention (attention to later tokens) is not supported"
-        fields.note(RefusedField(text), use_bidirectional_attention=None)
+    refuse_bidirectional(fields)
     return {
         "num_kv_heads": key_value_heads(fields, 4),
         "head_width": fields.integer("head_dim", 256),

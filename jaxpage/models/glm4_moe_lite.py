@@ -14,6 +14,7 @@ from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, igno
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
+ALIASES = {"n_routed_experts": "num_local_experts", "qk_rope_head_dim": "head_dim"}
 
 
 class Spec(RotaryDecoderSpec):
@@ -22,7 +23,7 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "glm4_moe_lite", {"n_routed_experts": "num_local_experts"}) as fields:
+        with Fields(config, "glm4_moe_lite", ALIASES) as fields:
             return cls._from_fields(
                 fields,
                 epsilon=("rms_norm_eps", 1e-5),

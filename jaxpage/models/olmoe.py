@@ -27,7 +27,7 @@ class Spec(RotaryDecoderSpec):
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RotaryDecoderSpec:
         """Returns the spec of a config.json."""
-        with Fields(config, "olmoe") as fields:
+        with Fields(config, "olmoe", {"num_experts": "num_local_experts"}) as fields:
             num_layers = fields.integer("num_hidden_layers")
             width = ("intermediate_size", 2048)
             return cls._from_fields(

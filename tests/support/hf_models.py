@@ -19,7 +19,7 @@ from tests.support.model_configs import MODELS, config_json
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-__all__ = ["MODELS", "config_json", "make_model", "save_model"]
+__all__ = ["MODELS", "config_json", "make_model", "randomise", "save_model"]
 
 _SEED = 11  # a seed with which greedy text varies in every model
 
@@ -31,7 +31,7 @@ def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
     config_class = model_class.config_class
     config.pop("model_type")
     model = model_class(config_class(**config)).eval()
-    _randomise(model, torch.Generator().manual_seed(seed))
+    randomise(model, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -57,7 +57,11 @@ def save_model(
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+def randomise(
+    model: torch.nn.Module, generator: torch.Generator, *, embedding: float = 0.2
+) -> None:
+    """Draw all weights anew; embedding: the deviation of the tables' values."""
+
     def draw(parameter: torch.nn.Parameter, deviation: float, mean: float = 0.0) -> None:
         parameter.normal_(mean, deviation, generator=generator)
 
@@ -79,7 +83,7 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
         if isinstance(correction := getattr(module, "e_score_correction_bias", None), torch.Tensor):
             correction.normal_(0.0, 0.3, generator=generator)
         if isinstance(module, torch.nn.Embedding):
-            draw(module.weight, 0.2)
+            draw(module.weight, embedding)
         elif isinstance(module, torch.nn.Linear | transformers.Conv1D):
             num_in = module.weight.shape[0 if isinstance(module, transformers.Conv1D) else 1]
             draw(module.weight, 1.4 / math.sqrt(num_in))
@@ -91,4 +95,4 @@ def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
                 mean=1.0 - router,
             )  # or a norm
     if model.config.tie_word_embeddings:  # then the head, drawn as a Linear, is the token table
-        draw(model.get_input_embeddings().weight, 0.2)
+        draw(model.get_input_embeddings().weight, embedding)

@@ -253,6 +253,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm-parallel": (
         "stablelm",
         {
+            "hidden_size": 64,
             "partial_rotary_factor": 0.5,
             "use_parallel_residual": True,
             "qk_layernorm": True,

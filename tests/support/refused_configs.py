@@ -10,6 +10,10 @@ from jaxpage.errors import CheckpointError, UnsupportedError
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (UnsupportedError, "llama-grouped", "hidden_act", {"hidden_act": "xielu"}),
     (UnsupportedError, "gemma-wide", "hidden_activation", {"hidden_activation": "silu"}),
+    *(
+        (UnsupportedError, name, "later tokens", {"use_bidirectional_attention": True})
+        for name in ("gemma-wide", "gemma2-caps", "gemma3-types")
+    ),
     (UnsupportedError, "gemma3-types", "attn_logit_softcapping", {"attn_logit_softcapping": 50.0}),
     (UnsupportedError, "opt-plain", "activation_function", {"activation_function": "prelu"}),
     (
@@ -86,7 +90,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "llama-grouped", "model_type", {"model_type": "mistral"}),
     (CheckpointError, "llama-grouped", "num_key_value_heads", {"num_key_value_heads": 3}),
     (CheckpointError, "llama-grouped", "num_attention_heads", {"num_attention_heads": 5}),
-    (CheckpointError, "llama-grouped", "even head width", {"head_dim": 7}),
+    (CheckpointError, "llama-grouped", "head_dim 7", {"head_dim": 7}),
     (CheckpointError, "llama-grouped", "hidden_size", {"hidden_size": "48"}),
     (CheckpointError, "llama-grouped", "vocab_size", {"vocab_size": True}),
     (CheckpointError, "llama-grouped", "rms_norm_eps", {"rms_norm_eps": 0}),

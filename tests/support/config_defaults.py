@@ -1,0 +1,69 @@
+"""Fields that config.json leaves out, read with the defaults of the config classes of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from jaxpage.errors import JaxpageError
+from jaxpage.models.registry import load_family
+
+Config = dict[str, Any]
+KEPT = ("architectures", "model_type")
+
+
+def completed(config: Mapping[str, Any]) -> Config | None:
+    """Returns the config with all defaults of its class in transformers; None if that refuses it."""
+    # The class changes the objects that it is given.
+    given = copy.deepcopy({name: value for name, value in config.items() if name not in KEPT})
+    try:
+        whole = CONFIG_MAPPING[config["model_type"]](**given).to_dict()
+    except Exception:  # of what is left out other fields may make no sense
+        return None
+    # This counts draft layers in the files, and without it there are none.
+    if not config.keys() & {"num_nextn_predict_layers", "num_mtp_layers"}:
+        whole.pop("num_nextn_predict_layers", None)
+    return {**whole, **{name: config[name] for name in KEPT}}
+
+
+def read(config: Config) -> Any:
+    """Returns the spec, or the text of what is wrong first."""
+    try:
+        return load_family(config).Spec.from_config(config)
+    except JaxpageError as error:
+        return str(error)
+    except ExceptionGroup as group:
+        return str(group.exceptions[0])
+
+
+def difference(config: Config) -> str | None:
+    """Returns what jaxpage makes of a config and of the completed one, or None if it is the same.
+
+    A field that jaxpage says is missing is put back.
+    """
+    whole = completed(config)
+    if whole is None:
+        return None
+    found, wanted = read(config), read(whole)
+    while isinstance(found, str) and found.endswith(" is missing"):
+        name = found.split()[1]
+        config = {**config, name: whole[name]}
+        found = read(config)
+    # Two statements of one thing that differ are refused here on purpose.
+    is_refused = isinstance(found, str) and (
+        isinstance(wanted, str) or "contradict each other" in found
+    )
+    return None if is_refused or found == wanted else f"{config}\n{_apart(found, wanted)}"
+
+
+def _apart(found: Any, wanted: Any) -> str:
+    """Returns what is read of a config and of the completed one: of specs what differs."""
+    if type(found) is not type(wanted) or isinstance(found, str):
+        return f"{found}\nwith all defaults: {wanted}"
+    pairs = [(name, value, getattr(wanted, name)) for name, value in vars(found).items()]
+    return "\n".join(
+        f"{name}: {one}\nwith all defaults: {other}" for name, one, other in pairs if one != other
+    )

@@ -1,0 +1,49 @@
+"""The fuzzer of checkpoints: what is right passes, and mistakes that are planted are found and shrunk."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxpage.models.fields import REQUIRED, Fields
+from tests.support.checkpoint_cases import Case, random_cases
+
+pytest.importorskip("torch", reason="the oracle is transformers on torch")
+
+from tests.support.checkpoint_fuzzing import failure, fuzz
+
+CASE = Case("llama-tied-bias", {"rms_norm_eps": 1e-3}, ("head_dim",), ("shards", "auto_map"))
+
+
+def test_equal_checkpoints_pass_and_another_activation_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert failure(CASE, tmp_path) == ""
+    assert len([*tmp_path.glob("*.safetensors")]) > 1
+    monkeypatch.setattr(Fields, "activation", lambda *_: "gelu")
+    assert "logits differ by" in failure(CASE, tmp_path)
+
+
+def test_a_default_that_is_read_wrongly_is_found_and_shrunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    integer = Fields.integer
+
+    def wrong(self: Fields, name: str, default: Any = REQUIRED, **more: Any) -> int:
+        return integer(self, name, 64 if name == "head_dim" else default, **more)
+
+    monkeypatch.setattr(Fields, "integer", wrong)
+    told: list[str] = []
+    assert fuzz(1, 1, family="qwen3", tell=told.append) == 1
+    assert "changed={}, dropped=('head_dim',), files=()" in told[-1]
+
+
+def test_every_field_but_the_sizes_is_left_out_now_and_then() -> None:
+    cases = [*itertools.islice(random_cases(random.Random(1), "llama"), 300)]
+    dropped = {name for case in cases for name in case.dropped}
+    assert dropped >= {"num_key_value_heads", "rope_scaling", "tie_word_embeddings"}
+    assert any(case.files and case.changed for case in cases)
