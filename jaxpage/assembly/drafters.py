@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxpage.checkpoints import load_weights, open_model, resolve_model
 from jaxpage.checkpoints.eagle_files import EAGLE_FILES, Method, load_eagle, open_eagle
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
+from jaxpage.checkpoints.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.checkpoints.resolve import HUB_FILES
 from jaxpage.checkpoints.tokenizer_files import load_tokenizer
@@ -31,6 +32,7 @@ from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.medusa import MedusaHeads
+from jaxpage.models.mtp import MtpHead, layer_spec
 from jaxpage.models.replacing import Path as LayerPath
 from jaxpage.models.replacing import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -228,6 +230,13 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
     )
 
 
+def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    files = open_mtp(target)
+    load = functools.partial(load_mtp, files)
+    kv = layer_spec(files.spec).kv
+    return ModelDrafterFiles(kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load)
+
+
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
     """Opens a draft model, which is a model of its own with the target's vocabulary."""
     files = open_model(drafter_directory(config))
@@ -307,6 +316,7 @@ def drafter_directory(config: SpeculativeConfig) -> Path:
 _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
     "heads": open_heads,
     "eagle_head": _open_eagle,
+    "mtp_head": _open_mtp,
     "model": open_draft_model,
     "top_ids": lambda config, target: NoFiles(),
 }

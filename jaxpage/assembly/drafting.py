@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
+from jaxpage.assembly.drafters import (
+    DrafterFiles,
+    ModelDrafterFiles,
+    NoFiles,
+    open_drafter,
+    tree_shape,
+)
 from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
@@ -53,6 +59,12 @@ class Drafting:
     def num_layers(self) -> int:
         """Returns the number of the drafter's layers that have a KV cache."""
         return sum(kv.num_layers for kv in self.kvs)
+
+    @property
+    def num_following(self) -> int:
+        """Returns `PrefixIndex.num_following`: 1 if the drafter takes hidden states."""
+        drafter = self.drafter
+        return int(isinstance(drafter, ModelDrafterFiles) and drafter.aux_layers is not None)
 
     @property
     def may_be_off(self) -> bool:

@@ -57,6 +57,7 @@ class SpeculativeConfig(BaseModel):
         "medusa",
         "eagle",
         "eagle3",
+        "mtp",
         "lookahead",
         "token_recycling",
     ]

@@ -82,7 +82,7 @@ ENGINES = {
 _DEVICE_BLOCKS = {
     each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)
 }
-_WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
+_WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
 def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
