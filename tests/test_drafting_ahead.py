@@ -17,6 +17,7 @@ from jaxpage.device import drafting
 from jaxpage.step.draft import Draft
 from tests.support.eagle import Eagle, Eagle3, torch, write
 from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.mtp import Head, save_with_head
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.sweeps import few
 
@@ -35,7 +36,11 @@ NUM_DRAFTS = 12
 class Case(NamedTuple):
     method: str
     tree: bool
-    drafter: str  # its directory
+    drafter: str  # its directory; of `mtp` that of the target, too
+    num_drafts: int = NUM_DRAFTS
+
+    def target(self, root: Path) -> Path:
+        return root / (self.drafter if self.method == "mtp" else "target")
 
 
 CASES = [
@@ -43,7 +48,11 @@ CASES = [
     Case("draft_model", True, "small"),
     Case("eagle", False, "eagle"),
     Case("eagle3", True, "eagle3"),
+    Case("mtp", False, "qwen3_5", 3),
+    Case("mtp", True, "deepseek_v3", 3),
 ]
+# Models with heads: greedy texts of a few tokens, so that a random head is right now and then.
+WITH_HEADS = {"num_tokens": 6, "vocab_size": 257, "max_position_embeddings": 256}
 
 
 def _param(case: Case) -> Any:
@@ -60,7 +69,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     random_checkpoint(root / "alike", LLAMA, 2)
     random_checkpoint(root / "small", SMALL, 2)
     write_heads(root)
+    for case in CASES:
+        if case.method == "mtp":
+            MTP_HEADS[case.drafter] = save_with_head(
+                case.drafter, root / case.drafter, **WITH_HEADS
+            ).head
     return root
+
+
+MTP_HEADS: dict[str, Head] = {}  # by family
 
 
 def write_heads(root: Path) -> None:
@@ -98,12 +115,12 @@ def heads() -> dict[str, Eagle | Eagle3]:
 def start(root: Path, case: Case, **settings: Any) -> LLM:
     config: dict[str, Any] = {
         "method": case.method,
-        "model": str(root / case.drafter),
+        "model": None if case.method == "mtp" else str(root / case.drafter),
         "tree": case.tree,
+        "num_speculative_tokens": case.num_drafts,
     }
-    config["num_speculative_tokens"] = NUM_DRAFTS
     return make_llm(
-        root / "target",
+        case.target(root),
         speculative_config=config,
         max_num_seqs=2,
         max_num_batched_tokens=32,
@@ -187,7 +204,7 @@ def of_a_model(directory: Path) -> Reference:
     return Reference(logprobs)
 
 
-def of_a_head(head: Eagle | Eagle3, directory: Path) -> Reference:
+def of_a_head(head: Eagle | Eagle3 | Head, directory: Path) -> Reference:
     """directory: of its target, from which its features are, up to the token before the last known one."""
     model = hf_model(directory)
 
@@ -212,14 +229,18 @@ def of_a_head(head: Eagle | Eagle3, directory: Path) -> Reference:
 
 
 def hf_model(directory: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float64).eval()
+    """In float64, for which experts have no other implementation."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
 
 
 @pytest.fixture(scope="module")
 def reference(case: Case, root: Path) -> Reference:
     if case.method == "draft_model":
         return of_a_model(root / case.drafter)
-    return of_a_head(heads()[case.method], root / "target")
+    head = MTP_HEADS[case.drafter] if case.method == "mtp" else heads()[case.method]
+    return of_a_head(head, case.target(root))
 
 
 def assert_as_the_reference(
@@ -227,10 +248,9 @@ def assert_as_the_reference(
 ) -> None:
     options = llm._engine.runner.executables.options.drafter
     assert options is not None and drafts
+    most = llm.spec.config.speculative_config.num_speculative_tokens
     for known, draft in drafts:
-        paths = reference.paths(
-            known, options.shape.num_levels, options.shape.num_branches, NUM_DRAFTS
-        )
+        paths = reference.paths(known, options.shape.num_levels, options.shape.num_branches, most)
         assert [draft.path(index) for index in range(len(draft.parents))] == paths
 
 
@@ -248,8 +268,8 @@ SAMPLED = SamplingParams(
 
 
 @pytest.fixture(scope="module")
-def plain(root: Path) -> list[tuple[SamplingParams, list[Any]]]:
-    with make_llm(root / "target") as llm:
+def plain(root: Path, case: Case) -> list[tuple[SamplingParams, list[Any]]]:
+    with make_llm(case.target(root)) as llm:
         return [(params, outputs(llm, params)) for params in (GREEDY, SAMPLED)]
 
 
@@ -277,12 +297,9 @@ def test_no_draft_changes_a_text(tight: LLM, plain: list[tuple[SamplingParams, l
 
 
 def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(
-    tight: LLM, case: Case, reference: Reference
+    tight: LLM, reference: Reference
 ) -> None:
-    if case.method != "draft_model":
-        pytest.skip(
-            "a head's numbers for a token follow from the token behind it, which is another where texts part"
-        )
+    """A head's numbers for a token follow from the token behind it, so that a block is found only before the same token."""
     drafts = record(tight)
     params = SamplingParams(temperature=1e-6, n=2, seed=1, max_tokens=8, ignore_eos=True)
     found = tight.stats()["prefix_cache_hits_total"]

@@ -15,6 +15,7 @@ AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
 # The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
 FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
+IN_CHECKPOINT = ("mtp",)  # the weights are among those of the model
 
 # The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -150,6 +151,11 @@ class SpeculativeConfig(BaseModel):
         if wanted == "auto" and choices is not None:  # the given tree, or a part of it
             return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
         return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+
+    @property
+    def has_weights(self) -> bool:
+        """Returns whether what drafts has weights of its own, also those inside the checkpoint."""
+        return self.method in (*WITH_WEIGHTS, *IN_CHECKPOINT)
 
     @property
     def branches(self) -> bool:

@@ -19,7 +19,7 @@ from tests.support.model_configs import MODELS, config_json
 
 torch = pytest.importorskip("torch", reason="the oracle is transformers on torch")
 
-__all__ = ["MODELS", "config_json", "make_model", "save_model"]
+__all__ = ["MODELS", "config_json", "make_model", "randomise", "save_model"]
 
 _SEED = 11  # a seed with which greedy text varies in every model
 
@@ -31,7 +31,7 @@ def make_model(name: str, *, seed: int = _SEED, **overrides: Any) -> Any:
     config_class = model_class.config_class
     config.pop("model_type")
     model = model_class(config_class(**config)).eval()
-    _randomise(model, torch.Generator().manual_seed(seed))
+    randomise(model, torch.Generator().manual_seed(seed))
     return model
 
 
@@ -57,7 +57,9 @@ def save_model(
 
 
 @torch.no_grad()
-def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Draw every parameter; see the top."""
+
     def draw(parameter: torch.nn.Parameter, deviation: float, mean: float = 0.0) -> None:
         parameter.normal_(mean, deviation, generator=generator)
 
