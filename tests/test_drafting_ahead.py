@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,10 +14,12 @@ import pytest
 import transformers
 
 from jaxpage import LLM, SamplingParams
+from jaxpage.assembly.drafting import Drafting
 from jaxpage.device import drafting
+from jaxpage.outputs import RequestOutput
 from jaxpage.step.draft import Draft
 from tests.support.eagle import Eagle, Eagle3, torch, write
-from tests.support.engines import LLAMA, invariants, make_llm
+from tests.support.engines import LLAMA, invariants, make_llm, run_giving_way
 from tests.support.mtp import Head, save_with_head
 from tests.support.random_checkpoints import random_checkpoint, random_tensors
 from tests.support.sweeps import few
@@ -52,7 +55,7 @@ CASES = [
     Case("mtp", True, "deepseek_v3", 3),
 ]
 # Models with heads: greedy texts of a few tokens, so that a random head is right now and then.
-WITH_HEADS = {"num_tokens": 6, "vocab_size": 257, "max_position_embeddings": 256}
+WITH_HEADS = {"num_tokens": 4, "vocab_size": 257, "max_position_embeddings": 256}
 
 
 def _param(case: Case) -> Any:
@@ -307,6 +310,92 @@ def test_found_prefixes_and_samples_of_one_prompt_are_drafted_for(
         tight.generate([{"prompt_token_ids": prompt}], params)
     assert tight.stats()["prefix_cache_hits_total"] > found
     assert_as_the_reference(tight, drafts, reference)
+
+
+def simulated(
+    reference: Reference, prompt: list[int], text: list[int], most: int, gap: int | None = None
+) -> tuple[int, int]:
+    """How many drafts of a request are verified and how many accepted: chains behind each token but those that are drafts themselves.
+
+    gap: the number of known tokens of one more step, without drafts.
+    """
+    whole, place = (*prompt, *text), len(prompt) + 1
+    drafted = accepted = 0
+    while (room := min(most, len(whole) - place - 1)) > 0:
+        if place == gap:
+            place += 1
+            continue
+        path = reference.paths(whole[:place], most, 1, most)[-1][:room]
+        pairs = zip(path, whole[place:], strict=False)
+        right = len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        drafted, accepted, place = drafted + room, accepted + right, place + right + 1
+    return drafted, accepted
+
+
+def test_counts_are_those_of_a_simulation(tight: LLM, case: Case, reference: Reference) -> None:
+    """A head whose rows are missing drafts badly and changes no text, so that counts alone show it: alone, behind a prefix that ends
+    before another token, in a batch, and recomputed."""
+    if case.method != "mtp" or case.tree:
+        pytest.skip("chains alone are simulated, of a head whose drafts are right now and then")
+    asked = [[*range(1, 22)], [*range(1, 21), 50]]
+    tight.reset_prefix_cache()
+    alone = [tight.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in asked]
+    texts = [output.outputs[0].token_ids for output in alone]
+    wanted = [
+        simulated(reference, prompt, text, case.num_drafts)
+        for prompt, text in zip(asked, texts, strict=True)
+    ]
+    assert [counts(output) for output in alone] == wanted
+    assert sum(accepted for _, accepted in wanted) >= 4
+    found = [output.metrics.num_cached_tokens for output in alone]
+    assert found == [0, 16]  # of blocks of 4 the fifth is before another token
+    assert [counts(output) for output in tight.generate(asked, GREEDY, use_tqdm=False)] == wanted
+    engine = tight._engine
+    reporters = [
+        engine.add(str(name), engine.prepare(None, prompt, GREEDY))
+        for name, prompt in enumerate(asked)
+    ]
+    before = tight.stats()["num_preemptions_total"]["recompute"]
+    run_giving_way(engine, 4)
+    assert tight.stats()["num_preemptions_total"]["recompute"] == before + 1
+    for prompt, text, reporter in zip(asked, texts, reporters, strict=True):
+        output = reporter.whole()
+        assert output.outputs[0].token_ids == text
+        gaps = [None, *range(len(prompt) + 1, len(prompt) + len(text))]
+        assert counts(output) in [
+            simulated(reference, prompt, text, case.num_drafts, gap) for gap in gaps
+        ]
+
+
+def counts(output: RequestOutput) -> tuple[int, int]:
+    return output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens
+
+
+def _without_next_token(inputs: Any, *arguments: Any) -> Any:
+    """A chunk's last row takes no token of the prompt."""
+    return _next_tokens(inputs._replace(next_token_B=0 * inputs.next_token_B), *arguments)
+
+
+_next_tokens = drafting._next_tokens
+HEAD_MISTAKES: dict[str, tuple[Any, str, Any]] = {
+    "a chunk's last row": (drafting, "_next_tokens", _without_next_token),
+    "a block before another token": (Drafting, "num_following", 0),
+}
+
+
+@pytest.mark.parametrize("mistake", few(HEAD_MISTAKES, ["a block before another token"]))
+def test_a_mistake_in_the_rows_of_a_head_is_seen(
+    mistake: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(*HEAD_MISTAKES[mistake])
+    case = next(case for case in CASES if case.method == "mtp" and not case.tree)
+    with start(root, case, block_size=4, num_blocks=26, max_model_len=96) as llm:
+        drafts = record(llm)
+        for prompt in ([*range(1, 41)], [*range(1, 21), 50]):
+            llm.generate([prompt], GREEDY, use_tqdm=False)
+        reference = of_a_head(MTP_HEADS[case.drafter], case.target(root))
+        with pytest.raises(AssertionError):
+            assert_as_the_reference(llm, drafts, reference)
 
 
 @pytest.mark.parametrize("mistake", few(["_fork_last_blocks", "_inherit"], ["_inherit"]))

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
+from jaxpage.assembly.drafting import open_drafting
 from jaxpage.checkpoints import load_weights, open_model
 from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.mtp import MtpHead
+from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from tests.support.mtp import MODELS, Model, save_with_head, states_of, torch
 from tests.support.random_checkpoints import write_tensors
@@ -200,3 +203,69 @@ def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_pat
     directory = changed(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
     with pytest.raises(UnsupportedError, match="needs a model with MTP heads"):
         open_drafter(MTP, open_model(directory))
+
+
+def test_auto_is_mtp_where_the_checkpoint_has_a_head(
+    saved: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """Suffix decoding drafts for any other model."""
+    asked = EngineConfig(speculative_config="auto").speculative_config
+    model = saved("deepseek_v3")
+    without = changed(model, tmp_path, "model.layers.3.")
+    for directory, method in ((model.directory, "mtp"), (without, "suffix")):
+        drafting = open_drafting(asked, open_model(directory))
+        assert drafting.config is not None and drafting.config.method == method
+        assert (drafting.drafter is not None) == (method == "mtp")
+
+
+# --- quantised heads
+
+
+def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
+    saved: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """As DeepSeek publishes it: products of the layer in float8 with a scale for each block, eh_proj and norms not."""
+    model = saved("deepseek_v3")
+    tensors, changed_head = {}, {}
+    for name, tensor in load_file(model.directory / "model.safetensors").items():
+        if name in model.tensors and _is_quantised(name):
+            codes, scale = _in_blocks(tensor)
+            tensors |= {name: codes, f"{name}_scale_inv": scale}
+            scales = np.repeat(np.repeat(scale, 16, axis=0), 16, axis=1)
+            changed_head[name] = (
+                codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
+            )
+        else:
+            tensors[name] = tensor
+    config = json.loads((model.directory / "config.json").read_text())
+    kept = ["model.layers.0", "model.layers.1", "model.layers.2"]
+    scheme = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": kept,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    write_tensors(tmp_path, tensors)
+    found = run_on(model._replace(directory=tmp_path))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    stored = load_file(model.directory / "model.safetensors")
+    write_tensors(plain, {**stored, **changed_head})
+    wanted = run_on(model._replace(directory=plain))
+    assert len(changed_head) > 8
+    np.testing.assert_allclose(found.outputs, wanted.outputs, atol=1e-4, rtol=1e-4)
+
+
+def _is_quantised(name: str) -> bool:
+    return name.endswith("_proj.weight") and "eh_proj" not in name or "kv_a_proj" in name
+
+
+def _in_blocks(tensor: np.ndarray, size: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and the scale of each block."""
+    rows, columns = tensor.shape
+    padded = np.pad(tensor, ((0, -rows % size), (0, -columns % size)))
+    blocks = padded.reshape(padded.shape[0] // size, size, -1, size)
+    scale = np.abs(blocks).max(axis=(1, 3)) / np.float32(448)
+    codes = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return codes.astype(ml_dtypes.float8_e4m3fn), scale.astype(np.float32)

@@ -21,6 +21,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -156,4 +157,20 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
         logger.warning(
             "acceptance 'typical' is lossy: sampled texts do not follow the model's distribution"
         )
+    if config.method == "auto":
+        return _open_auto(config, target)
     return Drafting(config, open_drafter(config, target))
+
+
+def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
+    """Returns MTP where the checkpoint has a head that can be used, or else suffix decoding."""
+    chosen = config.model_copy(update={"method": "mtp"})
+    reason = "the checkpoint has a head"
+    try:
+        drafting = Drafting(chosen, open_drafter(chosen, target))
+    except (CheckpointError, UnsupportedError) as error:
+        reason = str(error)
+        chosen = config.model_copy(update={"method": "suffix"})
+        drafting = Drafting(chosen, open_drafter(chosen, target))
+    logger.info("speculative_config: method 'auto' is %r: %s", chosen.method, reason)
+    return drafting

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
 from jaxpage.shapes import MOST_DRAFTS
@@ -15,7 +15,7 @@ AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
 # The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
 FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
-IN_CHECKPOINT = ("mtp",)  # the weights are among those of the model
+IN_CHECKPOINT = ("mtp", "auto")  # the weights, if there are any, are among those of the model
 
 # The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -61,6 +61,7 @@ class SpeculativeConfig(BaseModel):
         "mtp",
         "lookahead",
         "token_recycling",
+        "auto",
     ]
     # The place of the drafter's weights, for methods that have any.
     model: str | None = None
@@ -90,6 +91,12 @@ class SpeculativeConfig(BaseModel):
     lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
     lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_method(cls, value: Any) -> Any:
+        """Returns the settings that the word "auto" stands for."""
+        return {"method": value} if value == "auto" else value
 
     @field_validator("medusa_choices", mode="before")
     @classmethod
@@ -154,7 +161,7 @@ class SpeculativeConfig(BaseModel):
 
     @property
     def has_weights(self) -> bool:
-        """Returns whether what drafts has weights of its own, also those inside the checkpoint."""
+        """Returns whether what drafts has weights of its own, or may have."""
         return self.method in (*WITH_WEIGHTS, *IN_CHECKPOINT)
 
     @property

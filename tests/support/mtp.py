@@ -129,7 +129,7 @@ def save_with_head(
     model = save_model(name, directory, **overrides)
     if num_tokens is not None:
         with torch.no_grad():
-            model.get_output_embeddings().weight[num_tokens:] = 0.0
+            model.get_output_embeddings().weight[num_tokens:] *= 0.1
     head = Head(model)
     config = json.loads((directory / "config.json").read_text())
     if family in ("deepseek_v3", "glm4_moe_lite"):
