@@ -16,7 +16,10 @@ from safetensors.numpy import load_file
 from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.backends import Backend
 from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.trace_scope import TraceScope
 from jaxpage.models.mtp import MtpHead
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -246,7 +249,8 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
     }
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
     write_tensors(tmp_path, tensors)
-    found = run_on(model._replace(directory=tmp_path))
+    with TraceScope(make_product_kernels(Backend("reference"))).opened():
+        found = run_on(model._replace(directory=tmp_path))
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "config.json").write_text(json.dumps(config))
@@ -258,7 +262,7 @@ def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
 
 
 def _is_quantised(name: str) -> bool:
-    return name.endswith("_proj.weight") and "eh_proj" not in name or "kv_a_proj" in name
+    return (name.endswith("_proj.weight") and "eh_proj" not in name) or "kv_a_proj" in name
 
 
 def _in_blocks(tensor: np.ndarray, size: int = 16) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,6 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.quantized import WeightFormat
 from jaxpage.models.mtp import TABLES, MtpHead
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.quantization.scheme import Scheme
@@ -63,7 +62,7 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         UnsupportedError: Heads of this family, of this number or in this layout are not read.
     """
     spec = target.spec
-    names = getattr(spec, "mtp", None)
+    names = getattr(spec, "mtp_names", None)
     if not isinstance(spec, RotaryDecoderSpec) or names is None:
         raise UnsupportedError(
             f"{WHAT} needs a model with MTP heads, and config.json in {target.directory} counts "
@@ -82,9 +81,10 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
     }
     _check_count(names, stored, problems)
     problems.raise_if_any()
-    files = MtpFiles(
-        spec, names, _scheme(target.quantization, stored), LoadPlan(target.directory, "safetensors")
-    )
+    scheme = target.quantization
+    if scheme is not None:
+        scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
+    files = MtpFiles(spec, names, scheme, LoadPlan(target.directory, "safetensors"))
     with problems.collect():
         weights = weights_of(files.make("float32"), target.family.prefix)
         plan = fit_stored(files.plan, stored, weights, names.shared, problems, scheme=files.scheme)
@@ -114,18 +114,3 @@ def _check_count(names: MtpNames, stored: Mapping[str, TensorInfo], problems: Pr
         )
     elif names.refusal:
         problems.add(f"{WHAT} is not supported: {names.refusal}; use another method")
-
-
-def _scheme(scheme: Scheme | None, stored: Mapping[str, TensorInfo]) -> Scheme | None:
-    """Returns the scheme for the modules whose stored weights are codes."""
-    if scheme is None:
-        return None
-
-    def form_of(name: str) -> WeightFormat | None:
-        form = scheme.form_of(name)
-        if form is None or form.is_rounded:
-            return form
-        info = stored.get(f"{name}.{form.values.name}")
-        return form if info is not None and info.dtype in CODES else None
-
-    return replace(scheme, form_of=form_of)

@@ -128,7 +128,7 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "mtp": _mtp_names(fields),
+        "mtp_names": _mtp_names(fields),
     }
 
 

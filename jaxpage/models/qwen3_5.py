@@ -76,7 +76,7 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "attention_gated": True,
         "name": "model.language_model" if with_images else "model",
         "not_loaded": "images and videos (tensors model.visual.*)" if with_images else "",
-        "mtp": _mtp_names(
+        "mtp_names": _mtp_names(
             fields, "num_nextn_predict_layers" if grouped else "mtp_num_hidden_layers"
         ),
     }

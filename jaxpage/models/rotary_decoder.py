@@ -109,7 +109,7 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
-    mtp: MtpNames | None = None  # heads that the checkpoint may have after its last layer
+    mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
 
     def rope_of(self, layer_index: int) -> Rope | None:
