@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
         "deepseek_v3",
         "model.layers.3.",
         {},
-        r"needs the tensors model\.layers\.3\.\*, and there are none, although config\.json counts 1 in num_nextn",
+        r"needs the tensors model\.layers\.3\.\*, and there are none \(config\.json counts 1 in num_nextn",
     ),
     "no tensors of Qwen": ("qwen3_5", "mtp.", {}, r"needs the tensors mtp\.layers\.0\.\*"),
     "a part": (

@@ -103,9 +103,8 @@ def load_mtp(
 def _check_count(names: MtpNames, stored: Mapping[str, TensorInfo], problems: Problems) -> None:
     if not stored:
         problems.add(
-            f"{WHAT} needs the tensors {names.layer}.*, and there are none, although config.json "
-            f"counts {names.count} in {names.field}: use a checkpoint that has them, or another "
-            "method"
+            f"{WHAT} needs the tensors {names.layer}.*, and there are none (config.json counts "
+            f"{names.count} in {names.field}): use a checkpoint that has them, or another method"
         )
     elif names.count != 1:
         problems.add(
