@@ -46,6 +46,7 @@ class Head(torch.nn.Module):
             if getattr(config, name, None) is not None:
                 setattr(config, name, value)
         config._experts_implementation = "eager"  # the others have no float64
+        config.tie_word_embeddings = False  # the tables are the model's
         decoder = getattr(model.get_decoder(), "language_model", model.get_decoder())
         # a whole model of one layer, whose final norm is that of the head
         self.decoder = type(decoder)(config)
