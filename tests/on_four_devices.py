@@ -29,6 +29,7 @@ from tests.support.gguf_files import write_gguf  # noqa: E402
 from tests.support.hf_models import MODELS, make_model, save_model  # noqa: E402
 from tests.support.matrix import ON_DEVICES, YES, Engines, cell  # noqa: E402
 from tests.support.medusa import random_heads, write_original  # noqa: E402
+from tests.support.mtp import save_with_head  # noqa: E402
 from tests.support.random_checkpoints import random_checkpoint, random_tensors  # noqa: E402
 from tests.support.sweeps import few  # noqa: E402
 from tests.test_drafting_ahead import (  # noqa: E402
@@ -405,6 +406,26 @@ def test_a_drafter_changes_no_bit(method, directory, want, tmp_path):
         stats[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted")
     )
     assert num_drafts > 0 and (method != "draft_model" or num_accepted > num_drafts // 2)
+
+
+@pytest.mark.parametrize("family", few(["deepseek_v3", "qwen3_5"], ["deepseek_v3"]))
+def test_a_head_inside_the_checkpoint_changes_no_bit(family, tmp_path):
+    """Each device has all of it, experts and latents included, and the model's divided tables; a text is that of one device."""
+    sizes = {"qwen3_5": KEY_HEADS}.get(family, {})
+    model = save_with_head(
+        family, tmp_path, num_tokens=4, vocab_size=257, max_position_embeddings=256, **sizes
+    )
+    asked = {"method": "mtp", "num_speculative_tokens": 2}
+    found = {}
+    for layout, drafting in (("one", None), ("four", asked)):
+        settings = {**SETTINGS, **LAYOUTS[layout], "speculative_config": drafting}
+        with when_used(), LLM(str(tmp_path), **settings) as llm:
+            drafts = record(llm) if drafting else []
+            found[layout] = tokens_of(llm.generate(prompts_of(257), GREEDY, use_tqdm=False))
+            invariants(llm)
+            if drafting:
+                assert_as_the_reference(llm, drafts, of_a_head(model.head, tmp_path))
+    assert found["one"] == found["four"]
 
 
 # The column of the support matrix: two devices give what one gives, to the last bit.

@@ -74,6 +74,7 @@ def growing(
     layer: int, q_TNH: Any, k_TKH: Any, v_TKH: Any, pages: Any, options: AttentionOptions, /
 ) -> tuple[jax.Array, Any]:
     """`Attend` over keys and values that are kept in a row: pages are those before, None at first."""
+    v_TKH = k_TKH[..., : options.value_width] if v_TKH is None else v_TKH
     k_CKH, v_CKH = (
         (k_TKH, v_TKH)
         if pages is None

@@ -746,6 +746,30 @@ def test_the_root_depends_on_the_salt_alone() -> None:
     assert grown == index.extend([], [1, 2, 3, 4], None, 2) and grown[0] == digests[0]
 
 
+def test_blocks_that_depend_on_the_next_token_are_found_before_it_alone() -> None:
+    """And not before it is computed. Of a fork that goes on otherwise the shared block is not found."""
+    manager = BlockManager([BlockTables(BlockPool(20), 2)], PrefixIndex(2, num_following=1))
+    assert manager.cached is not None
+
+    def compute(sequence_id: int, tokens: list[int], start: int, stop: int) -> None:
+        manager.reserve(sequence_id, start, stop)
+        manager.cache(sequence_id, stop, tokens, [], None)
+        manager.check()
+
+    compute(0, [1, 2, 3, 4, 5], 0, 4)
+    assert len(manager.cached.index) == 1 == manager.num_to_cache(4)
+    compute(0, [1, 2, 3, 4, 5], 4, 5)
+    blocks = [*manager.block_tables(0)[0]]
+    assert manager.find([1, 2, 3, 4, 5, 9], [], None).blocks == (blocks[:2],)
+    assert manager.find([1, 2, 3, 4, 9], [], None).blocks == (blocks[:1],)
+    compute(1, [7, 7], 0, 2)
+    manager.fork(1, 2)
+    compute(1, [7, 7, 1], 2, 3)
+    compute(2, [7, 7, 2], 2, 3)
+    assert manager.find([7, 7, 1, 0], [], None).num_tokens == 2
+    assert manager.find([7, 7, 2, 0], [], None) == manager.nothing
+
+
 def _point_elsewhere(index: PrefixIndex) -> None:
     index._block_of[next(iter(index._block_of))] = 7
 

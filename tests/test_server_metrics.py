@@ -445,17 +445,19 @@ def test_routers_find_the_names_that_they_know(llm: LLM, outputs: list[RequestOu
     assert found == {**wanted, "vllm:cache_config_info": (1, "16", str(stats["num_blocks_total"]))}
 
 
-def test_events_of_an_index() -> None:
-    """A block takes those behind it along, and nothing is told of a salt."""
+@pytest.mark.parametrize("following", [0, 1])
+def test_events_of_an_index(following: int) -> None:
+    """A block takes those behind it along, and nothing is told of a salt, nor of a token that follows."""
     batches: list[Any] = []
-    index, events = PrefixIndex(2), KVEvents(2, batches.append)
+    index, events = PrefixIndex(2, num_following=following), KVEvents(2, batches.append)
     index.observer = events
-    digests = index.extend([], [1, 2, 3, 4, 5, 6], None, 3)
+    tokens, others = [1, 2, 3, 4, 5, 6, 0], [7, 8, 9, 9, 0]
+    digests = index.extend([], tokens, None, 3)
     for block, parent in ((4, None), (5, 4), (6, 5)):
-        index.register(block, digests[block - 4], parent, (2 * block - 7, 2 * block - 6))
-    salted = index.extend([], [7, 8, 9, 9], "salt", 2)
-    index.register(7, salted[0], "salt", (7, 8))
-    index.register(8, salted[1], 7, (9, 9))
+        index.register(block, digests[block - 4], parent, index.content(tokens, block - 4))
+    salted = index.extend([], others, "salt", 2)
+    index.register(7, salted[0], "salt", index.content(others, 0))
+    index.register(8, salted[1], 7, index.content(others, 1))
     events.prefix_cache_reset()
     index.forget(5)
     index.forget(7)

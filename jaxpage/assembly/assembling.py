@@ -120,9 +120,9 @@ def _scheduler(spec: EngineSpec) -> Scheduler:
             spec.groups, spec.blocks, spec.host_blocks, strict=True
         )
     ]
-    manager = BlockManager(
-        tables, PrefixIndex(config.block_size) if config.enable_prefix_caching else None
-    )
+    num_following = spec.described.drafting.num_following
+    index = PrefixIndex(config.block_size, num_following=num_following)
+    manager = BlockManager(tables, index if config.enable_prefix_caching else None)
     return Scheduler(
         spec.limits,
         manager,

@@ -25,11 +25,13 @@ from jaxpage.checkpoints import (
     ModelFiles,
     load_eagle,
     load_medusa,
+    load_mtp,
     load_tokenizer,
     load_weights,
     open_eagle,
     open_medusa,
     open_model,
+    open_mtp,
     resolve_model,
 )
 from jaxpage.device.buckets import BucketMenu
@@ -41,6 +43,7 @@ from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
 from jaxpage.models.base import KVSpec, abstract
 from jaxpage.models.draft_model import DraftModel
 from jaxpage.models.medusa import MedusaHeads
+from jaxpage.models.mtp import MtpHead, layer_spec
 from jaxpage.models.replacing import Path as LayerPath
 from jaxpage.models.replacing import replace_modules
 from jaxpage.settings.speculative_config import SpeculativeConfig
@@ -246,6 +249,13 @@ def _open_eagle(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFi
     )
 
 
+def _open_mtp(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
+    files = open_mtp(target)
+    load = functools.partial(load_mtp, files)
+    kv = layer_spec(files.spec).kv
+    return ModelDrafterFiles(kv, MtpHead.aux_layers, files.make, files.plan.num_bytes, load)
+
+
 def open_draft_model(config: SpeculativeConfig, target: ModelFiles) -> ModelDrafterFiles:
     """Opens a draft model, which is a model of its own with the target's vocabulary."""
     files = open_model(drafter_directory(config))
@@ -326,6 +336,7 @@ def drafter_directory(config: SpeculativeConfig) -> Path:
 _OPENERS: Mapping[DrafterKind, Callable[[SpeculativeConfig, ModelFiles], DrafterFiles]] = {
     "heads": open_heads,
     "eagle_head": _open_eagle,
+    "mtp_head": _open_mtp,
     "model": open_draft_model,
     "top_ids": lambda config, target: NoFiles(),
 }

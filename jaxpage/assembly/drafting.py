@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 from jax.typing import DTypeLike
 
-from jaxpage.assembly.drafters import DrafterFiles, NoFiles, open_drafter, tree_shape
+from jaxpage.assembly.drafters import (
+    DrafterFiles,
+    ModelDrafterFiles,
+    NoFiles,
+    open_drafter,
+    tree_shape,
+)
 from jaxpage.checkpoints import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.errors import CheckpointError, UnsupportedError
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -58,6 +65,12 @@ class Drafting:
     def num_layers(self) -> int:
         """Returns the number of the drafter's layers that have a KV cache."""
         return sum(kv.num_layers for kv in self.kvs)
+
+    @property
+    def num_following(self) -> int:
+        """Returns `PrefixIndex.num_following`: 1 if the drafter takes hidden states."""
+        drafter = self.drafter
+        return int(isinstance(drafter, ModelDrafterFiles) and drafter.aux_layers is not None)
 
     @property
     def may_be_off(self) -> bool:
@@ -151,4 +164,20 @@ def open_drafting(config: SpeculativeConfig | None, target: ModelFiles) -> Draft
         logger.warning(
             "acceptance 'typical' is lossy: sampled texts do not follow the model's distribution"
         )
+    if config.method == "auto":
+        return _open_auto(config, target)
     return Drafting(config, open_drafter(config, target))
+
+
+def _open_auto(config: SpeculativeConfig, target: ModelFiles) -> Drafting:
+    """Returns MTP where the checkpoint has a head that can be used, or else suffix decoding."""
+    chosen = config.model_copy(update={"method": "mtp"})
+    reason = "the checkpoint has a head"
+    try:
+        drafting = Drafting(chosen, open_drafter(chosen, target))
+    except (CheckpointError, UnsupportedError) as error:
+        reason = str(error)
+        chosen = config.model_copy(update={"method": "suffix"})
+        drafting = Drafting(chosen, open_drafter(chosen, target))
+    logger.info("speculative_config: method 'auto' is %r: %s", chosen.method, reason)
+    return drafting

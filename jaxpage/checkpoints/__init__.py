@@ -47,6 +47,8 @@ For models that are no files, and for what comes next to a model:
     MedusaFiles              holds them
     load_medusa              loads them
     MEDUSA_FILES             names their files
+    open_mtp                 opens the MTP head inside a checkpoint
+    load_mtp                 loads it
     open_eagle               opens an EAGLE head
     EagleMethod              is the kind of head
     load_eagle               loads it
@@ -75,6 +77,7 @@ from jaxpage.checkpoints.in_memory import (
 from jaxpage.checkpoints.loading import insert, load_shards, load_weights
 from jaxpage.checkpoints.lora_files import Adapter, AdapterVersion, adapter_version, read_adapter
 from jaxpage.checkpoints.medusa_files import MEDUSA_FILES, MedusaFiles, load_medusa, open_medusa
+from jaxpage.checkpoints.mtp_files import load_mtp, open_mtp
 from jaxpage.checkpoints.opening import (
     ModelDescription,
     ModelFiles,
@@ -121,6 +124,7 @@ __all__ = [
     "listed",
     "load_eagle",
     "load_medusa",
+    "load_mtp",
     "load_shards",
     "load_tokenizer",
     "load_weights",
@@ -129,6 +133,7 @@ __all__ = [
     "open_eagle",
     "open_medusa",
     "open_model",
+    "open_mtp",
     "open_parameters",
     "read_adapter",
     "read_config",

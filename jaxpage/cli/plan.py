@@ -229,7 +229,7 @@ def _drafting(config: EngineConfig) -> Drafting:
     headers say how large the drafter is.
     """
     asked = config.speculative_config
-    if asked is None or asked.model is None:
+    if asked is None or not asked.has_weights:
         return Drafting()
     return open_drafting(
         asked, open_model(resolve_model(config.model, config.revision), config.quantization)

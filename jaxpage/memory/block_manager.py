@@ -301,6 +301,15 @@ class BlockManager:
                 copies += group.reserve(sequence_id, num_tokens, stop)
         return tuple(copies)
 
+    def num_to_cache(self, num_computed: int) -> int:
+        """Returns how many blocks of a sequence the prefix index takes.
+
+        Args:
+            num_computed: The number of the sequence's tokens that are computed.
+        """
+        following = 0 if self.cached is None else self.cached.index.num_following
+        return (num_computed - following) // self.block_size
+
     def cache(
         self,
         sequence_id: int,

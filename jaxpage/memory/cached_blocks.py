@@ -89,7 +89,8 @@ class CachedBlocks:
         """Adds the full blocks among the first `num_computed` tokens of a sequence.
 
         A block whose content another block holds already is given up for that one, so that the
-        blocks before a cached block are always the cached ones.
+        blocks before a cached block are always the cached ones. The tokens that a block depends on
+        must be computed, too; see `PrefixIndex`.
 
         Args:
             sequence_id: The sequence.
@@ -102,14 +103,17 @@ class CachedBlocks:
         first = self._first
         table = first.tables[sequence_id]
         size = index.block_size
-        index.extend(digests, token_ids, salt, num_computed // size)
-        for place in range(table.num_cached, num_computed // size):
+        num_full = (num_computed - index.num_following) // size
+        index.extend(digests, token_ids, salt, num_full)
+        for place in range(table.num_cached, num_full):
             block = table.blocks[place]
             parent = table.blocks[place - 1] if place else salt
             if block == NULL_BLOCK:
                 return  # the block fell out of the window before it could be cached
-            tokens = tuple(token_ids[place * size : (place + 1) * size])
-            known = index.register(block, digests[place], parent, tokens)
+            content = index.content(token_ids, place)
+            if block in index and index.entry(block).token_ids != content:
+                return  # a fork has the block, too, and another token after it
+            known = index.register(block, digests[place], parent, content)
             if known is None:
                 return  # the block before it is not in the index any more
             if known == block:
@@ -150,7 +154,7 @@ class CachedBlocks:
         Args:
             digest: The digest of the content, which is not in the index.
             parent: The block before it, which is in the index; the salt if there is none.
-            token_ids: The tokens of the block.
+            token_ids: The `content` of the block.
         """
         pool = self._first.pool
         block = pool.allocate()

@@ -28,7 +28,8 @@ class Entry(NamedTuple):
     Attributes:
         digest: The hash of the digest before it and of its own tokens.
         parent: The block before it; for the first block of a sequence the cache salt.
-        token_ids: Its tokens, a block full.
+        token_ids: Its tokens, a block full, and those after it that it depends on; see
+            `PrefixIndex`.
     """
 
     digest: Digest
@@ -63,8 +64,14 @@ class PrefixIndex:
     The block before a block of the index is in the index, too: a block that is taken out takes the
     blocks after it along.
 
+    Where a drafter reads hidden states, what its layers keep for a token follows from the next
+    token, too. The content of a block is then its own tokens and the one after it:
+
+        [ t0 .. t15 ] t16 ──▶ [ t16 .. t31 ] t32
+
     Attributes:
         block_size: The tokens of a block.
+        num_following: The tokens after a block that its content depends on, 0 or 1.
         observer: Is told of every change.
     """
 
@@ -72,14 +79,18 @@ class PrefixIndex:
         self,
         block_size: int,
         hash_function: Callable[[bytes], Digest] = blake2b_256,
+        *,
+        num_following: int = 0,
     ) -> None:
         """Makes an empty index.
 
         Args:
             block_size: The tokens of a block.
             hash_function: Makes a digest of bytes.
+            num_following: The tokens after a block that its content depends on, 0 or 1.
         """
         self.block_size = block_size
+        self.num_following = num_following
         self.observer = CacheObserver()
         self._hash = hash_function
         self._block_of: dict[Digest, int] = {}
@@ -94,6 +105,11 @@ class PrefixIndex:
         """Returns how many blocks can be found."""
         return len(self._entries)
 
+    def content(self, token_ids: Sequence[int], place: int) -> tuple[int, ...]:
+        """Returns the tokens that a sequence's block at this place depends on."""
+        start = place * self.block_size
+        return tuple(token_ids[start : start + self.block_size + self.num_following])
+
     def extend(
         self,
         digests: list[Digest],
@@ -107,7 +123,7 @@ class PrefixIndex:
             digests: The digests that are known.
             token_ids: The tokens of the sequence.
             salt: The request's cache salt, or None.
-            num_blocks: The number of blocks, all of them full.
+            num_blocks: The number of blocks, all of them full, with the tokens that follow.
 
         Returns:
             The same list, which may have been longer before.
@@ -117,9 +133,11 @@ class PrefixIndex:
         if first >= num_blocks:
             return digests
         parent = digests[-1] if digests else self._root(salt)
-        content = np.array(token_ids[first * size : num_blocks * size], "<u4").tobytes()
-        for start in range(0, len(content), 4 * size):
-            parent = self._hash(parent + content[start : start + 4 * size])
+        following = self.num_following
+        tokens = token_ids[first * size : num_blocks * size + following]
+        content = np.array(tokens, "<u4").tobytes()
+        for start in range(0, 4 * (num_blocks - first) * size, 4 * size):
+            parent = self._hash(parent + content[start : start + 4 * (size + following)])
             digests.append(parent)
         return digests
 
@@ -139,13 +157,11 @@ class PrefixIndex:
             token_ids: The tokens of the sequence.
             salt: The request's cache salt, or None.
         """
-        size = self.block_size
         blocks: list[int] = []
         parent: Parent = salt
-        for start, digest in zip(range(0, len(token_ids), size), digests, strict=False):
+        for place, digest in enumerate(digests):
             block = self._block_of.get(digest)
-            tokens = tuple(token_ids[start : start + size])
-            if block is None or not self._holds(block, parent, tokens):
+            if block is None or not self._holds(block, parent, self.content(token_ids, place)):
                 break
             blocks.append(block)
             parent = block
@@ -164,7 +180,7 @@ class PrefixIndex:
             block: The block.
             digest: The digest of its content.
             parent: The block before it; the salt if there is none.
-            token_ids: Its tokens.
+            token_ids: Its `content`.
 
         Returns:
             The block that can be found for this content: the block itself, or another one that was
@@ -236,7 +252,8 @@ class PrefixIndex:
         assert after == noted, "a block after another is lost"
         assert all(self._children.values()), "an empty set of children"
         for block, (digest, parent, token_ids) in self._entries.items():
-            assert len(token_ids) == self.block_size, f"block {block} is not full"
+            size = self.block_size + self.num_following
+            assert len(token_ids) == size, f"block {block} is not full"
             if isinstance(parent, int):
                 assert parent in self._entries, f"block {parent} before {block} is missing"
                 before = self._entries[parent].digest

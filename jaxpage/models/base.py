@@ -172,12 +172,8 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
-    last = spec.kv.num_layers
-    draft_layers = range(last, last + getattr(spec, "num_draft_layers", 0))
-    drafting = [
-        f"{prefix}layers.{index}.*" for index in draft_layers for prefix in ("", family.prefix)
-    ]
-    return (*family.ignored, *drafting)
+    heads = getattr(spec, "mtp_names", None)
+    return family.ignored if heads is None else (*family.ignored, *heads.globs)
 
 
 def abstract_model(

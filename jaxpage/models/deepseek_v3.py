@@ -14,6 +14,7 @@ from jaxpage.models.config_fields import RefusedField, WrongField
 from jaxpage.models.experts import DEEPSEEK_NAMES, read_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import read_latent
+from jaxpage.models.mtp_names import MtpNames, numbered_names
 from jaxpage.models.rotary_decoder import RotaryDecoder, RotaryDecoderSpec, ignored, prefix
 
 __all__ = ["Model", "Spec", "ignored", "prefix"]
@@ -132,18 +133,15 @@ def latent_knobs(
         "value_width": latent.widths.rank,
         "max_position_embeddings": length,
         "rope": (rope, length),
-        "num_draft_layers": _draft_layers(fields),
+        "mtp_names": _mtp_names(fields),
     }
 
 
-def _draft_layers(fields: Fields) -> int:
-    """Returns how many layers after the last one predict further tokens, to draft.
-
-    Their numbers in the checkpoint follow that of the last layer.
-    """
-    count = fields.integer("num_nextn_predict_layers", 0, least=0)
+def _mtp_names(fields: Fields) -> MtpNames | None:
+    """Returns the names of MTP heads; None if the config counts none."""
+    field = "num_nextn_predict_layers"
+    count = fields.integer(field, 0, least=0)
     if count > MAX_DRAFT_LAYERS:
-        text = f"num_nextn_predict_layers = {count} is above {MAX_DRAFT_LAYERS}"
-        fields.note(WrongField(text), num_nextn_predict_layers=0)
-        return 0
-    return count
+        fields.note(WrongField(f"{field} = {count} is above {MAX_DRAFT_LAYERS}"), **{field: 0})
+        count = 0
+    return numbered_names("model", fields.integer("num_hidden_layers"), count, field)

@@ -14,6 +14,7 @@ from jaxpage.models.config_fields import RefusedField
 from jaxpage.models.delta_config import read_delta
 from jaxpage.models.experts import read_experts
 from jaxpage.models.fields import Fields, text_part
+from jaxpage.models.mtp_names import MtpNames, named_apart
 from jaxpage.models.rotary_decoder import (
     BlockForm,
     RotaryDecoder,
@@ -25,8 +26,8 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["Model", "Spec", "ignored", "prefix"]
 
 Model = RotaryDecoder
-# The tensors of `mtp` predict a second token, to draft; those of `visual` take images.
-ignored = (*rotary_decoder.ignored, "mtp.*", "model.visual.*", "visual.*")
+# The tensors of `visual` take images.
+ignored = (*rotary_decoder.ignored, "model.visual.*", "visual.*")
 FULL = "full_attention"
 LINEAR = "linear_attention"
 
@@ -91,7 +92,20 @@ def hybrid_knobs(fields: Fields, *, grouped: bool = False) -> dict[str, Any]:
         "attention_gated": True,
         "name": "model.language_model" if with_images else "model",
         "not_loaded": "images and videos (tensors model.visual.*)" if with_images else "",
+        "mtp_names": _mtp_names(
+            fields, "num_nextn_predict_layers" if grouped else "mtp_num_hidden_layers"
+        ),
     }
+
+
+def _mtp_names(fields: Fields, field: str) -> MtpNames:
+    """Returns the names of MTP heads; `field` is that of their number."""
+    dedicated = fields.flag("mtp_use_dedicated_embeddings", False)
+    return named_apart(
+        fields.integer(field, 1, least=0),
+        field,
+        "mtp_use_dedicated_embeddings = true of config.json" if dedicated else "",
+    )
 
 
 def without_axes(config: Mapping[str, Any]) -> Mapping[str, Any]:

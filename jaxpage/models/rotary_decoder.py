@@ -33,6 +33,7 @@ from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.experts import PLAIN_NAMES, ExpertNames, make_experts
 from jaxpage.models.fields import Fields
 from jaxpage.models.latent import LatentSpec, make_latent_attention
+from jaxpage.models.mtp_names import MtpNames
 
 prefix = "model."
 ignored = ("*rotary_emb.inv_freq",)
@@ -118,8 +119,7 @@ class RotaryDecoderSpec:
     expert_names: ExpertNames = PLAIN_NAMES
     sparse_layers: tuple[bool, ...] = ()  # True for each layer with experts
     name: str = "model"  # the name of the decoder in the checkpoint
-    # These layers come after the last one in the checkpoint. They predict further tokens, to draft.
-    num_draft_layers: int = 0
+    mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
 
     def rope_of(self, layer_index: int) -> Rope | None:

@@ -45,7 +45,7 @@ class StoredBlock(NamedTuple):
     Attributes:
         digest: The digest of all those tokens.
         before: The digest of the block before it; empty for the first block.
-        token_ids: The tokens of the block itself.
+        token_ids: The tokens that the block depends on besides; see `PrefixIndex.content`.
     """
 
     digest: bytes

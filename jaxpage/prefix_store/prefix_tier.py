@@ -64,7 +64,7 @@ class PrefixTier(Events):
         there = self._index.match(digests, sequence.token_ids, salt)
         restored: list[tuple[int, Contents]] = []
         parent: Parent = there[-1] if there else salt
-        blocks = itertools.islice(_blocks(digests, sequence.token_ids, size), len(there), None)
+        blocks = itertools.islice(self._blocks(digests, sequence.token_ids), len(there), None)
         for block in blocks:
             if not self._cached.has_room or (contents := self._files.read(block)) is None:
                 break
@@ -94,13 +94,18 @@ class PrefixTier(Events):
     def _new(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> dict[int, StoredBlock]:
         """Returns the sequence's blocks that are cached and have no file, by block id."""
         found = {}
-        for block in _blocks(digests, token_ids, self._index.block_size):
+        for block in self._blocks(digests, token_ids):
             if (
                 not self._files.has(block.digest)
                 and (place := self._index.block_of(block.digest)) is not None
             ):
                 found[place] = block
         return found
+
+    def _blocks(self, digests: Sequence[bytes], token_ids: Sequence[int]) -> Iterator[StoredBlock]:
+        """Yields a sequence's full blocks."""
+        for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
+            yield StoredBlock(digest, before, self._index.content(token_ids, place))
 
     def weights_replaced(self) -> None:
         """Stops reading and writing, because the files belong to the old weights."""
@@ -109,9 +114,3 @@ class PrefixTier(Events):
     def closed(self) -> None:
         """Waits until all waiting blocks are written."""
         self._files.close()
-
-
-def _blocks(digests: Sequence[bytes], token_ids: Sequence[int], size: int) -> Iterator[StoredBlock]:
-    """Yields a sequence's full blocks."""
-    for place, (before, digest) in enumerate(itertools.pairwise([b"", *digests])):
-        yield StoredBlock(digest, before, tuple(token_ids[place * size : (place + 1) * size]))

@@ -354,14 +354,13 @@ class RunningSet:
         if manager.cached is None:
             return
         index = manager.cached.index
-        size = manager.block_size
         name = f"sequence {sequence.sequence_id}"
-        num_full = sequence.num_computed_tokens // size
+        num_full = sequence.num_computed_tokens // manager.block_size
         for place, block in enumerate(manager.block_tables(sequence.sequence_id)[0]):
             if block in index:
                 assert place < num_full, f"{name} will write into the cached block {block}"
-                tokens = tuple(sequence.token_ids[place * size : (place + 1) * size])
-                assert index.entry(block).token_ids == tokens, f"{name}: block {block} lies"
+                content = index.content(sequence.token_ids, place)
+                assert index.entry(block).token_ids == content, f"{name}: block {block} lies"
 
 
 def _check_group(group: SequenceGroup) -> None:

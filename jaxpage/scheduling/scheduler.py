@@ -460,15 +460,15 @@ class Scheduler:
         assert sequence.num_computed_tokens == start, f"step {step_id} is committed out of turn"
         stop = start + len(row.token_ids) - len(row.parents)
         sequence.num_computed_tokens = stop
-        block_size = self.block_manager.block_size
-        if stop // block_size > start // block_size:
+        if self.block_manager.num_to_cache(stop) > self.block_manager.num_to_cache(start):
             self._cache(group, sequence)
 
     def _computed_ahead(self, group: SequenceGroup, sequence_id: int) -> None:
         """Counts a draft that became a token of its sequence as computed."""
         _, sequence = self._requests.sequences[sequence_id]
+        before = sequence.num_computed_tokens
         sequence.num_computed_tokens += 1
-        if sequence.num_computed_tokens % self.block_manager.block_size == 0:
+        if self.block_manager.num_to_cache(before + 1) > self.block_manager.num_to_cache(before):
             self._cache(group, sequence)
 
     def _cache(self, group: SequenceGroup, sequence: Sequence) -> None:

@@ -59,7 +59,7 @@ class KVEvents(Events, CacheObserver):
                 }
             )
         self._events[-1]["block_hashes"].append(block_hash)
-        self._events[-1]["token_ids"] += entry.token_ids
+        self._events[-1]["token_ids"] += entry.token_ids[: self._block_size]
         self._last_block = block
 
     def removed(self, blocks: list[int]) -> None:

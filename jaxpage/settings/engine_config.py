@@ -191,7 +191,7 @@ class EngineConfig(Settings):
         None,
         'speculative decoding, as JSON, such as {"method": "ngram"} (docs/guides/speculation.md)',
         shown="off",
-        given="Mapping[str, Any] | SpeculativeConfig | None",
+        given='Mapping[str, Any] | SpeculativeConfig | Literal["auto"] | None',
     )
     enable_lora: bool = setting(False, "requests may name a LoRA adapter (docs/guides/lora.md)")
     max_loras: Annotated[int, Field(ge=1, le=256)] = setting(

@@ -62,7 +62,7 @@ class EngineSettings(TypedDict, total=False):
     prefix_cache_disk_bytes: int | str
     attention_backend: str
     seed: int
-    speculative_config: Mapping[str, Any] | SpeculativeConfig | None
+    speculative_config: Mapping[str, Any] | SpeculativeConfig | Literal["auto"] | None
     enable_lora: bool
     max_loras: int
     max_lora_rank: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from jaxpage.settings.draft_settings import AcceptanceRule, Lookahead, SuffixDecoding
 from jaxpage.shapes import MOST_DRAFTS
@@ -15,8 +15,9 @@ AUTO_DRAFTS = (1, 3, 7)  # powers of two together with the token before them
 # The methods for which `auto` was tried and lost at large batches (docs/lab-log.md).
 FIXED = ("token_recycling",)
 WITH_WEIGHTS = ("draft_model", "medusa", "eagle", "eagle3")
+IN_CHECKPOINT = ("mtp", "auto")  # the weights, if there are any, are among those of the model
 # The methods that draft on the device, in the step of the model.
-ON_DEVICE = ("token_recycling", *WITH_WEIGHTS)
+ON_DEVICE = ("token_recycling", *WITH_WEIGHTS, *IN_CHECKPOINT)
 
 # The methods that read a field. With another method the field is a contradiction.
 BELONGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -59,8 +60,10 @@ class SpeculativeConfig(BaseModel):
         "medusa",
         "eagle",
         "eagle3",
+        "mtp",
         "lookahead",
         "token_recycling",
+        "auto",
     ]
     # The place of the drafter's weights, for methods that have any.
     model: str | None = None
@@ -90,6 +93,12 @@ class SpeculativeConfig(BaseModel):
     lookahead_window: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
     lookahead_ngram: Annotated[int, Field(ge=2, le=MOST_DRAFTS)] | None = None
     lookahead_guesses: Annotated[int, Field(ge=1, le=MOST_DRAFTS)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_method(cls, value: Any) -> Any:
+        """Returns the settings that the word "auto" stands for."""
+        return {"method": value} if value == "auto" else value
 
     @field_validator("medusa_choices", mode="before")
     @classmethod
@@ -154,6 +163,11 @@ class SpeculativeConfig(BaseModel):
         if wanted == "auto" and choices is not None:  # the given tree, or a part of it
             return (*(length for length in AUTO_DRAFTS if length < len(choices)), len(choices))
         return AUTO_DRAFTS if wanted == "auto" else (wanted,)
+
+    @property
+    def has_weights(self) -> bool:
+        """Returns whether what drafts has weights of its own, or may have."""
+        return self.method in (*WITH_WEIGHTS, *IN_CHECKPOINT)
 
     @property
     def branches(self) -> bool:

@@ -17,7 +17,7 @@ from jaxpage.speculation.suffix import SuffixProposer
 
 # On the device drafts come from heads or layers on the model's hidden states, from another model,
 # or from the model's own most likely tokens.
-DrafterKind = Literal["heads", "eagle_head", "model", "top_ids"]
+DrafterKind = Literal["heads", "eagle_head", "mtp_head", "model", "top_ids"]
 
 
 class DraftedModel(NamedTuple):
@@ -48,6 +48,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "draft_model": Method(lambda config, target: AheadProposer(), "model"),
         "eagle": Method(lambda config, target: AheadProposer(), "eagle_head"),
         "eagle3": Method(lambda config, target: AheadProposer(), "eagle_head"),
+        "mtp": Method(lambda config, target: AheadProposer(), "mtp_head"),
     }
 )
 

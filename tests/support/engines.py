@@ -82,7 +82,7 @@ ENGINES = {
 _DEVICE_BLOCKS = {
     each["block_size"]: each["num_blocks"] for each in (BLOCKS_OF_16, BLOCKS_OF_4, BLOCKS_OF_1)
 }
-_WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3")
+_WITH_SCRATCH_BLOCKS = ("draft_model", "eagle", "eagle3", "mtp", "auto")
 
 
 def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) -> LLM:
@@ -96,6 +96,7 @@ def make_llm(directory: Path | str, *, at_start: bool = False, **settings: Any) 
     settings = {**BLOCKS_OF_16, "preemption_mode": "recompute", **settings}
     with pytest.MonkeyPatch.context() as patch:
         drafting = settings.get("speculative_config") or {}
+        drafting = {"method": drafting} if isinstance(drafting, str) else drafting
         method = drafting.get("method") if isinstance(drafting, dict) else drafting.method
         if method not in _WITH_SCRATCH_BLOCKS:
             patch.setattr(engine_spec, "kv_pages", _RoomyPages())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -60,6 +60,21 @@ class Scheme:
     ignored: tuple[str, ...] = ()
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     checks: tuple[Check, ...] = ()
+
+    def of_stored(self, codes: Set[str]) -> Scheme:
+        """Returns this scheme for those modules alone whose codes are stored.
+
+        Args:
+            codes: The names of the tensors that hold codes.
+        """
+
+        def form_of(name: str) -> WeightFormat | None:
+            form = self.form_of(name)
+            if form is None or form.is_rounded or f"{name}.{form.values.name}" in codes:
+                return form
+            return None
+
+        return replace(self, form_of=form_of)
 
     @property
     def rule(self) -> Rule:

@@ -1,0 +1,94 @@
+"""Multi-token prediction (MTP): the head inside a checkpoint, which drafts for its model.
+
+Row t takes the embedding of token t + 1 and the model's hidden state of token t, after the final
+norm, and predicts token t + 2. What it returns for row t takes the place of a hidden state where
+the model has not been yet (DeepSeek-V3, arXiv:2412.19437, section 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.embedding import Embedding
+from jaxpage.layers.linear import Part, linear
+from jaxpage.models.base import KVSpec, Pages, run_layers
+from jaxpage.models.mtp_names import MtpNames
+from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
+
+TABLES = ("tokens", "head")  # They are the model's.
+
+
+def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
+    """Returns the spec of the head's one layer.
+
+    It attends to all positions, whatever the model's layers do, and has experts if the model has.
+    """
+    kv = KVSpec(1, spec.kv.num_kv_heads, spec.kv.head_width, (None,), spec.kv.value_width)
+    return replace(
+        spec, kv=kv, rope_by_layer=(), delta=None, sparse_layers=(spec.experts is not None,)
+    )
+
+
+class MtpHead(nnx.Module):
+    """Computes `norm(layer(fc([norm(embedding); norm(hidden state)])))`; see `Drafter`.
+
+    The token table and the head that gives logits are the model's (`models.drafter.join`).
+    """
+
+    aux_layers: ClassVar[tuple[int, ...]] = ()
+
+    def __init__(self, spec: RotaryDecoderSpec, names: MtpNames, *, dtype: DTypeLike):
+        """Makes the head.
+
+        Args:
+            spec: The spec of the model.
+            names: The names of the head's tensors.
+            dtype: The type of the parameters.
+        """
+        width, own = spec.model_width, layer_spec(spec)
+        self.kv = own.kv
+        self.tokens = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
+        self.head = Embedding(spec.vocab_size, width, name=None, dtype=dtype)
+        self.embedding_norm, self.hidden_norm, self.norm = (
+            spec.form.norm(width, name=name, epsilon=spec.norm_epsilon, dtype=dtype)
+            for name in (names.embedding_norm, names.hidden_norm, names.output_norm)
+        )
+        self.fc = linear(
+            2 * width,
+            Part(width, "embed", names.product),
+            input_axis=None,
+            bias=False,
+            dtype=dtype,
+        )
+        self.layers = nnx.List([DecoderLayer(own, 0, name=names.layer, dtype=dtype)])
+
+    def fuse(self, states: Sequence[jax.Array]) -> Float[Array, "T D"]:
+        """Returns the output of the model, which is the feature."""
+        (output_TD,) = states
+        return output_TD
+
+    def __call__(
+        self,
+        token_ids_T: Int[Array, "T"],
+        feature_TD: Float[Array, "T D"],
+        pages: Pages,
+        context: ForwardContext,
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        """Returns the hidden states, which are the next features, and the pages."""
+        embedded_TD = self.embedding_norm(self.tokens(token_ids_T))
+        both = jnp.concatenate([embedded_TD, self.hidden_norm(feature_TD)], axis=-1)
+        output_TD, pages, _ = run_layers(self.layers, self.norm, self.fc(both), pages, context)
+        return output_TD, pages
+
+    def logits(self, output_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
+        """Returns the logits of the model's vocabulary."""
+        return self.head.logits(output_BD)

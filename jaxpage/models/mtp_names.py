@@ -1,0 +1,86 @@
+"""Names the tensors of MTP heads: modules in a checkpoint that predict further tokens, to draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class MtpNames:
+    """Says where a checkpoint has its MTP heads, if it has them; its tensors decide.
+
+    Attributes:
+        count: The number of heads that config.json counts.
+        field: The field of config.json with that number.
+        prefixes: The beginnings of the names of all heads' tensors, as a checkpoint has them.
+        layer: The decoder layer of the first head.
+        product: The product that fuses the embedding and the hidden state.
+        embedding_norm: The norm of the embedding.
+        hidden_norm: The norm of the hidden state.
+        output_norm: The norm after the layer.
+        shared: The tables among the tensors, which are copies of the model's and not read.
+        refusal: The reason why the head cannot be used; empty if it can.
+    """
+
+    count: int
+    field: str
+    prefixes: tuple[str, ...]
+    layer: str
+    product: str
+    embedding_norm: str
+    hidden_norm: str
+    output_norm: str
+    shared: tuple[str, ...] = ()
+    refusal: str = ""
+
+    @property
+    def globs(self) -> tuple[str, ...]:
+        """Returns globs over the names of the heads' tensors."""
+        return tuple(f"{prefix}*" for prefix in self.prefixes)
+
+
+def numbered_names(decoder: str, last: int, count: int, field: str) -> MtpNames | None:
+    """Returns the names of DeepSeek's form: layers whose numbers follow that of the last layer.
+
+    Args:
+        decoder: The name of the decoder in the checkpoint.
+        last: The number of the model's layers.
+        count: The number of heads; with 0 the result is None.
+        field: The field of config.json with that number.
+    """
+    if not count:
+        return None
+    layer = f"{decoder}.layers.{last}"
+    numbers = range(last, last + count)
+    return MtpNames(
+        count,
+        field,
+        tuple(f"{start}layers.{number}." for number in numbers for start in ("", f"{decoder}.")),
+        layer,
+        f"{layer}.eh_proj",
+        f"{layer}.enorm",
+        f"{layer}.hnorm",
+        f"{layer}.shared_head.norm",
+        ("*.embed_tokens.weight", "*.shared_head.head.weight"),
+    )
+
+
+def named_apart(count: int, field: str, refusal: str = "") -> MtpNames:
+    """Returns the names of Qwen's form: a module of its own, `mtp`, outside of the model.
+
+    Args:
+        count: The number of heads that config.json counts.
+        field: The field of config.json with that number.
+        refusal: See `MtpNames`.
+    """
+    return MtpNames(
+        count,
+        field,
+        ("mtp.",),
+        "mtp.layers.0",
+        "mtp.fc",
+        "mtp.pre_fc_norm_embedding",
+        "mtp.pre_fc_norm_hidden",
+        "mtp.norm",
+        refusal=refusal,
+    )

@@ -1,0 +1,275 @@
+"""MTP heads inside checkpoints: rows and drafts against torch in float64 for every family, quantised heads, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxpage.assembly.drafters import ModelDrafterFiles, open_drafter
+from jaxpage.assembly.drafting import open_drafting
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.device.attention import make_product_kernels
+from jaxpage.device.backends import Backend
+from jaxpage.errors import CheckpointError, UnsupportedError
+from jaxpage.layers.trace_scope import TraceScope
+from jaxpage.models.mtp import MtpHead
+from jaxpage.settings.engine_config import EngineConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from tests.support.mtp import MODELS, Model, save_with_head, states_of, torch
+from tests.support.random_checkpoints import write_tensors
+from tests.support.sweeps import few
+from tests.test_eagle import LENGTH, TOKENS, Run, Target, expected, run
+
+MTP = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    found: dict[str, Model] = {}
+
+    def of_family(family: str) -> Model:
+        if family not in found:
+            found[family] = save_with_head(family, tmp_path_factory.mktemp(family))
+        return found[family]
+
+    return of_family
+
+
+def opened(directory: Path) -> ModelDrafterFiles:
+    drafter = open_drafter(MTP, open_model(directory))
+    assert isinstance(drafter, ModelDrafterFiles)
+    return drafter
+
+
+def run_on(model: Model) -> Run:
+    """Its rows over `TOKENS`, and then over one place more, behind its own output."""
+    files = open_model(model.directory)
+    parameters = load_weights(files.plan, "float32", jnp.asarray)
+    output = states_of(model.model, TOKENS[:LENGTH])
+    return run(opened(model.directory), Target(files, {}, parameters, [], output))
+
+
+def assert_as_the_reference(found: Run, model: Model) -> None:
+    """Hidden states within 1e-5, and the first and second draft behind every token."""
+    output = states_of(model.model, TOKENS[:LENGTH])[: LENGTH - 1]
+    outputs, logits = expected(model.head, output.astype(np.float64))
+    assert outputs.std() > 0.3
+    np.testing.assert_allclose(found.outputs, outputs, atol=1e-5, rtol=1e-5)
+    np.testing.assert_array_equal(found.logits.argmax(axis=1), logits.argmax(axis=1))
+
+
+@pytest.mark.parametrize(
+    "family", few(MODELS, ["deepseek_v3", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+)
+def test_rows_are_those_of_the_reference(family: str, saved: Callable[[str], Model]) -> None:
+    """The last one is behind its own output, which gives the second draft."""
+    model = saved(family)
+    assert_as_the_reference(run_on(model), model)
+    own = sum(
+        tensor.size
+        for name, tensor in model.tensors.items()
+        if not name.endswith(("embed_tokens.weight", "shared_head.head.weight"))
+    )
+    drafter = opened(model.directory)
+    assert drafter.num_bytes("float32") == 4 * own
+
+
+def _before_the_norm(self: MtpHead, *arguments: Any) -> Any:
+    """Hands on what the layer returns, and has the norm in the logits."""
+    norm, self.norm = self.norm, lambda hidden: hidden
+    output, pages = _call(self, *arguments)
+    self.norm = norm
+    return output, pages
+
+
+def _zeroed(self: MtpHead, token_ids: Any, feature: Any, pages: Any, context: Any) -> Any:
+    """Position 0 has no embedding."""
+    tokens = self.tokens
+    self.tokens = lambda ids: tokens(ids) * (context.positions_T > 0)[:, None]
+    output = _call(self, token_ids, feature, pages, context)
+    self.tokens = tokens
+    return output
+
+
+def _swapped(self: MtpHead, *arguments: Any) -> Any:
+    """The norms of the embedding and of the hidden state change places."""
+    self.embedding_norm, self.hidden_norm = self.hidden_norm, self.embedding_norm
+    return _call(self, *arguments)
+
+
+_call = MtpHead.__call__
+
+
+@pytest.mark.parametrize(
+    "mistake", few([_before_the_norm, _zeroed, _swapped], [_before_the_norm, _zeroed])
+)
+def test_a_planted_mistake_is_seen(
+    mistake: Any, saved: Callable[[str], Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MtpHead, "__call__", mistake)
+    model = saved("qwen3_5")
+    with pytest.raises(AssertionError):
+        assert_as_the_reference(run_on(model), model)
+
+
+def test_the_reference_is_that_of_transformers(saved: Callable[[str], Model]) -> None:
+    """Of DeepSeek: its `MtpModel`, from the same files, over the same rows."""
+    from transformers import DeepseekV3ForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    model = saved("deepseek_v3")
+    target = DeepseekV3ForCausalLM.from_pretrained(model.directory).eval()
+    target._keys_to_ignore_on_load_unexpected = [r"model\.layers\.3\."]  # it says 61
+    output = states_of(target, TOKENS[:LENGTH])[: LENGTH - 1]
+    theirs = MtpModel.from_pretrained(target).eval()
+    with torch.no_grad():
+        rows = theirs.forward_layer(
+            0,
+            torch.tensor(output)[None],
+            torch.arange(1, LENGTH)[None],
+            None,
+            input_ids=torch.tensor(TOKENS[1:LENGTH])[None],
+        )
+    outputs, _ = model.head(TOKENS[1:LENGTH], output.astype(np.float64))
+    np.testing.assert_allclose(rows[0].numpy(), outputs, atol=1e-5, rtol=1e-5)
+
+
+# --- refusals
+
+
+def changed(model: Model, directory: Path, drop: str = "", **fields: Any) -> Path:
+    """A copy of the checkpoint without tensors that begin like this, and with these fields."""
+    config = json.loads((model.directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+    tensors = load_file(model.directory / "model.safetensors")
+    write_tensors(
+        directory,
+        {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not drop or not name.startswith(drop) or name not in model.tensors
+        },
+    )
+    return directory
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "no tensors": (
+        "deepseek_v3",
+        "model.layers.3.",
+        {},
+        r"needs the tensors model\.layers\.3\.\*, and there are none \(config\.json counts 1 in num_nextn",
+    ),
+    "no tensors of Qwen": ("qwen3_5", "mtp.", {}, r"needs the tensors mtp\.layers\.0\.\*"),
+    "a part": (
+        "deepseek_v3",
+        "model.layers.3.enorm",
+        {},
+        r"'model\.layers\.3\.enorm\.weight' of shape \(48,\) is missing",
+    ),
+    "two heads": (
+        "deepseek_v3",
+        "",
+        {"num_nextn_predict_layers": 2},
+        "takes one head, .* counts 2 in num_nextn_predict_layers",
+    ),
+    "tables of its own": (
+        "qwen3_5",
+        "",
+        {"mtp_use_dedicated_embeddings": True},
+        "mtp_use_dedicated_embeddings = true",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_heads_that_cannot_be_used_are_refused_by_name(
+    case: str, saved: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """The model loads all the same."""
+    family, drop, fields, text = REFUSED[case]
+    directory = changed(saved(family), tmp_path, drop, **fields)
+    with pytest.raises(CheckpointError, match=text):
+        open_drafter(MTP, open_model(directory))
+
+
+def test_a_model_without_heads_is_refused(saved: Callable[[str], Model], tmp_path: Path) -> None:
+    model = saved("deepseek_v3")
+    directory = changed(model, tmp_path, "model.layers.3.", num_nextn_predict_layers=0)
+    with pytest.raises(UnsupportedError, match="needs a model with MTP heads"):
+        open_drafter(MTP, open_model(directory))
+
+
+def test_auto_is_mtp_where_the_checkpoint_has_a_head(
+    saved: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """Suffix decoding drafts for any other model."""
+    asked = EngineConfig(speculative_config="auto").speculative_config
+    model = saved("deepseek_v3")
+    without = changed(model, tmp_path, "model.layers.3.")
+    for directory, method in ((model.directory, "mtp"), (without, "suffix")):
+        drafting = open_drafting(asked, open_model(directory))
+        assert drafting.config is not None and drafting.config.method == method
+        assert (drafting.drafter is not None) == (method == "mtp")
+
+
+# --- quantised heads
+
+
+def test_a_head_in_blocks_of_float8_is_read_as_it_is_stored(
+    saved: Callable[[str], Model], tmp_path: Path
+) -> None:
+    """As DeepSeek publishes it: products of the layer in float8 with a scale for each block, eh_proj and norms not."""
+    model = saved("deepseek_v3")
+    tensors, changed_head = {}, {}
+    for name, tensor in load_file(model.directory / "model.safetensors").items():
+        if name in model.tensors and _is_quantised(name):
+            codes, scale = _in_blocks(tensor)
+            tensors |= {name: codes, f"{name}_scale_inv": scale}
+            scales = np.repeat(np.repeat(scale, 16, axis=0), 16, axis=1)
+            changed_head[name] = (
+                codes.astype(np.float32) * scales[: codes.shape[0], : codes.shape[1]]
+            )
+        else:
+            tensors[name] = tensor
+    config = json.loads((model.directory / "config.json").read_text())
+    kept = ["model.layers.0", "model.layers.1", "model.layers.2"]
+    scheme = {
+        "quant_method": "fp8",
+        "weight_block_size": [16, 16],
+        "modules_to_not_convert": kept,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": scheme}))
+    write_tensors(tmp_path, tensors)
+    with TraceScope(make_product_kernels(Backend("reference"))).opened():
+        found = run_on(model._replace(directory=tmp_path))
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.json").write_text(json.dumps(config))
+    stored = load_file(model.directory / "model.safetensors")
+    write_tensors(plain, {**stored, **changed_head})
+    wanted = run_on(model._replace(directory=plain))
+    assert len(changed_head) > 8
+    np.testing.assert_allclose(found.outputs, wanted.outputs, atol=1e-4, rtol=1e-4)
+
+
+def _is_quantised(name: str) -> bool:
+    return (name.endswith("_proj.weight") and "eh_proj" not in name) or "kv_a_proj" in name
+
+
+def _in_blocks(tensor: np.ndarray, size: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Codes, and the scale of each block."""
+    rows, columns = tensor.shape
+    padded = np.pad(tensor, ((0, -rows % size), (0, -columns % size)))
+    blocks = padded.reshape(padded.shape[0] // size, size, -1, size)
+    scale = np.abs(blocks).max(axis=(1, 3)) / np.float32(448)
+    codes = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return codes.astype(ml_dtypes.float8_e4m3fn), scale.astype(np.float32)
