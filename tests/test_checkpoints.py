@@ -1055,7 +1055,8 @@ SHARDED = """
 import sys, jax, numpy as np
 sys.stderr.isatty = lambda: True
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxpage.checkpoints import load_sharded, load_weights, open_model
+from jaxpage.checkpoints import load_weights, open_model
+from jaxpage.checkpoints.loading import load_sharded
 assert len(jax.devices()) == 4
 mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("a", "b"))
 def sharding_of(weight):
