@@ -1,0 +1,119 @@
+"""Holds the form of a model's answers, and makes readers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.chat_forms.answer import AnswerReader
+from jaxpage.chat_forms.calls import Tools
+from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.pieces import Piece, PieceParser
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Holds the form of a model's answers.
+
+    Attributes:
+        tools: The form of tool calls, or None.
+        reasoning: The form of reasoning, or None.
+        content: The marks around the content.
+        has_tools: True if the chat template renders tool calls, in whatever form.
+        thinks: True if the chat template has reasoning, in whatever form.
+    """
+
+    tools: ToolForm | None = None
+    reasoning: ReasoningForm | None = None
+    content: ContentForm = ContentForm()
+    has_tools: bool = False
+
+    @property
+    def tool_form(self) -> str | None:
+        """Returns the short name of the form of tool calls, or None."""
+        return None if self.tools is None else self.tools.name
+
+    @property
+    def reasoning_form(self) -> str | None:
+        """Returns the short name of the form of reasoning, or None."""
+        return None if self.reasoning is None else self.reasoning.name
+
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]] | None = None, prompt: str = ""
+    ) -> MessageReader:
+        """Returns the reader of one answer.
+
+        Args:
+            tools: The tools that may be called, as in a request; None for any.
+            prompt: The rendered text that the model continues.
+        """
+        schemas = None
+        if tools is not None:
+            functions = [tool.get("function", tool) for tool in tools]
+            schemas = {str(one.get("name")): one.get("parameters") for one in functions}
+        return MessageReader(self.parser(Tools(schemas), prompt))
+
+    def parser(self, tools: Tools | None, prompt: str) -> PieceParser:
+        """Returns the parser of one answer.
+
+        Args:
+            tools: The tools that may be called; None if calls are content.
+            prompt: The rendered text that the model continues.
+        """
+        return AnswerReader(
+            None if tools is None else self.tools,
+            tools,
+            self.reasoning,
+            self.content,
+            is_open=self.is_open(prompt),
+        )
+
+    def is_open(self, prompt: str) -> bool:
+        """Returns whether a prompt ends within the reasoning."""
+        form = self.reasoning
+        if form is None:
+            return False
+        opened = form.open.strip()
+        if not form.header.strip():
+            return prompt.rstrip().endswith(opened)
+        begin = prompt.rfind(opened)
+        others = (prompt.rfind(form.close.strip()), prompt.rfind(form.header))
+        # The header may end with what the opening mark begins with, so it counts where it begins.
+        return begin >= 0 and begin > max(others)
+
+
+class MessageReader:
+    """Reads one answer as deltas, and as a message at the end."""
+
+    def __init__(self, parser: PieceParser) -> None:
+        self._parser = parser
+        self._said: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._calls: list[dict[str, str]] = []
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Returns what is certain with this text, as deltas of a stream.
+
+        A delta has "content", "reasoning_content", or "tool_calls" with the "index", the "name" and
+        the "arguments" of a call.
+        """
+        return [self._delta(piece) for piece in self._parser.push(text)]
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the whole message: "content", "reasoning_content" and "tool_calls"."""
+        for piece in self._parser.finish():
+            self._delta(piece)
+        return {
+            "content": "".join(self._said["content"]),
+            "reasoning_content": "".join(self._said["reasoning"]),
+            "tool_calls": [dict(call) for call in self._calls],
+        }
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind == "call":
+            call = {"name": piece.name, "arguments": piece.text}
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        self._said[piece.kind].append(piece.text)
+        name = "content" if piece.kind == "content" else "reasoning_content"
+        return {name: piece.text}
