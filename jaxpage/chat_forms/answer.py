@@ -83,7 +83,7 @@ class AnswerReader:
             yield from self._reason(self._reasoning)
         if self._content.open:
             yield from attempt(text, _true(text.literal(self._content.open, before_value=True)))
-        if self._form is not None and (not self._form.trigger or self._form.prompt_opens):
+        if self._form is not None and (not self._form.trigger or self._form.first is not None):
             yield from self._calls_at_start(self._form)
         marks = self._marks()
         if not marks:
@@ -151,9 +151,7 @@ class AnswerReader:
         if not (yield from attempt(text, self._one_call(opened))):
             return False
         follows = form.between + form.open
-        opens = [mark for mark in {follows: None, form.open: None} if mark.strip() or not form.trigger]
-        if form.prompt_opens and not form.open.strip():
-            opens.append("")
+        opens = list(dict.fromkeys((follows, form.open)))
         while (yield from self._any_call(opens)):
             pass
         if form.end.strip():
@@ -184,12 +182,8 @@ class AnswerReader:
 
     def _calls_at_start(self, form: ToolForm) -> Wait[None]:
         """Reads calls whose opening mark is in the prompt already, or that have none."""
-        begin = self._text.place
-        opens = [form.open, ""] if form.prompt_opens else [form.begin + form.open]
-        for opened in opens:
-            if (yield from self._group(form, opened)):
-                return
-            self._text.place = begin
+        opened = form.begin + form.open if form.first is None else form.first
+        yield from self._group(form, opened)
 
     def _next_mark(self, pattern: re.Pattern[str], marks: set[str]) -> Wait[str | None]:
         """Says what comes before the next mark, and returns the mark without reading it."""

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from jaxpage.chat_forms.deriving_items import ItemForms, derive_items
 from jaxpage.chat_forms.deriving_text import TextForms
-from jaxpage.chat_forms.forms import ANY_ID, INDEX, SAME_NAME, ContentForm, ToolForm
+from jaxpage.chat_forms.forms import ANY_ID, SAME_KEY, SAME_NAME, ContentForm, ToolForm
 from jaxpage.chat_forms.growing import Growing, MismatchError, Wait
 from jaxpage.chat_forms.literals import nested_literal
 from jaxpage.chat_forms.marks import (
     common_prefix,
     common_suffix,
+    numbered,
     split_list,
-    tokens,
     without_prefix,
     without_suffix,
 )
@@ -70,14 +70,19 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     assert begin is not None
     alone = one[: begin.begin]
     alone = alone[len(text.header) :] if alone.startswith(text.header) else alone
-    opening, content, prompt_opens = _opening(prober, text, alone)
+    prompted = (prober.prompt() or "")[prober.begin() + len(text.header) :]
+    opening, content = _opening(prober, text, alone)
     after = two[second.end :] if two is not None and second is not None else one[first.end :]
     tail = common_suffix(text.content.tail, after)
     after = without_suffix(after, tail) or ""
     content = replace(content, tail=tail)
     if not content.closes and (close := without_suffix(text.content.tail, tail) or "").strip():
         content = replace(content, closes=(close,))
-    form = ToolForm("", "object", prompt_opens=prompt_opens, is_code=first.is_code)
+    form = ToolForm("", "object", is_code=first.is_code)
+    if prompted.strip() and opening.startswith(prompted):
+        form = replace(form, first=opening[len(prompted) :])
+    elif opening.strip() and not alone.removeprefix(text.before).strip():
+        form = replace(form, first="")
     if not first.is_json:
         items = derive_items(prober)
         if items is None:
@@ -88,7 +93,7 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     elif first.name_path is None:
         mid = _same(first.mid, 0)
         if second is not None:
-            mid = _indexed(mid, _same(second.mid, 1))[0]
+            mid = numbered(mid, _same(second.mid, 1))[0]
         form = replace(form, payload="json", mid=mid)
     else:
         path = first.arguments_path
@@ -100,7 +105,7 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
         between = _same(two[first.end : second.begin], 0)
         if not first.is_json and items is not None:
             between = without_prefix(between, items.close)
-        opening, between = _indexed(opening, between)
+        opening, between = numbered(opening, between)
         split = split_list(opening, between, after)
         form = replace(form, begin=split.begin, open=split.open, close=split.close)
         form = replace(form, between=split.between, end=split.end)
@@ -120,33 +125,38 @@ def _name(form: ToolForm) -> str:
     return "-".join([kind, *[word for word in words if not word.isdigit()][:2]])
 
 
-def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentForm, bool]:
-    """Returns the mark before the first call.
+def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentForm]:
+    """Returns the mark before the first call, and the marks around the content.
 
     Args:
         prober: Renders answers.
         text: What is known of the text around content.
         alone: What comes between the header and the first call of an answer without content.
-
-    Returns:
-        The mark, the marks around the content, and whether the prompt ends with the mark.
     """
     content = text.content
     said = prober.body(CALLS[:1], content=CONTENT)
     found = None if said is None else _found(said, CALLS[0])
     if said is None or found is None or CONTENT not in said[: found.begin]:
-        return alone.removeprefix(text.before), content, False
+        return _without_thought(alone, text), content
     follows = said[said.index(CONTENT) + len(CONTENT) : found.begin]
     close = common_prefix(follows, content.tail)
     close = close if close.strip() else ""
     shared = common_suffix(alone, follows)
-    if not shared.strip() and follows.strip() and not alone.removeprefix(text.before).strip():
-        rest = follows[len(close) :]
-        return rest, replace(content, closes=(close,) if close else ()), bool(rest.strip())
+    if not shared.strip() and not _without_thought(alone, text).strip():
+        shared = follows
     opening = shared[len(close) :] if close and shared.startswith(close) else shared
     junk = follows[: len(follows) - len(opening)]
-    closes = (junk,) if junk.strip() else ()
-    return opening, replace(content, closes=closes), False
+    return opening, replace(content, closes=(junk,) if junk.strip() else ())
+
+
+def _without_thought(alone: str, text: TextForms) -> str:
+    """Returns what comes before a call without the marks of reasoning that is empty."""
+    rest = alone.removeprefix(text.before)
+    if text.reasoning is None:
+        return rest
+    opened, close = text.reasoning.open.strip(), text.reasoning.close.strip()
+    before, there, after = rest.partition(close)
+    return after if there and before.strip() == opened else rest
 
 
 def _found(text: str, call: Call, other: str = "", begin: int = 0) -> Found | None:
@@ -241,21 +251,8 @@ def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
 
 def _same(text: str, index: int) -> str:
     """Returns a mark with holes for what is of this call alone."""
-    return text.replace(IDS[index], ANY_ID).replace(NAMES[index], SAME_NAME)
-
-
-def _indexed(first: str, second: str) -> tuple[str, str]:
-    """Returns two marks with holes for the numbers of their calls, which differ by one."""
-    ones, others = tokens(first), tokens(second)
-    for place in range(1, min(len(ones), len(others)) + 1):
-        one, other = ones[-place], others[-place]
-        if one == other:
-            continue
-        holed = re.sub(r"\d+", INDEX, one)
-        if holed == one or holed != re.sub(r"\d+", INDEX, other):
-            break
-        ones[-place] = others[-place] = holed
-    return "".join(ones), "".join(others)
+    text = text.replace(IDS[index], ANY_ID).replace(NAMES[index], SAME_NAME)
+    return text.replace(KEYS[index], SAME_KEY)
 
 
 __all__ = ["CALLS", "ItemForms", "derive_calls", "done"]

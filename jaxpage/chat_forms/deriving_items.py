@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from jaxpage.chat_forms.forms import SAME_KEY, SAME_NAME, ListForm, ValueForm
-from jaxpage.chat_forms.marks import Split, split_list, without_prefix, without_suffix
+from jaxpage.chat_forms.marks import Split, numbered, split_list, without_prefix, without_suffix
 from jaxpage.chat_forms.probes import KEYS, NAMES, TEXTS, Call, Prober
 
 _ODD = "\"y'z\\w\nv&<u"  # a string that every escaping changes in its own way
@@ -100,7 +100,8 @@ class _Outer:
         _, before, mid, between, other_mid, after = parts
         if mid.replace(key, SAME_KEY) != other_mid.replace(other, SAME_KEY):
             return None
-        before, between = _named(before), _named(between).replace(key, SAME_KEY)
+        before = _numbered_begin(prober, _named(before))
+        between = _named(between).replace(key, SAME_KEY)
         split = split_list(before, between, _named(after).replace(other, SAME_KEY))
         alone = cut(one, [NAMES[0], key, text])
         assert alone is not None
@@ -115,6 +116,13 @@ class _Outer:
             return None
         region = _named(parts[-1]).replace(KEYS[0], SAME_KEY)
         return without_suffix(region, self.rest, exact=True)
+
+
+def _numbered_begin(prober: Prober, before: str) -> str:
+    """Returns what comes before the first key, with a hole where it has the number of the call."""
+    two = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]}), Call(NAMES[1], {KEYS[1]: TEXTS[1]})])
+    parts = None if two is None else cut(two, [NAMES[0], KEYS[0], TEXTS[0], NAMES[1], KEYS[1]])
+    return before if parts is None else numbered(before, parts[4].replace(NAMES[1], SAME_NAME))[0]
 
 
 def cut(text: str, parts: Sequence[str]) -> list[str] | None:
@@ -175,7 +183,8 @@ def _scalars(outer: _Outer) -> list[ValueForm]:
 
 def _around(region: str, spellings: Sequence[str], types: set[str]) -> ValueForm | None:
     for spelled in spellings:
-        before, there, after = region.partition(spelled)
+        # The last one, because a mark before the value may name its type.
+        before, there, after = region.rpartition(spelled)
         if there:
             encoding: Literal["raw", "python"] = "raw" if after.strip() else "python"
             return ValueForm(frozenset(types), before, after, encoding)
@@ -245,17 +254,12 @@ def _object(outer: _Outer, number: ValueForm) -> tuple[ListForm | None, ValueFor
 
 def _merged(values: Sequence[ValueForm]) -> tuple[ValueForm, ...]:
     """Returns the forms with one for all types that are written alike."""
-    found: dict[tuple[str, str, str], frozenset[str]] = {}
+    found: list[ValueForm] = []
     for value in values:
-        encoding = value.encoding
-        key = (value.open, value.close, encoding)
-        found[key] = found.get(key, frozenset()) | value.types
-    return tuple(
-        ValueForm(types, opened, close, encoding)  # type: ignore[arg-type]  # it was one's
-        for (opened, close, encoding), types in found.items()
-    )
-
-
-def merged_types(values: Sequence[ValueForm]) -> Mapping[str, ValueForm]:
-    """Returns the form of each type."""
-    return {kind: value for value in values for kind in value.types}
+        for place, other in enumerate(found):
+            if value.encoding != "list" and replace(other, types=value.types) == value:
+                found[place] = replace(other, types=other.types | value.types)
+                break
+        else:
+            found.append(value)
+    return tuple(dict.fromkeys(found))

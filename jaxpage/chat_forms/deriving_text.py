@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm
 from jaxpage.chat_forms.marks import common_prefix, tokens, without_suffix
-from jaxpage.chat_forms.probes import CONTENT, QUESTION, REASONING, VARIABLES, Prober
+from jaxpage.chat_forms.probes import CONTENT, KEYS, NAMES, QUESTION, REASONING, TEXTS, VARIABLES, Call, Prober
 
 _TAG = re.compile(r"<[^<>]+>|\[/?[A-Za-z_]+\]")
+_MAX_HEADER = 100  # characters
 _SPLITS = re.compile(r"""split\(\s*(?:'([^']+)'|"([^"]+)")""")
 
 
@@ -44,8 +45,10 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
     header = _header(prober, begin, before, prompt)
     reasoning = None
     if reasoned is not None:
-        reasoning, header = _rendered_reasoning(reasoned, thinking, begin, header, before)
-    reasoning = reasoning or _dropped_reasoning(prober, source, header)
+        reasoning, header = _rendered_reasoning(reasoned, thinking, header)
+    reasoning = (
+        reasoning or _before_calls(prober, header) or _dropped_reasoning(prober, source, header)
+    )
     if reasoning is not None:
         opened = header.rstrip()
         if opened.endswith(reasoning.open.strip()) and opened != reasoning.open.strip():
@@ -55,6 +58,9 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         opened_content = ""
     else:
         opened_content = rest
+    prompted = prompt[begin + len(header) :]
+    if prompted.strip() and opened_content.startswith(prompted):
+        opened_content = opened_content[len(prompted) :]
     if reasoning is not None:
         close = reasoning.close
         if opened_content.strip():
@@ -86,10 +92,11 @@ def _as_role(prompt: str, begin: int) -> str | None:
     found = re.search(r"user(\W(?:.|\n){0,15})$", before, re.IGNORECASE)
     if found is None:
         return None
-    matched = re.match(r"((?:.|\n){0,40}?)\w+" + re.escape(found[1]), prompt[begin:])
-    if matched is None or not before[: found.start()].endswith(matched[1]):
-        return None
-    return matched[0]
+    role = re.compile(r"\w+" + re.escape(found[1]))
+    for matched in reversed(list(role.finditer(prompt, begin, begin + _MAX_HEADER))):
+        if before[: found.start()].endswith(prompt[begin : matched.start()]):
+            return prompt[begin : matched.end()]
+    return None
 
 
 def _reasoned(prober: Prober) -> tuple[str | None, Prober]:
@@ -97,36 +104,52 @@ def _reasoned(prober: Prober) -> tuple[str | None, Prober]:
     for variables in VARIABLES[:2]:
         thinking = replace(prober, variables=variables)
         for in_parts in (False, True):
-            found = thinking.answer(content=CONTENT, reasoning=REASONING, in_parts=in_parts)
-            if (
-                found is not None
-                and found.count(REASONING) == 1
-                and CONTENT in found
-                and found.index(REASONING) < found.index(CONTENT)
-                and not re.search("thinking['\"]: ?['\"]zq", found)
-            ):
+            found = thinking.body((), content=CONTENT, reasoning=REASONING, in_parts=in_parts)
+            if found is not None and _is_between(found, REASONING, CONTENT):
                 return found, thinking
     return None, prober
 
 
+def _is_between(text: str, reasoning: str, after: str) -> bool:
+    """Returns whether a text has the reasoning once, with something else after it.
+
+    A template that prints the parts of a content as a list has them in quotes.
+    """
+    if text.count(reasoning) != 1 or after not in text:
+        return False
+    place = text.index(reasoning)
+    return place < text.index(after) and text[place - 1 : place] not in ("'", '"')
+
+
+def _before_calls(prober: Prober, header: str) -> ReasoningForm | None:
+    """Returns the marks of reasoning that a template renders with calls only, or None."""
+    text = prober.body([Call(NAMES[0], {KEYS[0]: TEXTS[0]})], reasoning=REASONING)
+    if text is None or not _is_between(text, REASONING, NAMES[0]):
+        return None
+    opened, _, rest = text.partition(REASONING)
+    close = next((mark for mark in tokens(rest) if mark.strip()), "")
+    opened = opened.removeprefix(header)
+    return ReasoningForm(opened, close) if opened.strip() and _TAG.fullmatch(close) else None
+
+
 def _rendered_reasoning(
-    reasoned: str, prober: Prober, begin: int, header: str, before: str
+    reasoned: str, prober: Prober, header: str
 ) -> tuple[ReasoningForm | None, str]:
     """Returns the marks of reasoning that a template renders, and the header without them."""
-    begin = prober.begin()
-    opened, _, rest = reasoned[begin:].partition(REASONING)
+    opened, _, rest = reasoned.partition(REASONING)
     close = rest.partition(CONTENT)[0]
-    mark = opened.removeprefix(header) if opened.startswith(header) else opened
-    if not mark.strip():
-        # The prompt opens the reasoning, so the header has its mark: it mirrors the closing one.
-        tags = [tag for tag in tokens(opened.rstrip()) if tag.strip()]
-        if not tags or not _mirrors(tags[-1], close):
-            return None, header
-        place = opened.rindex(tags[-1])
-        header, mark = opened[:place], opened[place:]
+    mark = opened.removeprefix(header)
     if not close.strip():
         return None, header
-    return ReasoningForm(mark, close), header
+    if mark.strip():
+        return ReasoningForm(mark, close), header
+    # The prompt opens the reasoning, so the mark is in the header, or the question ends with it.
+    before = opened or (prober.question() or "")[: prober.begin()]
+    tags = [tag for tag in tokens(before.rstrip()) if tag.strip()]
+    if not tags or not _mirrors(tags[-1], close):
+        return None, header
+    place = before.rindex(tags[-1])
+    return ReasoningForm(before[place:], close), opened[:place] if opened else header
 
 
 def _mirrors(opened: str, close: str) -> bool:
@@ -170,8 +193,11 @@ def _candidates(
             yield marks[-1][0], marks[-1][0][0] + "/" + marks[-1][0][1:]
     if by_prompt:
         return
-    for first, second in _SPLITS.findall(source):
-        mark = first or second
+    prompt = prober.prompt() or ""
+    tail = prompt[prompt.rindex(header) + len(header) :] if header and header in prompt else ""
+    for mark in dict.fromkeys(first or second for first, second in _SPLITS.findall(source)):
         if mark[1:2] == "/" and _TAG.fullmatch(mark):
             yield mark[0] + mark[2:], mark
+        elif tail.strip() and len(mark) > 2:
+            yield tail, mark
 

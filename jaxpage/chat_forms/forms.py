@@ -89,8 +89,7 @@ class ToolForm:
         arguments: The form of arguments that are not JSON.
         array: The form of arrays in them, if it is not JSON.
         object: The form of objects in them, if it is not JSON.
-        prompt_opens: True if the generation prompt ends with `open`, so that the first call of an
-            answer lacks it.
+        first: The mark before the first call of an answer, if the prompt ends with the rest of it.
         is_code: True if the literals are Python's.
     """
 
@@ -109,7 +108,7 @@ class ToolForm:
     arguments: ListForm | None = None
     array: ListForm | None = None
     object: ListForm | None = None
-    prompt_opens: bool = False
+    first: str | None = None
     is_code: bool = False
 
     @property
@@ -192,7 +191,7 @@ LLAMA3_JSON = ToolForm(
     between=";",
     arguments_path=("parameters",),
     other_keys=("arguments",),
-    prompt_opens=True,
+    first="",
 )
 THINK = ReasoningForm("<think>", "</think>")
 TOOL_FORMS = {form.name: form for form in (HERMES, LLAMA3_JSON)}

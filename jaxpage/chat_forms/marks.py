@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from jaxpage.chat_forms.forms import INDEX
+
 _TOKENS = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Za-z_]+\]|[\w:]+|\s+|.", re.DOTALL)
 
 
@@ -89,3 +91,17 @@ def without_prefix(text: str, prefix: str) -> str:
         return text[len(prefix) :]
     stripped = text.lstrip()
     return stripped.removeprefix(prefix.strip()) if stripped.startswith(prefix.strip()) else text
+
+
+def numbered(first: str, second: str) -> tuple[str, str]:
+    """Returns two marks with holes for the numbers of their calls, which differ by one."""
+    ones, others = tokens(first), tokens(second)
+    for place in range(1, min(len(ones), len(others)) + 1):
+        one, other = ones[-place], others[-place]
+        if one == other:
+            continue
+        holed = re.sub(r"\d+", INDEX, one)
+        if holed == one or holed != re.sub(r"\d+", INDEX, other):
+            break
+        ones[-place] = others[-place] = holed
+    return "".join(ones), "".join(others)

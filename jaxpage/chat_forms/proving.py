@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpage.chat_forms.chat_format import ChatFormat
+from jaxpage.chat_forms.marks import common_prefix
 from jaxpage.chat_forms.probes import Call, Prober, tool_of
 
 _TYPES = {
@@ -62,36 +63,37 @@ def problem_of(form: ChatFormat, prober: Prober) -> str | None:
     """
     num_proven = 0
     for proof in _proofs():
-        written = prober.body(proof.calls, content=proof.content, reasoning=proof.reasoning)
+        said = {"content": proof.content, "reasoning": proof.reasoning}
+        written = prober.answer(proof.calls, **said)
         if written is None:
             continue
-        text = _without_header(written, form, prober)
-        message = read(form, [text])
-        if read(form, text) != message:
+        prompt, text = _divided(written, form, prober)
+        message = read(form, [text], prompt)
+        if read(form, text, prompt) != message:
             return f"what it renders of {_shown(proof)} reads otherwise when it comes in pieces"
         if _calls(message) == list(proof.calls):
             num_proven += 1
-            continue
-        again = prober.body(_calls(message), content=proof.content, reasoning=proof.reasoning)
-        if again != written:
+        elif not any(said.values()) and prober.answer(_calls(message)) != written:
             return f"what it renders of {_shown(proof)} reads as {message['tool_calls']}"
     return None if num_proven >= _NEEDED else "it renders too few calls that can be read back"
 
 
-def _without_header(written: str, form: ChatFormat, prober: Prober) -> str:
-    prompt = (prober.prompt() or "")[prober.begin() :]
-    if prompt and written.startswith(prompt) and not form.is_open(prompt):
-        return written[len(prompt) :]
+def _divided(written: str, form: ChatFormat, prober: Prober) -> tuple[str, str]:
+    """Returns the prompt of a rendered conversation, and the answer that continues it."""
+    begin = prober.begin()
+    prompt = prober.prompt() or ""
+    if written.startswith(prompt) and not form.is_open(prompt):
+        return prompt, written[len(prompt) :]
     header = form.reasoning.header if form.reasoning is not None else ""
-    shared = 0
-    while shared < min(len(prompt), len(written)) and prompt[shared] == written[shared]:
-        shared += 1
-    return written[len(header) :] if written.startswith(header) and header else written[shared:]
+    if not header or not written.startswith(header, begin):
+        header = common_prefix(prompt[begin:], written[begin:])
+    begin += len(header)
+    return written[:begin], written[begin:]
 
 
-def read(form: ChatFormat, texts: Iterable[str]) -> dict[str, Any]:
+def read(form: ChatFormat, texts: Iterable[str], prompt: str) -> dict[str, Any]:
     """Returns the message that an answer is read as, which comes in these pieces."""
-    reader = form.reader(PROVING_TOOLS)
+    reader = form.reader(PROVING_TOOLS, prompt)
     for text in texts:
         reader.feed(text)
     return reader.finish()
