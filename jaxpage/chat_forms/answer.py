@@ -95,7 +95,7 @@ class AnswerReader:
 
     def _marks(self) -> set[str]:
         """Returns the marks that end the content."""
-        marks = {first_chunk(mark) for mark in (*self._content.closes, self._content.tail)}
+        marks = {first_chunk(mark) for mark in (*self._content.closes, *self._content.tails)}
         if self._form is not None:
             marks.add(self._form.trigger)
         return marks - {""}
@@ -111,9 +111,9 @@ class AnswerReader:
         for close in self._content.closes:
             if first_chunk(close).startswith(mark) and (yield from self._closes(close)):
                 return
-        tail = self._content.tail
-        if first_chunk(tail).startswith(mark) and (yield from attempt(text, self._tail(tail))):
-            return
+        for tail in self._content.tails:
+            if first_chunk(tail).startswith(mark) and (yield from attempt(text, self._tail(tail))):
+                return
         # One character only, so that it makes no difference which of two marks was found.
         text.place = begin + 1
         self._say(mark[0])
@@ -126,9 +126,9 @@ class AnswerReader:
         yield from text.skip_space()
         if (yield from text.next_character()) == "":
             return True
-        nexts = [first_chunk(self._content.tail), *(self._form.trigger for _ in "x" if self._form)]
-        for mark in filter(None, nexts):
-            if (yield from text.comes(mark)):
+        opened = "" if self._form is None else self._form.begin + self._form.open
+        for mark in (opened, *self._content.tails):
+            if mark.strip() and (yield from text.comes(mark)):
                 return True
         text.place = begin
         return False

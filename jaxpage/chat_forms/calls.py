@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxpage.chat_forms.forms import ListForm, ToolForm, ValueForm, first_chunk
+from jaxpage.chat_forms.forms import ListForm, ToolForm, ValueForm, before_hole, chunks, first_chunk
 from jaxpage.chat_forms.growing import (
     EndedError,
     Growing,
     MismatchError,
     Wait,
     attempt,
-    first_hole_free,
 )
 from jaxpage.chat_forms.literals import bare_literal, nested_literal, string_literal
 from jaxpage.chat_forms.pieces import Piece
@@ -98,9 +96,9 @@ class CallReader:
 
     def _is_past_items(self, rest: str) -> bool:
         """Returns whether a part of the closing mark shows that no further item comes."""
-        assert self._form.arguments is not None
-        close = first_hole_free(self._form.close)
-        item = first_hole_free(self._form.arguments.between + self._form.arguments.open)
+        form = self._form.arguments
+        assert form is not None
+        close, item, rest = map(_dense, (self._form.close, form.between + form.open, rest))
         shared = 0
         while shared < min(len(close), len(item)) and close[shared] == item[shared]:
             shared += 1
@@ -187,15 +185,15 @@ class CallReader:
 
     def _ends(self, form: ListForm, end: str) -> Wait[bool]:
         """Returns whether no further item comes."""
-        begins = form.between.strip() or form.open.strip()
+        begins = form.between + form.open
         if not end.strip():
-            return not begins or not (yield from self._text.comes(begins))
+            return not begins.strip() or not (yield from self._text.comes(begins))
         if (yield from self._text.next_character()) == "" and self._text.has_ended:
             raise EndedError
         if not (yield from self._text.comes(end)):
             return False
         # Both marks may begin alike, as `<` of a tag that is named after the key does.
-        longer = len(first_hole_free(begins)) > len(first_hole_free(end))
+        longer = len(_dense(begins)) > len(_dense(end))
         return not longer or not (yield from self._text.comes(begins))
 
     def _key(self, form: ListForm) -> Wait[str]:
@@ -301,7 +299,12 @@ def _boxed(parser: Wait[Any]) -> Wait[tuple[Any]]:
 
 
 def _chunks(marks: Iterable[str]) -> tuple[str, ...]:
-    return tuple(chunk for mark in marks if (chunk := first_hole_free(mark)))
+    return tuple(chunk for mark in marks if (chunk := first_chunk(mark)))
+
+
+def _dense(mark: str) -> str:
+    """Returns a mark without white space, up to its first hole."""
+    return "".join(chunks(before_hole(mark)))
 
 
 def _read(written: str, *, is_python: bool = False) -> Any:
@@ -321,7 +324,3 @@ def _at(value: Any, path: Iterable[str]) -> Any:
         value = value.get(key) if isinstance(value, dict) else None
     return value
 
-
-def as_text(arguments: Any) -> str:
-    """Returns arguments as JSON text, for messages and tests."""
-    return json.dumps(arguments, ensure_ascii=False)

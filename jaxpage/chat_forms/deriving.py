@@ -52,7 +52,6 @@ def derive(render: Render, source: str) -> Derived:
     for prober in probers(render, None)[:1]:
         text = derive_text(prober, source)
         if text is not None:
-            content = replace(text.content, tail="") if has_tools else text.content
-            form = ChatFormat(None, text.reasoning, content, has_tools=has_tools)
+            form = ChatFormat(None, text.reasoning, text.content, has_tools=has_tools)
             return Derived(form, problem)
     return Derived(ChatFormat(has_tools=has_tools), problem)

@@ -73,10 +73,12 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     prompted = (prober.prompt() or "")[prober.begin() + len(text.header) :]
     opening, content = _opening(prober, text, alone)
     after = two[second.end :] if two is not None and second is not None else one[first.end :]
-    tail = common_suffix(text.content.tail, after)
+    (alone_tail,) = text.content.tails
+    tail = common_suffix(alone_tail, after)
     after = without_suffix(after, tail) or ""
-    content = replace(content, tail=tail)
-    if not content.closes and (close := without_suffix(text.content.tail, tail) or "").strip():
+    tails = dict.fromkeys(mark for mark in (alone_tail, tail) if mark.strip())
+    content = replace(content, tails=tuple(tails))
+    if not content.closes and (close := without_suffix(alone_tail, tail) or "").strip():
         content = replace(content, closes=(close,))
     form = ToolForm("", "object", is_code=first.is_code)
     if prompted.strip() and opening.startswith(prompted):
@@ -139,7 +141,7 @@ def _opening(prober: Prober, text: TextForms, alone: str) -> tuple[str, ContentF
     if said is None or found is None or CONTENT not in said[: found.begin]:
         return _without_thought(alone, text), content
     follows = said[said.index(CONTENT) + len(CONTENT) : found.begin]
-    close = common_prefix(follows, content.tail)
+    close = common_prefix(follows, content.tails[0])
     close = close if close.strip() else ""
     shared = common_suffix(alone, follows)
     if not shared.strip() and not _without_thought(alone, text).strip():

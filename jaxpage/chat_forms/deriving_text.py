@@ -66,7 +66,7 @@ def derive_text(prober: Prober, source: str) -> TextForms | None:
         if opened_content.strip():
             close = without_suffix(close, opened_content) or close
         reasoning = replace(reasoning, close=close, header=header)
-    return TextForms(header, rest, reasoning, ContentForm(opened_content, (), after))
+    return TextForms(header, rest, reasoning, ContentForm(opened_content, (), (after,)))
 
 
 def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:

@@ -17,6 +17,7 @@ A mark may contain holes for what differs from call to call.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -158,22 +159,36 @@ class ContentForm:
 
     Attributes:
         open: The mark before the content.
-        closes: The marks after the content.
-        tail: The mark after the whole answer.
+        closes: The marks between the content and calls.
+        tails: The marks after the whole answer.
     """
 
     open: str = ""
     closes: tuple[str, ...] = ()
-    tail: str = ""
+    tails: tuple[str, ...] = ()
+
+
+# A tag, or a run of other characters. White space may come between two of them.
+_CHUNK = re.compile(r"<[^<>\s]*>|\[/?[A-Za-z_]+\]|(?:(?!<[^<>\s]*>|\[/?[A-Za-z_]+\])\S)+")
+
+
+def chunks(mark: str) -> list[str]:
+    """Returns the parts of a mark that white space may come between."""
+    return _CHUNK.findall(mark)
+
+
+def before_hole(mark: str) -> str:
+    """Returns the beginning of a mark up to its first hole."""
+    for place, character in enumerate(mark):
+        if character in HOLES:
+            return mark[:place]
+    return mark
 
 
 def first_chunk(mark: str) -> str:
-    """Returns the beginning of a mark up to white space or a hole."""
-    text = mark.lstrip()
-    for place, character in enumerate(text):
-        if character.isspace() or character in HOLES:
-            return text[:place]
-    return text
+    """Returns the first part of a mark, as far as it has no hole; empty if there is none."""
+    found = chunks(before_hole(mark))
+    return found[0] if found else ""
 
 
 HERMES = ToolForm(

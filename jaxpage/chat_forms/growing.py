@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 from typing import TypeVar
 
-from jaxpage.chat_forms.forms import ANY_ID, HOLES, INDEX
+from jaxpage.chat_forms.forms import ANY_ID, HOLES, INDEX, before_hole, chunks
 
 T = TypeVar("T")
 Wait = Generator[None, None, T]
@@ -100,7 +100,7 @@ class Growing:
                 only as far as the mark has it.
         """
         filled = mark.translate({ord("\ue001"): name, ord("\ue003"): key})
-        for chunk in filled.split():
+        for chunk in chunks(filled):
             yield from self.skip_space()
             for part in _HOLE.split(chunk):
                 if part == INDEX or part == ANY_ID:
@@ -166,27 +166,20 @@ class Growing:
             yield
 
     def comes(self, mark: str) -> Wait[bool]:
-        """Returns whether the first part of a mark comes next, without reading.
+        """Returns whether a mark comes next, as far as it has no hole, without reading it.
 
         It is also True if the text ends before that is certain, and for a mark without text.
         """
-        from_here, chunk = self.place, first_hole_free(mark)
+        begin = self.place
         try:
-            yield from self.skip_space()
-            yield from self.exact(chunk)
+            yield from self.literal(before_hole(mark))
         except EndedError:
             return True
         except MismatchError:
             return False
         finally:
-            self.place = from_here
+            self.place = begin
         return True
-
-
-def first_hole_free(mark: str) -> str:
-    """Returns the first part of a mark that has neither white space nor a hole."""
-    chunks = _HOLE.sub(" ", mark).split()
-    return chunks[0] if chunks else ""
 
 
 def attempt(text: Growing, parser: Wait[T]) -> Wait[T | None]:

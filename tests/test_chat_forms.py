@@ -1,0 +1,169 @@
+"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders is read back, however it is cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage.chat_forms import ChatFormat, Derived, derive
+from jaxpage.serving.wire.template_worker import rendered
+from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+PROPERTIES = {
+    "city": {"type": "string"},
+    "note": {"type": ["string", "null"]},
+    "days": {"type": "integer"},
+    "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    "metric": {"type": "boolean"},
+    "nothing": {"type": "null"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "deep": {"$ref": "#/$defs/deep"},
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "$defs": {"deep": {"type": "object", "properties": {"k": {"type": "integer"}}}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": PARAMETERS}}
+    for name in ("get_weather", "look-up2")
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {"city": "São Paulo", "days": 3, "metric": True},
+    {"city": "3", "note": "true", "days": -7},
+    {"share": 0.25, "metric": False, "nothing": None, "city": "x"},
+    {"tags": ["a b", "c,d"], "city": "it's [1]"},
+    {"deep": {"k": 1, "l": {"m": "n"}}, "city": "y"},
+    {"city": 'two\nlines, "quoted" and \\ and it\'s & so on', "days": 0},
+    {"city": "a </parameter> and <tool_call> {\"name\": \"x\"} in prose", "note": "]"},
+    {},
+]  # fmt: skip
+# Templates that do not render what is asked, or not so that it can be told apart.
+DROPS_CONTENT = {"object without a tag, one only", "array, channels and an open end"}
+KEEPS_CONTENT_AS_REASONING = {"channels"}
+SINGLE = {"object without a tag, one only", "channels"}
+NO_REASONING_RENDERED = {
+    name
+    for name in TEMPLATES
+    if "reasoning_content" not in TEMPLATES[name] and "p.thinking" not in TEMPLATES[name]
+}
+
+
+def render(
+    source: str,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = TOOLS,
+    *,
+    generates: bool = False,
+    **variables: Any,
+) -> str:
+    """The text of transformers."""
+    asked = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
+    asked |= {"tools": tools and list(tools), "add_generation_prompt": generates}
+    return rendered({**asked, "continue_final_message": False, "variables": variables})
+
+
+@functools.cache
+def derived(source: str) -> Derived:
+    def renders(messages: Any, tools: Any, generates: bool, variables: Any) -> str:
+        try:
+            return render(source, messages, tools, generates=generates, **variables)
+        except Exception as error:
+            raise ValueError(str(error)) from None
+
+    return derive(renders, source)
+
+
+def answer(
+    name: str,
+    calls: Sequence[tuple[str, dict[str, Any]]] = (),
+    *,
+    content: str = "",
+    reasoning: str = "",
+) -> tuple[str, str]:
+    """The prompt and the answer that a template renders."""
+    source, asked = TEMPLATES[name], {"role": "user", "content": "Hi"}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning and name == "name, mark, JSON":
+        message["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+    elif reasoning:
+        message["reasoning_content"] = reasoning
+    as_text = name == "a fenced block"
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"functions.{tool}:{index}" if "id in place" in name else f"abc12345{index}",
+                "type": "function",
+                "function": {"name": tool, "arguments": json.dumps(given) if as_text else given},
+            }
+            for index, (tool, given) in enumerate(calls)
+        ]
+    whole, prompt = render(source, [asked, message]), render(source, [asked], generates=True)
+    if whole.startswith(prompt):
+        return prompt, whole[len(prompt) :]
+    end = len(os.path.commonprefix([whole, prompt]))
+    while whole[end - 1] not in ">]\n":
+        end -= 1
+    return whole[:end], whole[end:]
+
+
+def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS) -> dict[str, Any]:
+    """The message, and that the deltas say the same once."""
+    reader = form.reader(tools, prompt)
+    deltas = [delta for text in texts for delta in reader.feed(text)]
+    message = reader.finish()
+    for field in ("content", "reasoning_content"):
+        assert message[field].startswith("".join(delta.get(field, "") for delta in deltas))
+    said = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in said] == list(range(len(said)))
+    assert [{"name": call["name"], "arguments": call["arguments"]} for call in said] == message["tool_calls"][: len(said)]
+    return message
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_renders_is_read_back(name: str) -> None:
+    form, problem = derived(TEMPLATES[name])
+    assert problem is None and form.tool_form
+    for given in ARGUMENTS:
+        prompt, text = answer(name, [("look-up2", given)])
+        message = read(form, [text], prompt)
+        assert calls_of(message) == [("look-up2", given)], text
+        assert (message["content"], message["reasoning_content"]) == ("", "")
+        assert read(form, text, prompt) == message
+    two = [("get_weather", ARGUMENTS[0]), ("look-up2", ARGUMENTS[1])]
+    if name not in SINGLE:
+        prompt, text = answer(name, two)
+        assert calls_of(read(form, text, prompt)) == two, text
+    if name not in DROPS_CONTENT | KEEPS_CONTENT_AS_REASONING:
+        prompt, text = answer(name, two, content="I look. 1 < 2 [a] {b}")
+        message = read(form, text, prompt)
+        assert (message["content"], calls_of(message)) == ("I look. 1 < 2 [a] {b}", two), text
+    prompt, text = answer(name, content="No <tool_call> here:\n\nnothing {}.")
+    message = read(form, text, prompt)
+    assert (message["content"], message["tool_calls"]) == ("No <tool_call> here:\n\nnothing {}.", []), text
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - NO_REASONING_RENDERED))
+def test_reasoning_is_read_back(name: str) -> None:
+    form, _ = derived(TEMPLATES[name])
+    one = [("get_weather", ARGUMENTS[1])]
+    for calls, content in (((), "So: 4."), (one, "")):
+        if not calls and name in DROPS_CONTENT:
+            continue
+        prompt, text = answer(name, calls, content=content, reasoning="Two and two.\nIs <x> four?")
+        message = read(form, text, prompt)
+        wanted = {"content": content, "reasoning_content": "Two and two.\nIs <x> four?"}
+        assert {field: message[field] for field in wanted} == wanted, text
+        assert calls_of(message) == list(calls)
