@@ -7,6 +7,7 @@ names:
 - `ChatFormat`: the form of a model's answers; `MessageReader` reads one answer.
 - `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name.
 - `Tools`: the tools that an answer may call.
+- `grammar_of`: the grammar of an answer that must call tools, in the model's own form.
 - `Piece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
 """
 
@@ -14,6 +15,7 @@ from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
 from jaxpage.chat_forms.deriving import Derived, derive
 from jaxpage.chat_forms.forms import REASONING_FORMS, TOOL_FORMS
+from jaxpage.chat_forms.grammar import grammar_of
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 from jaxpage.chat_forms.probes import Render
 
@@ -29,4 +31,5 @@ __all__ = [
     "Render",
     "Tools",
     "derive",
+    "grammar_of",
 ]

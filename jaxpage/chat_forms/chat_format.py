@@ -9,7 +9,7 @@ from typing import Any
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
-from jaxpage.chat_forms.pieces import Piece, PieceParser
+from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class ChatFormat:
         reasoning: The form of reasoning, or None.
         content: The marks around the content.
         has_tools: True if the chat template renders tool calls, in whatever form.
-        thinks: True if the chat template has reasoning, in whatever form.
     """
 
     tools: ToolForm | None = None
@@ -61,13 +60,29 @@ class ChatFormat:
             tools: The tools that may be called; None if calls are content.
             prompt: The rendered text that the model continues.
         """
+        form = None if tools is None else self.tools
+        if form is None and self.reasoning is None and not self.content.open:
+            return Plain()
         return AnswerReader(
-            None if tools is None else self.tools,
+            form,
             tools,
             self.reasoning,
             self.content,
             is_open=self.is_open(prompt),
         )
+
+    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Returns the marks that a reader looks for.
+
+        Args:
+            with_tools: True if it reads calls.
+        """
+        marks = [*self.tools.marks] if with_tools and self.tools is not None else []
+        if self.reasoning is not None:
+            marks += [self.reasoning.open, self.reasoning.close]
+        if self.content.open.strip() or self.content.closes:
+            marks += [self.content.open, *self.content.closes]
+        return tuple(marks)
 
     def is_open(self, prompt: str) -> bool:
         """Returns whether a prompt ends within the reasoning."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jaxpage.chat_forms.deriving_items import ItemForms, derive_items
 from jaxpage.chat_forms.deriving_text import TextForms
-from jaxpage.chat_forms.forms import ANY_ID, SAME_KEY, SAME_NAME, ContentForm, ToolForm
+from jaxpage.chat_forms.forms import ANY_ID, ARGUMENTS, INDEX, SAME_KEY, SAME_NAME, ContentForm, ToolForm
 from jaxpage.chat_forms.growing import Growing, MismatchError, Wait
 from jaxpage.chat_forms.literals import nested_literal
 from jaxpage.chat_forms.marks import (
@@ -42,6 +42,8 @@ class Found:
         arguments_path: The keys that lead to the arguments.
         as_text: True if the arguments are JSON text within the JSON object.
         is_code: True if the literals are Python's.
+        value: The JSON object, or None.
+        is_json: False if the arguments are neither JSON nor within a JSON object.
     """
 
     begin: int
@@ -51,6 +53,7 @@ class Found:
     arguments_path: tuple[str, ...] = ()
     as_text: bool = False
     is_code: bool = False
+    value: Any = None
     is_json: bool = True
 
 
@@ -90,7 +93,7 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
         if items is None:
             return None
         form = replace(form, payload="items", arguments=items.arguments)
-        form = replace(form, array=items.array, object=items.object)
+        form = replace(form, array=items.array, object=items.object, is_code=items.is_code)
         after = without_prefix(_same(after, 1 if is_two else 0), items.close)
     elif first.name_path is None:
         mid = _same(first.mid, 0)
@@ -100,7 +103,7 @@ def derive_calls(prober: Prober, text: TextForms) -> tuple[ToolForm, ContentForm
     else:
         path = first.arguments_path
         form = replace(form, name_path=first.name_path, arguments_path=path)
-        form = replace(form, arguments_as_text=first.as_text)
+        form = replace(form, arguments_as_text=first.as_text, shape=_shape(first.value))
     after = _same(after, 1 if is_two else 0)
     opening = _same(opening, 0)
     if two is not None and second is not None:
@@ -179,7 +182,7 @@ def _found(text: str, call: Call, other: str = "", begin: int = 0) -> Found | No
             continue
         written, value, is_code = read
         if (paths := _paths(value, call)) is not None:
-            return Found(start, start + len(written), "", *paths, is_code)
+            return Found(start, start + len(written), "", *paths, is_code, value)
     after = place + len(call.name)
     for start in _braces(text, after, len(text)):
         read = _read_at(text, start)
@@ -249,6 +252,18 @@ def _path(value: Any, wanted: Any) -> tuple[str, ...] | None:
         if (rest := _path(one, wanted)) is not None:
             return (key, *rest)
     return None
+
+
+def _shape(value: Any) -> str:
+    """Returns the JSON text of a call with holes for what differs from call to call."""
+    call = CALLS[0]
+    written = [json.dumps(call.arguments), json.dumps(json.dumps(call.arguments))]
+    text = json.dumps(value, ensure_ascii=False)
+    for arguments in written:
+        text = text.replace(arguments, ARGUMENTS)
+    # Numbers that are left are those of the call, in quotes or not.
+    text = re.sub(r'(?<=: )("?)\d+\1(?=[,}])', rf"\g<1>{INDEX}\g<1>", text)
+    return text.replace(IDS[0], ANY_ID).replace(call.name, SAME_NAME)
 
 
 def _same(text: str, index: int) -> str:

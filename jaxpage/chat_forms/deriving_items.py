@@ -24,12 +24,21 @@ _SCALARS: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
 
 @dataclass(frozen=True)
 class ItemForms:
-    """Holds the forms of arguments, and the mark after a string, which belongs to the item."""
+    """Holds the forms of arguments.
+
+    Attributes:
+        arguments: The form of arguments.
+        array: The form of arrays, if they are no literals.
+        object: The form of objects, if they are no literals.
+        close: The mark after a string, which belongs to the item.
+        is_code: True if words are Python's, such as True.
+    """
 
     arguments: ListForm
     array: ListForm | None
     object: ListForm | None
     close: str
+    is_code: bool
 
 
 def derive_items(prober: Prober) -> ItemForms | None:
@@ -58,7 +67,8 @@ def derive_items(prober: Prober) -> ItemForms | None:
     if members is not None:
         members = replace(members, values=_merged([*members.values, *nested_in(members, nested)]))
     arguments = ListForm(split.begin, split.open, split.between, "", _merged(values))
-    return ItemForms(arguments, array, members, split.close)
+    is_code = "True" in (outer.region(True) or "")
+    return ItemForms(arguments, array, members, split.close, is_code)
 
 
 def nested_in(form: ListForm, nested: Sequence[ValueForm]) -> list[ValueForm]:

@@ -26,7 +26,8 @@ ANY_ID = "\ue000"
 SAME_NAME = "\ue001"
 INDEX = "\ue002"
 SAME_KEY = "\ue003"
-HOLES = ANY_ID + SAME_NAME + INDEX + SAME_KEY
+ARGUMENTS = "\ue004"
+HOLES = ANY_ID + SAME_NAME + INDEX + SAME_KEY + ARGUMENTS
 
 JSON_TYPES = frozenset({"string", "number", "boolean", "null", "array", "object"})
 
@@ -85,6 +86,7 @@ class ToolForm:
         end: The mark after the last call.
         name_path: The keys that lead to the name in a JSON object; empty if the name is the key.
         arguments_path: The keys that lead to the arguments.
+        shape: The JSON text of a call with holes, in which the arguments are a hole too.
         other_keys: What a model may write in place of the last of `arguments_path`.
         arguments_as_text: True if the arguments are JSON text within the JSON object.
         arguments: The form of arguments that are not JSON.
@@ -104,6 +106,7 @@ class ToolForm:
     end: str = ""
     name_path: tuple[str, ...] = ("name",)
     arguments_path: tuple[str, ...] = ("arguments",)
+    shape: str = ""
     other_keys: tuple[str, ...] = ()
     arguments_as_text: bool = False
     arguments: ListForm | None = None
@@ -197,6 +200,7 @@ HERMES = ToolForm(
     open="<tool_call>\n",
     close="\n</tool_call>",
     between="\n",
+    shape=f'{{"name": "{SAME_NAME}", "arguments": {ARGUMENTS}}}',
     other_keys=("parameters",),
 )
 LLAMA3_JSON = ToolForm(
@@ -204,6 +208,7 @@ LLAMA3_JSON = ToolForm(
     "object",
     begin="<|python_tag|>",
     between=";",
+    shape=f'{{"name": "{SAME_NAME}", "parameters": {ARGUMENTS}}}',
     arguments_path=("parameters",),
     other_keys=("arguments",),
     first="",
