@@ -23,6 +23,7 @@ from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules, open_lora_modules
@@ -38,6 +39,7 @@ from jaxpage.serving.listening import address_of
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 
@@ -104,6 +106,14 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
+    derived = derived_form(built.tokenizer)
+    form = chosen(derived.form, server.tool_parser, server.reasoning_parser)
+    no_form = None
+    if derived.form.has_tools and form.tools is None and server.tool_parser != "none":
+        no_form = f"the chat template's tool calls have no form that jaxpage can read ({derived.problem}); give --tool-parser hermes or llama3_json"
+        logger.warning("%s", no_form)
+    elif form.tools not in (None, derived.form.tools) and derived.form.tools is not None:
+        _warn_of_misfit(derived.form, form, server.tool_parser)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
         model_names=names,
@@ -114,10 +124,21 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
         model_type=str(built.model.config.get("model_type", "")),
-        tool_parser=server.tool_parser,
-        reasoning_parser=server.reasoning_parser,
+        chat_format=form,
+        no_form=no_form,
         strict_requests=server.strict_requests,
     )
+
+
+def _warn_of_misfit(derived: ChatFormat, chosen_form: ChatFormat, name: str) -> None:
+    """Logs a warning if the chosen parser looks for other marks than the chat template writes."""
+    ours, theirs = derived.tools, chosen_form.tools
+    if ours is not None and theirs is not None and ours.trigger != theirs.trigger:
+        logger.warning(
+            "--tool-parser %s does not fit the model's chat template, which writes calls in the form %s: leave it out, or give --tool-parser auto",
+            name,
+            ours.name,
+        )
 
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:

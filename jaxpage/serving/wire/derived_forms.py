@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,10 +12,11 @@ from typing import Any
 from jaxpage.chat_forms import REASONING_FORMS, TOOL_FORMS, ChatFormat, Derived, derive
 from jaxpage.checkpoints import resolve_model
 from jaxpage.checkpoints.tokenizer_files import load_tokenizer
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.templates import RENDER_BYTES, RENDER_SECONDS
 
+_DERIVE_SECONDS = 20.0  # for all that is rendered of one template
 # A template alone, without a tokenizer, gets the tokens that most of them call so.
 _SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -32,12 +36,19 @@ def derived_form(tokenizer: Any | None) -> Derived:
 
 
 def derived_from(source: str, special_tokens: Mapping[str, Any]) -> Derived:
-    """Returns what is derived from a chat template.
+    """Returns what is derived from a chat template; the last ones are remembered.
 
     Args:
         source: The template.
         special_tokens: The special tokens by the names that templates have for them.
     """
+    return _derived_from(source, json.dumps(dict(special_tokens), default=str))
+
+
+@functools.lru_cache(maxsize=8)
+def _derived_from(source: str, special_tokens: str) -> Derived:
+    end = time.monotonic() + _DERIVE_SECONDS
+    given = json.loads(special_tokens)
 
     def render(
         messages: list[dict[str, Any]],
@@ -45,16 +56,21 @@ def derived_from(source: str, special_tokens: Mapping[str, Any]) -> Derived:
         generates: bool,
         variables: Mapping[str, Any],
     ) -> str:
+        if time.monotonic() > end:
+            raise ValueError(f"the template takes longer than {_DERIVE_SECONDS:g} s")
         asked = {
             "template": source,
-            "special_tokens": dict(special_tokens),
+            "special_tokens": given,
             "messages": messages,
             "tools": tools,
             "add_generation_prompt": generates,
             "continue_final_message": False,
             "variables": dict(variables),
         }
-        return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+        try:
+            return RENDERERS.rendered(asked, RENDER_SECONDS, RENDER_BYTES)
+        except JaxpageError as error:
+            raise ValueError(str(error)) from None
 
     return derive(render, source)
 
@@ -79,16 +95,16 @@ def chat_format(path: str | Path) -> ChatFormat:
     return derived_from(source, _SPECIAL_TOKENS).form
 
 
-def chosen(derived: ChatFormat, tool_parser: str | None, reasoning_parser: str | None) -> ChatFormat:
+def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> ChatFormat:
     """Returns the form of answers that settings choose.
 
     Args:
         derived: What was derived from the template.
-        tool_parser: "auto" for what was derived, the name of a form, or None.
+        tool_parser: "auto" for what was derived, "none", or the name of a form.
         reasoning_parser: The same for reasoning.
     """
-    tools = TOOL_FORMS.get(tool_parser or "")
-    reasoning = REASONING_FORMS.get(reasoning_parser or "")
+    tools = TOOL_FORMS.get(tool_parser)
+    reasoning = REASONING_FORMS.get(reasoning_parser)
     is_derived = "auto" in (tool_parser, reasoning_parser)
     return ChatFormat(
         derived.tools if tool_parser == "auto" else tools,
