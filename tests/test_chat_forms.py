@@ -167,3 +167,97 @@ def test_reasoning_is_read_back(name: str) -> None:
         wanted = {"content": content, "reasoning_content": "Two and two.\nIs <x> four?"}
         assert {field: message[field] for field in wanted} == wanted, text
         assert calls_of(message) == list(calls)
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)))
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text("ab<>\"'\\{}[],:= \n\té", max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("kl", min_size=1, max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+WRITES_ANY_JSON = [
+    name
+    for name in TEMPLATES
+    if derived(TEMPLATES[name]).form.tools.payload != "items"  # type: ignore[union-attr]  # each has one
+    and name not in ("object of Python", "a fenced block")
+]
+
+
+@pytest.mark.parametrize("name", WRITES_ANY_JSON)
+@settings(max_examples=10, deadline=None)
+@given(value=JSON_VALUES, data=st.data())
+def test_any_json_is_read_back_however_it_is_cut(name: str, value: Any, data: st.DataObject) -> None:
+    form = derived(TEMPLATES[name]).form
+    prompt, text = answer(name, [("get_weather", {"x": value})])
+    message = read(form, cut(text, data), prompt, None)
+    assert calls_of(message) == [("get_weather", {"x": value})]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    """The marks of the form in any order, with calls among them."""
+    form = derived(TEMPLATES[name]).form
+    assert form.tools is not None
+    _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
+    marks = [mark for mark in form.tools.marks if not any("\ue000" <= one <= "\ue004" for one in mark)]
+    bits = st.sampled_from([*marks, *(mark[:3] for mark in marks), call, "look-up2", "{", '"', "}", " ", "\n", "x"])
+    text = "a" + "".join(data.draw(st.lists(bits, max_size=9)))
+    whole = read(form, [text], "")
+    assert read(form, cut(text, data), "") == whole
+    if not whole["tool_calls"]:
+        kept = text
+        for mark in sorted((*form.content.tails, *form.content.closes), key=len, reverse=True):
+            kept = kept.removesuffix(mark.rstrip()).removesuffix(mark.strip())
+        assert "".join(whole["content"].split()).startswith("".join(kept.split())[:1])
+        if not form.content.tails and not form.content.closes:
+            assert whole["content"] == text
+
+
+def test_a_template_without_a_form_says_so() -> None:
+    form, problem = derived(UNCLEAR)
+    assert form.tool_form is None and form.has_tools and problem
+    form, problem = derived(NO_TOOLS)
+    assert form.tool_form is None and not form.has_tools and problem is None
+
+
+def test_the_schema_decides_what_a_bare_value_is() -> None:
+    form = derived(TEMPLATES["parameters on lines"]).form
+    given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
+    prompt, text = answer("parameters on lines", [("get_weather", given)])
+    wanted = {"city": "3", "days": 3, "metric": True, "deep": {"k": 1}, "tags": ["a"], "note": None}
+    assert calls_of(read(form, text, prompt)) == [("get_weather", wanted)]
+    ((_, without),) = calls_of(read(form, text, prompt, None))
+    assert without == {**wanted, "city": 3}, "what reads as JSON is JSON where no schema says more"
+
+
+@pytest.mark.parametrize("kept", [3, 30, 60])
+def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
+    for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
+        form = derived(TEMPLATES[name]).form
+        prompt, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
+        text = text[text.index(form.tools.trigger) :]  # type: ignore[union-attr]
+        message = read(form, text[:kept], "")
+        assert (message["content"], message["tool_calls"]) == (text[:kept], [])
+
+
+def test_a_template_that_changes_values_has_no_form() -> None:
+    """Long strings are written backwards, so that the probes are read and the proofs are not."""
+    reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
+    form, problem = derived(TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses))
+    assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
+
+
+def test_a_mistake_in_the_reader_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpage.chat_forms.calls.value_of", lambda text, form, allowed: text[:-1])
+    derived.cache_clear()
+    try:
+        form, problem = derived(TEMPLATES["parameters on lines"])
+    finally:
+        derived.cache_clear()
+    assert form.tool_form is None and problem

@@ -107,7 +107,7 @@ class AnswerReader:
             if self._in_vain < _MOST_IN_VAIN:
                 if (yield from self._group(self._form, self._form.begin + self._form.open)):
                     return
-                self._in_vain += len(text.text) - begin
+                self._in_vain += text.reached - begin
         for close in self._content.closes:
             if first_chunk(close).startswith(mark) and (yield from self._closes(close)):
                 return

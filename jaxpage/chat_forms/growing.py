@@ -35,6 +35,7 @@ class Growing:
     def __init__(self) -> None:
         self.text = ""
         self.place = 0
+        self.reached = 0  # to which the last attempt that failed had read
         self.has_ended = False
 
     def push(self, text: str) -> None:
@@ -188,5 +189,6 @@ def attempt(text: Growing, parser: Wait[T]) -> Wait[T | None]:
     try:
         return (yield from parser)
     except MismatchError:
+        text.reached = len(text.text) if text.has_ended else text.place
         text.place = begin
         return None

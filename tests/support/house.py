@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "memory": (1, WEST, set()),
     "scheduling": (1, WEST, {"step", "memory"}),
     "decoding": (1, WEST, {"step", "settings"}),
+    "chat_forms": (1, WEST, set()),
     "speculation": (1, WEST, {"step", "settings"}),
     "layers": (1, EAST, set()),
     "models": (1, EAST, {"layers"}),
@@ -58,7 +59,7 @@ ROOMS |= {
     "cli": (4, FRONT, _BELOW | {"bench", "serving", "simulation"}),
 }
 # Rooms that other rooms enter through their `__init__`, which has a word about each name.
-DOORS = {"assembly", "driver", "memory", "prefix_store", "scheduling"}
+DOORS = {"assembly", "chat_forms", "driver", "memory", "prefix_store", "scheduling"}
 FRONT_DOORS = {"__init__", "__main__", "async_driver", "async_llm", "llm", "training"}
 # Rooms that may call `Engine.step`. All others have a driver, whose room knows neither event loops
 # nor HTTP.
