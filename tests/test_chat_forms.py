@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,7 +92,10 @@ def answer(
     source, asked = TEMPLATES[name], {"role": "user", "content": "Hi"}
     message: dict[str, Any] = {"role": "assistant", "content": content}
     if reasoning and name == "name, mark, JSON":
-        message["content"] = [{"type": "thinking", "thinking": reasoning}, {"type": "text", "text": content}]
+        message["content"] = [
+            {"type": "thinking", "thinking": reasoning},
+            {"type": "text", "text": content},
+        ]
     elif reasoning:
         message["reasoning_content"] = reasoning
     as_text = name == "a fenced block"
@@ -109,7 +111,7 @@ def answer(
     whole, prompt = render(source, [asked, message]), render(source, [asked], generates=True)
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
-    end = len(os.path.commonprefix([whole, prompt]))
+    end = next(place for place in range(len(prompt)) if whole[place] != prompt[place])
     while whole[end - 1] not in ">]\n":
         end -= 1
     return whole[:end], whole[end:]
@@ -124,7 +126,9 @@ def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS
         assert message[field].startswith("".join(delta.get(field, "") for delta in deltas))
     said = [call for delta in deltas for call in delta.get("tool_calls", [])]
     assert [call["index"] for call in said] == list(range(len(said)))
-    assert [{"name": call["name"], "arguments": call["arguments"]} for call in said] == message["tool_calls"][: len(said)]
+    assert [{"name": call["name"], "arguments": call["arguments"]} for call in said] == message[
+        "tool_calls"
+    ][: len(said)]
     return message
 
 
@@ -136,10 +140,10 @@ def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 def test_what_a_template_renders_is_read_back(name: str) -> None:
     form, problem = derived(TEMPLATES[name])
     assert problem is None and form.tool_form
-    for given in ARGUMENTS:
-        prompt, text = answer(name, [("look-up2", given)])
+    for arguments in ARGUMENTS:
+        prompt, text = answer(name, [("look-up2", arguments)])
         message = read(form, [text], prompt)
-        assert calls_of(message) == [("look-up2", given)], text
+        assert calls_of(message) == [("look-up2", arguments)], text
         assert (message["content"], message["reasoning_content"]) == ("", "")
         assert read(form, text, prompt) == message
     two = [("get_weather", ARGUMENTS[0]), ("look-up2", ARGUMENTS[1])]
@@ -152,7 +156,10 @@ def test_what_a_template_renders_is_read_back(name: str) -> None:
         assert (message["content"], calls_of(message)) == ("I look. 1 < 2 [a] {b}", two), text
     prompt, text = answer(name, content="No <tool_call> here:\n\nnothing {}.")
     message = read(form, text, prompt)
-    assert (message["content"], message["tool_calls"]) == ("No <tool_call> here:\n\nnothing {}.", []), text
+    assert (message["content"], message["tool_calls"]) == (
+        "No <tool_call> here:\n\nnothing {}.",
+        [],
+    ), text
 
 
 @pytest.mark.parametrize("name", sorted(set(TEMPLATES) - NO_REASONING_RENDERED))
@@ -190,7 +197,9 @@ WRITES_ANY_JSON = [
 @pytest.mark.parametrize("name", WRITES_ANY_JSON)
 @settings(max_examples=10, deadline=None)
 @given(value=JSON_VALUES, data=st.data())
-def test_any_json_is_read_back_however_it_is_cut(name: str, value: Any, data: st.DataObject) -> None:
+def test_any_json_is_read_back_however_it_is_cut(
+    name: str, value: Any, data: st.DataObject
+) -> None:
     form = derived(TEMPLATES[name]).form
     prompt, text = answer(name, [("get_weather", {"x": value})])
     message = read(form, cut(text, data), prompt, None)
@@ -205,8 +214,12 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
     form = derived(TEMPLATES[name]).form
     assert form.tools is not None
     _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
-    marks = [mark for mark in form.tools.marks if not any("\ue000" <= one <= "\ue004" for one in mark)]
-    bits = st.sampled_from([*marks, *(mark[:3] for mark in marks), call, "look-up2", "{", '"', "}", " ", "\n", "x"])
+    marks = [
+        mark for mark in form.tools.marks if not any("\ue000" <= one <= "\ue004" for one in mark)
+    ]
+    bits = st.sampled_from(
+        [*marks, *(mark[:3] for mark in marks), call, "look-up2", "{", '"', "}", " ", "\n", "x"]
+    )
     text = "a" + "".join(data.draw(st.lists(bits, max_size=9)))
     whole = read(form, [text], "")
     assert read(form, cut(text, data), "") == whole
@@ -240,7 +253,7 @@ def test_the_schema_decides_what_a_bare_value_is() -> None:
 def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
     for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
         form = derived(TEMPLATES[name]).form
-        prompt, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
+        _, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
         text = text[text.index(form.tools.trigger) :]  # type: ignore[union-attr]
         message = read(form, text[:kept], "")
         assert (message["content"], message["tool_calls"]) == (text[:kept], [])
@@ -249,7 +262,9 @@ def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
 def test_a_template_that_changes_values_has_no_form() -> None:
     """Long strings are written backwards, so that the probes are read and the proofs are not."""
     reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
-    form, problem = derived(TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses))
+    form, problem = derived(
+        TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses)
+    )
     assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
 
 

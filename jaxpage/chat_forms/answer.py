@@ -45,7 +45,9 @@ class AnswerReader:
         self._content = content or ContentForm()
         self._is_open = is_open
         self._text = Growing()
-        self._calls = None if tool_form is None else CallReader(tool_form, tools or Tools(), self._text)
+        self._calls = (
+            None if tool_form is None else CallReader(tool_form, tools or Tools(), self._text)
+        )
         self._pieces: list[Piece] = []
         # White space after content; it is content only if more content follows.
         self._space: list[str] = []
@@ -103,11 +105,11 @@ class AnswerReader:
     def _at_mark(self, mark: str) -> Wait[None]:
         """Reads what the mark begins; if that is nothing of the form, the mark is content."""
         text, begin = self._text, self._text.place
-        if self._form is not None and self._form.trigger.startswith(mark):
-            if self._in_vain < _MOST_IN_VAIN:
-                if (yield from self._group(self._form, self._form.begin + self._form.open)):
-                    return
-                self._in_vain += text.reached - begin
+        form = self._form if self._in_vain < _MOST_IN_VAIN else None
+        if form is not None and form.trigger.startswith(mark):
+            if (yield from self._group(form, form.begin + form.open)):
+                return
+            self._in_vain += text.reached - begin
         for close in self._content.closes:
             if first_chunk(close).startswith(mark) and (yield from self._closes(close)):
                 return
@@ -236,7 +238,9 @@ class AnswerReader:
             place = text.text.find(chunk, text.place)
             is_there = place >= 0
             if not is_there:
-                place = len(text.text) if text.has_ended else _certain(text.text, text.place, {chunk})
+                place = (
+                    len(text.text) if text.has_ended else _certain(text.text, text.place, {chunk})
+                )
             said = held + text.text[text.place : place]
             text.place = place
             closing = text.literal(form.close, before_value=True)

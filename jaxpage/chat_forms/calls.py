@@ -179,9 +179,10 @@ class CallReader:
     def _begin(self, form: ListForm, end: str) -> Wait[None]:
         """Reads the mark before the items, which may be missing where there are none."""
         begin = self._text.literal(form.begin)
-        if (yield from attempt(self._text, _true(begin))) is None:
-            if not (end.strip() and (yield from self._text.comes(end))):
-                raise MismatchError
+        if (yield from attempt(self._text, _true(begin))):
+            return
+        if not end.strip() or not (yield from self._text.comes(end)):
+            raise MismatchError
 
     def _ends(self, form: ListForm, end: str) -> Wait[bool]:
         """Returns whether no further item comes."""
@@ -323,4 +324,3 @@ def _at(value: Any, path: Iterable[str]) -> Any:
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
-

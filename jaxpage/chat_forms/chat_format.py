@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
-from jaxpage.chat_forms.forms import ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.forms import NO_MARKS, ContentForm, ReasoningForm, ToolForm
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 
 
@@ -25,7 +25,7 @@ class ChatFormat:
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
-    content: ContentForm = ContentForm()
+    content: ContentForm = NO_MARKS
     has_tools: bool = False
 
     @property

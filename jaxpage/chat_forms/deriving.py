@@ -13,7 +13,7 @@ from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
 
 
 class Derived(NamedTuple):
-    """What was derived from a template.
+    """Holds the form that was derived from a template.
 
     Attributes:
         form: The form of answers.

@@ -8,9 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from jaxpage.chat_forms.deriving_items import ItemForms, derive_items
+from jaxpage.chat_forms.deriving_items import derive_items
 from jaxpage.chat_forms.deriving_text import TextForms
-from jaxpage.chat_forms.forms import ANY_ID, ARGUMENTS, INDEX, SAME_KEY, SAME_NAME, ContentForm, ToolForm
+from jaxpage.chat_forms.forms import (
+    ANY_ID,
+    ARGUMENTS,
+    INDEX,
+    SAME_KEY,
+    SAME_NAME,
+    ContentForm,
+    ToolForm,
+)
 from jaxpage.chat_forms.growing import Growing, MismatchError, Wait
 from jaxpage.chat_forms.literals import nested_literal
 from jaxpage.chat_forms.marks import (
@@ -189,13 +197,13 @@ def _found(text: str, call: Call, other: str = "", begin: int = 0) -> Found | No
         if read is not None and read[1] == call.arguments:
             end = start + len(read[0])
             return Found(place, end, text[after:start], is_code=read[2])
-    last = next(reversed(call.arguments.values()))
+    last = list(call.arguments.values())[-1]
     end = text.find(str(last), after)
     return None if end < 0 else Found(place, end + len(str(last)), is_json=False)
 
 
 def _braces(text: str, begin: int, end: int) -> Iterator[int]:
-    while 0 <= (begin := text.find("{", begin, end)):
+    while (begin := text.find("{", begin, end)) >= 0:
         yield begin
         begin += 1
 
@@ -270,6 +278,3 @@ def _same(text: str, index: int) -> str:
     """Returns a mark with holes for what is of this call alone."""
     text = text.replace(IDS[index], ANY_ID).replace(NAMES[index], SAME_NAME)
     return text.replace(KEYS[index], SAME_KEY)
-
-
-__all__ = ["CALLS", "ItemForms", "derive_calls", "done"]

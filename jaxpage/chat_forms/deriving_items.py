@@ -61,7 +61,9 @@ def derive_items(prober: Prober) -> ItemForms | None:
         values.append(array_value)
     if object_value is not None:
         values.append(object_value)
-    nested = [_nested(number, kind) for kind, form in (("array", array), ("object", members)) if form]
+    nested = [
+        _nested(number, kind) for kind, form in (("array", array), ("object", members)) if form
+    ]
     if array is not None:
         array = replace(array, values=_merged([*array.values, *nested_in(array, nested)]))
     if members is not None:

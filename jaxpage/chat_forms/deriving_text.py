@@ -8,7 +8,17 @@ from dataclasses import dataclass, replace
 
 from jaxpage.chat_forms.forms import ContentForm, ReasoningForm
 from jaxpage.chat_forms.marks import common_prefix, tokens, without_suffix
-from jaxpage.chat_forms.probes import CONTENT, KEYS, NAMES, QUESTION, REASONING, TEXTS, VARIABLES, Call, Prober
+from jaxpage.chat_forms.probes import (
+    CONTENT,
+    KEYS,
+    NAMES,
+    QUESTION,
+    REASONING,
+    TEXTS,
+    VARIABLES,
+    Call,
+    Prober,
+)
 
 _TAG = re.compile(r"<[^<>]+>|\[/?[A-Za-z_]+\]")
 _MAX_HEADER = 100  # characters
@@ -82,9 +92,9 @@ def _header(prober: Prober, begin: int, before: str, prompt: str) -> str:
 
 
 def _as_role(prompt: str, begin: int) -> str | None:
-    """Returns the header of an answer that is written as that of the question is, or None.
+    r"""Returns the header of an answer that is written as that of the question is, or None.
 
-    <|im_start|>user\\n  question  <|im_end|>\\n  <|im_start|>assistant\\n
+    <|im_start|>user\n  question  <|im_end|>\n  <|im_start|>assistant\n
     """
     if QUESTION not in prompt[:begin]:
         return None
@@ -200,4 +210,3 @@ def _candidates(
             yield mark[0] + mark[2:], mark
         elif tail.strip() and len(mark) > 2:
             yield tail, mark
-

@@ -171,6 +171,9 @@ class ContentForm:
     tails: tuple[str, ...] = ()
 
 
+NO_MARKS = ContentForm()
+
+
 # A tag, or a run of other characters. White space may come between two of them.
 _CHUNK = re.compile(r"<[^<>\s]*>|\[/?[A-Za-z_]+\]|(?:(?!<[^<>\s]*>|\[/?[A-Za-z_]+\])\S)+")
 

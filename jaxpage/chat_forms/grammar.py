@@ -135,7 +135,9 @@ class _Writer:
                 raise ValueError("the model writes arguments as text, which no grammar holds")
             before, _, after = form.shape.partition(ARGUMENTS)
             written = json.dumps(name, ensure_ascii=False)[1:-1]
-            arguments = f"{self.literal(before, written)} {self._json(schema)} {self.literal(after)}"
+            arguments = (
+                f"{self.literal(before, written)} {self._json(schema)} {self.literal(after)}"
+            )
         elif form.payload == "json":
             mid = self.literal(form.mid, name)
             arguments = f"{json.dumps(name)} {mid} {self._json(schema)}"
@@ -218,7 +220,7 @@ class _Writer:
             inner = schema.get("items") if isinstance(schema, dict) else None
             if depth > _MAX_DEPTH:
                 raise ValueError("a schema of many arrays in arrays cannot be held to this form")
-            values = form.values
+            values: Sequence[ValueForm] = form.values
             if inner is None:
                 values = [value for value in values if value.encoding != "list"]
             one = self._rule(

@@ -104,7 +104,7 @@ class Growing:
         for chunk in chunks(filled):
             yield from self.skip_space()
             for part in _HOLE.split(chunk):
-                if part == INDEX or part == ANY_ID:
+                if part in (INDEX, ANY_ID):
                     yield from self._hole(part)
                 else:
                     yield from self.exact(part)

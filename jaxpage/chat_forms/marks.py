@@ -56,7 +56,10 @@ def split_list(before: str, between: str, after: str) -> Split:
     the ends of a mark is compared leniently, because templates trim it.
     """
     opened = common_suffix(before, between)
-    if not opened.strip() and (spaceless := common_suffix(before.rstrip(), between.rstrip())).strip():
+    if (
+        not opened.strip()
+        and (spaceless := common_suffix(before.rstrip(), between.rstrip())).strip()
+    ):
         opened = spaceless + before[len(before.rstrip()) :]
         between = between.rstrip() + before[len(before.rstrip()) :]
     begin = before[: len(before) - len(opened)]

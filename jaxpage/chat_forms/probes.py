@@ -137,8 +137,7 @@ def probers(render: Render, tools: Sequence[dict[str, Any]] | None) -> list[Prob
     first = Prober(cached, VARIABLES[0], tools=tools)
     ways = [(False, False), (True, False), (False, True), (True, True)]
     return [
-        replace(first, takes_text=takes_text, named_ids=named_ids)
-        for takes_text, named_ids in ways
+        replace(first, takes_text=takes_text, named_ids=named_ids) for takes_text, named_ids in ways
     ]
 
 

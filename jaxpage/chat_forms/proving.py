@@ -63,8 +63,7 @@ def problem_of(form: ChatFormat, prober: Prober) -> str | None:
     """
     num_proven = 0
     for proof in _proofs():
-        said = {"content": proof.content, "reasoning": proof.reasoning}
-        written = prober.answer(proof.calls, **said)
+        written = prober.answer(proof.calls, content=proof.content, reasoning=proof.reasoning)
         if written is None:
             continue
         prompt, text = _divided(written, form, prober)
@@ -73,7 +72,7 @@ def problem_of(form: ChatFormat, prober: Prober) -> str | None:
             return f"what it renders of {_shown(proof)} reads otherwise when it comes in pieces"
         if _calls(message) == list(proof.calls):
             num_proven += 1
-        elif not any(said.values()) and prober.answer(_calls(message)) != written:
+        elif not proof.content + proof.reasoning and prober.answer(_calls(message)) != written:
             return f"what it renders of {_shown(proof)} reads as {message['tool_calls']}"
     return None if num_proven >= _NEEDED else "it renders too few calls that can be read back"
 

@@ -205,4 +205,3 @@ def value_of(text: str, form: ValueForm, allowed: frozenset[str] | None) -> Any:
 
 
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
-

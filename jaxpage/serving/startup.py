@@ -21,9 +21,9 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
-from jaxpage.chat_forms import ChatFormat
 from jaxpage.replay.opening import open_engine
 from jaxpage.serving import logs
 from jaxpage.serving.adapters import check_lora_modules, open_lora_modules
@@ -106,14 +106,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
-    derived = derived_form(built.tokenizer)
-    form = chosen(derived.form, server.tool_parser, server.reasoning_parser)
-    no_form = None
-    if derived.form.has_tools and form.tools is None and server.tool_parser != "none":
-        no_form = f"the chat template's tool calls have no form that jaxpage can read ({derived.problem}); give --tool-parser hermes or llama3_json"
-        logger.warning("%s", no_form)
-    elif form.tools not in (None, derived.form.tools) and derived.form.tools is not None:
-        _warn_of_misfit(derived.form, form, server.tool_parser)
+    form, no_form = _chat_format(built.tokenizer, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
         model_names=names,
@@ -130,15 +123,29 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
     )
 
 
-def _warn_of_misfit(derived: ChatFormat, chosen_form: ChatFormat, name: str) -> None:
-    """Logs a warning if the chosen parser looks for other marks than the chat template writes."""
-    ours, theirs = derived.tools, chosen_form.tools
-    if ours is not None and theirs is not None and ours.trigger != theirs.trigger:
-        logger.warning(
-            "--tool-parser %s does not fit the model's chat template, which writes calls in the form %s: leave it out, or give --tool-parser auto",
-            name,
-            ours.name,
+def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatFormat, str | None]:
+    """Returns the form of answers that the settings choose, and why it has no tool calls, or None.
+
+    It logs in one line if the chat template's calls have no form, or another than the chosen one.
+    """
+    derived, problem = derived_form(tokenizer)
+    form = chosen(derived, server.tool_parser, server.reasoning_parser)
+    if derived.has_tools and form.tools is None and server.tool_parser != "none":
+        no_form = (
+            f"no form of tool calls is derived from the model's chat template ({problem}): "
+            "give --tool-parser hermes or llama3_json if the model writes one of these"
         )
+        logger.warning("%s", no_form)
+        return form, no_form
+    theirs = None if form.tools is None else derived.tools
+    if theirs is not None and form.tools is not None and form.tools.trigger != theirs.trigger:
+        logger.warning(
+            "tool_parser=%s does not fit the model's chat template, which writes calls as %s: "
+            "use --tool-parser auto",
+            server.tool_parser,
+            theirs.name,
+        )
+    return form, None
 
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:

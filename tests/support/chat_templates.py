@@ -4,6 +4,8 @@
 an answer may have reasoning, content and calls.
 """
 
+# ruff: noqa: E501  # a template reads best in one line
+
 from __future__ import annotations
 
 _TOOLS = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"

@@ -136,9 +136,7 @@ class ChatAnswer(Answer):
         has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
         is_held = has_grammar and not tools.must_call
         prompt = str(prompt_request.prompt)
-        return lambda: _Reader(
-            tools.parser(context, prompt, is_held=is_held), several=several
-        )
+        return lambda: _Reader(tools.parser(context, prompt, is_held=is_held), several=several)
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int

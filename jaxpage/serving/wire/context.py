@@ -57,7 +57,7 @@ class ModelContext:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""
     model_type: str = ""
-    chat_format: ChatFormat = ChatFormat()
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
     no_form: str | None = None
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
