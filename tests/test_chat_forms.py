@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxpage.chat_forms import ChatFormat, Derived, derive
+from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
 from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
+from tests.support.wire import with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PROPERTIES = {
@@ -276,3 +278,33 @@ def test_a_mistake_in_the_reader_is_found_by_the_proof(monkeypatch: pytest.Monke
     finally:
         derived.cache_clear()
     assert form.tool_form is None and problem
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<<<",
+            "close": ">>>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None:
+    """By transformers' own parser; what it cannot read is content."""
+    tokenizer = with_template(NO_TOOLS)
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    form, problem = derived_form(tokenizer)
+    assert (form.tool_form, problem) == ("response_template", None)
+    text = '<think>Hm.</think>Well <<<{"name": "look-up2", "arguments": {"city": "x"}}>>>'
+    message = read(form, text, "<|assistant|>")
+    assert (message["reasoning_content"], message["content"].strip()) == ("Hm.", "Well")
+    assert calls_of(message) == [("look-up2", {"city": "x"})]
+    assert "{no}" in read(form, "Well <<<{no}>>> then", "<|assistant|>")["content"]

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpage.chat_forms.answer import AnswerReader
 from jaxpage.chat_forms.calls import Tools
+from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
 from jaxpage.chat_forms.forms import NO_MARKS, ContentForm, ReasoningForm, ToolForm
 from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
 
@@ -21,17 +22,22 @@ class ChatFormat:
         reasoning: The form of reasoning, or None.
         content: The marks around the content.
         has_tools: True if the chat template renders tool calls, in whatever form.
+        declared: Makes transformers' parser, where the tokenizer declares a response template and
+            no form of calls is derived.
     """
 
     tools: ToolForm | None = None
     reasoning: ReasoningForm | None = None
     content: ContentForm = NO_MARKS
     has_tools: bool = False
+    declared: NewResponseParser | None = None
 
     @property
     def tool_form(self) -> str | None:
         """Returns the short name of the form of tool calls, or None."""
-        return None if self.tools is None else self.tools.name
+        if self.tools is not None:
+            return self.tools.name
+        return None if self.declared is None else "response_template"
 
     @property
     def reasoning_form(self) -> str | None:
@@ -61,6 +67,12 @@ class ChatFormat:
             prompt: The rendered text that the model continues.
         """
         form = None if tools is None else self.tools
+        if tools is not None and form is None and self.declared is not None:
+            functions = [
+                {"type": "function", "function": {"name": name, "parameters": schema or {}}}
+                for name, schema in (tools.schemas or {}).items()
+            ]
+            return DeclaredReader(self.declared(functions, prompt))
         if form is None and self.reasoning is None and not self.content.open:
             return Plain()
         return AnswerReader(

@@ -244,6 +244,8 @@ def _chat_form(model: str) -> Iterator[str]:
     if form.tools is not None:
         marks = form.tools.begin + form.tools.open
         yield f"tool calls: {form.tool_form}, which begin with {marks!r}"
+    elif form.declared is not None:
+        yield "tool calls: as the tokenizer's response_template says"
     elif form.has_tools:
         yield f"tool calls: of no form that can be read: {problem}"
     else:

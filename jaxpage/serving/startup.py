@@ -130,7 +130,7 @@ def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatForma
     """
     derived, problem = derived_form(tokenizer)
     form = chosen(derived, server.tool_parser, server.reasoning_parser)
-    if derived.has_tools and form.tools is None and server.tool_parser != "none":
+    if derived.has_tools and form.tool_form is None and server.tool_parser != "none":
         no_form = (
             f"no form of tool calls is derived from the model's chat template ({problem}): "
             "give --tool-parser hermes or llama3_json if the model writes one of these"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ def derived_form(tokenizer: Any | None) -> Derived:
         source = str(tokenizer.get_chat_template(tools=[{}]))
     except ValueError as error:
         return Derived(ChatFormat(), str(error))
-    return derived_from(source, tokenizer.special_tokens_map)
+    derived = derived_from(source, tokenizer.special_tokens_map)
+    template = getattr(tokenizer, "response_template", None)
+    if derived.form.tools is not None or not template:
+        return derived
+
+    def declared(tools: Sequence[Mapping[str, Any]], prompt: str) -> Any:
+        return tokenizer.get_response_parser(prefix=prompt, tools=list(tools))
+
+    return Derived(replace(derived.form, declared=declared), None)
 
 
 def derived_from(source: str, special_tokens: Mapping[str, Any]) -> Derived:
@@ -111,4 +120,5 @@ def chosen(derived: ChatFormat, tool_parser: str, reasoning_parser: str) -> Chat
         derived.reasoning if reasoning_parser == "auto" else reasoning,
         derived.content if is_derived else ChatFormat().content,
         has_tools=derived.has_tools,
+        declared=derived.declared if tool_parser == "auto" else None,
     )

@@ -108,7 +108,9 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
     several = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         return _named(tools, choice.function.name)
-    if context.chat_format.tools is None:
+    if context.chat_format.tool_form is None or (
+        choice == "required" and context.chat_format.tools is None
+    ):
         raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
     if choice == "required":
         parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
