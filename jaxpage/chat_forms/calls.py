@@ -113,7 +113,7 @@ class CallReader:
             assert form.arguments is not None
             following = form.arguments
             ends = [following.begin + following.open, following.begin + form.close]
-            stops = [chunk for mark in ends if (chunk := first_chunk(mark))]
+            stops = [chunk for mark in ends if (chunk := first_chunk(mark) or mark[:1])]
         yield from text.skip_space()
         place, _ = yield from text.find(tuple(stops), _MAX_NAME)
         name = text.text[text.place : place].strip()
@@ -223,10 +223,12 @@ class CallReader:
             opened = self._text.literal(mark, key=key, before_value=True)
             if (yield from attempt(self._text, _true(opened))) is None:
                 continue
-            for value in values:
-                read = self._one(value, key, follow, allowed, schema, root)
-                if (found := (yield from attempt(self._text, _boxed(read)))) is not None:
-                    return found[0]
+            # A literal of a type that the schema does not allow is one if nothing else fits.
+            for types in dict.fromkeys((allowed, None)):
+                for value in values:
+                    read = self._one(value, key, follow, types, schema, root)
+                    if (found := (yield from attempt(self._text, _boxed(read)))) is not None:
+                        return found[0]
             self._text.place = begin
         raise MismatchError
 
@@ -257,7 +259,7 @@ class CallReader:
             return value_of(written.strip(), value, allowed)
         written = yield from self._literal()
         found = _read(written, is_python=True)
-        if type_of(found) not in value.types:
+        if type_of(found) not in (value.types if allowed is None else value.types & allowed):
             raise MismatchError
         yield from text.literal(value.close, key=key)
         return found

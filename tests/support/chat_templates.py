@@ -248,6 +248,11 @@ TEMPLATES = {
     "quotes of its own": _template(
         _each("<|tool_call>call:{{ f.name }}{{ '{' }}" + _items("{{ k }}:{{ val(v) }}", between=",") + "{{ '}' }}<tool_call|>"), macros=_QUOTED
     ),
+    # no published form, but easily one
+    "the whole list as it is": _template("{% if m.tool_calls %}<calls>{{ m.tool_calls | tojson }}</calls>{% endif %}"),
+    "attributes": _template(_each('<call name="{{ f.name }}"' + _items(' {{ k }}="{{ (v if v is string else v | tojson) | e }}"') + "/>")),
+    "separators alone": _template(_each("<|fn|>{{ f.name }}<|args|>" + _items("{{ k }}<|is|>" + BARE, between="<|and|>") + "<|end_fn|>")),
+    "lines": _template(_each("<tool>{{ f.name }}\n" + _items("{{ k }}: {{ v | tojson }}\n") + "</tool>")),
     # reasoning in words
     "steps": _template(
         _each("\n<tool_calls>[" + _JSON + "]</tool_calls>"),
