@@ -234,6 +234,30 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
             assert whole["content"] == text
 
 
+@pytest.mark.parametrize(
+    ("name", "begin", "unit"),
+    [
+        (
+            "parameters on lines",
+            "",
+            "<tool_call>\n<function=look-up2>\n<parameter=k>\n</parameter>",
+        ),
+        ("quotes of its own", "<|tool_call>call:look-up2{a:", "["),
+        ("name, mark, JSON", '[TOOL_CALLS]look-up2[ARGS]{"a":', "["),
+        ("code", "", '<|tool_call_start|>[look-up2(a="'),
+    ],
+)
+@pytest.mark.timeout(60)  # a reader that is not linear takes longer
+def test_a_long_text_of_marks_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
+    form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
+    message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
+    assert (message["content"], message["tool_calls"]) == (
+        text.rstrip() + text[len(text.rstrip()) :],
+        [],
+    )
+    assert read(form, [text], "") == message
+
+
 def test_a_template_without_a_form_says_so() -> None:
     form, problem = derived(UNCLEAR)
     assert form.tool_form is None and form.has_tools and problem

@@ -27,6 +27,7 @@ from jaxpage.chat_forms.values import (
 )
 
 _MAX_NAME = 256  # characters of a name or a key
+_MAX_DEPTH = 32
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class CallReader:
         self._form = form
         self._tools = tools
         self._text = text
+        self._depth = 0  # of lists that are not written as JSON
 
     def call(self) -> Wait[Piece]:
         """Reads what comes after the call's opening mark, and its closing mark.
@@ -81,7 +83,7 @@ class CallReader:
                 schema = self._tools.schema(name)
                 arguments = yield from self._members(form.arguments, form.close, schema, schema)
                 is_complete = False
-            piece = Piece("call", as_json(arguments), name)
+            piece = Piece("call", _written(arguments), name)
         begin = text.place
         try:
             yield from text.literal(form.close, piece.name)
@@ -147,7 +149,7 @@ class CallReader:
         if not isinstance(name, str) or not isinstance(arguments, dict):
             raise MismatchError
         self._tools.check(name)
-        return Piece("call", as_json(arguments), name)
+        return Piece("call", _written(arguments), name)
 
     def _members(self, form: ListForm, end: str, schema: Any, root: Any) -> Wait[dict[str, Any]]:
         """Reads the items of an object; the mark `end` after them comes next then."""
@@ -247,7 +249,13 @@ class CallReader:
             form = self._form.object if is_object else self._form.array
             assert form is not None
             read: Callable[..., Wait[Any]] = self._members if is_object else self._elements
-            found = yield from read(form, form.end + value.close, schema, root)
+            if self._depth == _MAX_DEPTH:
+                raise MismatchError
+            self._depth += 1
+            try:
+                found = yield from read(form, form.end + value.close, schema, root)
+            finally:
+                self._depth -= 1
             yield from text.literal(form.end + value.close, key=key)
             return found
         if value.encoding in ("raw", "xml") and value.close.strip():
@@ -303,6 +311,13 @@ def _boxed(parser: Wait[Any]) -> Wait[tuple[Any]]:
 
 def _chunks(marks: Iterable[str]) -> tuple[str, ...]:
     return tuple(chunk for mark in marks if (chunk := first_chunk(mark)))
+
+
+def _written(arguments: dict[str, Any]) -> str:
+    try:
+        return as_json(arguments)
+    except RecursionError:
+        raise MismatchError from None
 
 
 def _dense(mark: str) -> str:
