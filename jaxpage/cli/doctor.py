@@ -235,9 +235,8 @@ def _chat_template(model: str) -> Iterator[str]:
 
 def _chat_form(model: str) -> Iterator[str]:
     """Yields the forms of tool calls and of reasoning that `serve` derives from the template."""
-    from jaxpage.checkpoints import resolve_model
-    from jaxpage.checkpoints.tokenizer_files import load_tokenizer
-    from jaxpage.serving.wire.derived_forms import derived_form
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
+    from jaxpage.serving import derived_form
 
     form, problem = derived_form(load_tokenizer(resolve_model(model)))
     if form.tools is not None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpage.chat_forms import REASONING_FORMS, TOOL_FORMS, ChatFormat, Derived, derive
-from jaxpage.checkpoints import resolve_model
-from jaxpage.checkpoints.tokenizer_files import load_tokenizer
+from jaxpage.checkpoints import load_tokenizer, resolve_model
 from jaxpage.errors import ConfigError, JaxpageError
 from jaxpage.serving.wire.rendering import RENDERERS
 from jaxpage.serving.wire.templates import RENDER_BYTES, RENDER_SECONDS
