@@ -376,7 +376,7 @@ def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
         tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
         return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
-    everything = {"city": "it's <x>", "days": 3, "tags": ["a", "b"], "deep": {"k": 1}}
+    everything = {"city": "it's (x)", "days": 3, "tags": ["a", "b"], "deep": {"k": 1}}
     assert may_write(("look-up2", {"city": "x y"})) and may_write(("look-up2", everything))
     assert may_write(("get_weather", {}))
     if name not in SINGLE:

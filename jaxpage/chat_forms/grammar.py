@@ -212,7 +212,7 @@ class _Writer:
         return f"{self._json(_alone(schema, types, root))} {self.literal(close)}"
 
     def _text_before_marks(self) -> str:
-        """Returns a pattern of text without a character that a mark after a bare value begins with."""
+        """Returns a pattern of text that has no first character of a mark after it."""
         form = self._form.arguments
         assert form is not None
         begins = {first_chunk(form.between + form.open)[:1], first_chunk(self._form.close)[:1]}
