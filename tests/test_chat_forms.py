@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpage.chat_forms import ChatFormat, Derived, derive
+from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
+from jaxpage.decoding import json_rule
+from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.derived_forms import derived_form
 from jaxpage.serving.wire.template_worker import rendered
 from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
-from tests.support.wire import with_template
+from tests.support.wire import tokenizer, with_template
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 PROPERTIES = {
@@ -251,10 +253,7 @@ def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.Data
 def test_a_long_text_of_marks_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
     form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
     message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
-    assert (message["content"], message["tool_calls"]) == (
-        text.rstrip() + text[len(text.rstrip()) :],
-        [],
-    )
+    assert (message["content"], message["tool_calls"]) == (text, [])
     assert read(form, [text], "") == message
 
 
@@ -323,12 +322,77 @@ RESPONSE_TEMPLATE = {
 
 def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None:
     """By transformers' own parser; what it cannot read is content."""
-    tokenizer = with_template(NO_TOOLS)
-    tokenizer.response_template = RESPONSE_TEMPLATE
-    form, problem = derived_form(tokenizer)
+    declares = with_template(NO_TOOLS)
+    declares.response_template = RESPONSE_TEMPLATE
+    form, problem = derived_form(declares)
     assert (form.tool_form, problem) == ("response_template", None)
     text = '<think>Hm.</think>Well <<<{"name": "look-up2", "arguments": {"city": "x"}}>>>'
     message = read(form, text, "<|assistant|>")
     assert (message["reasoning_content"], message["content"].strip()) == ("Hm.", "Well")
     assert calls_of(message) == [("look-up2", {"city": "x"})]
     assert "{no}" in read(form, "Well <<<{no}>>> then", "<|assistant|>")["content"]
+
+
+HELD = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "deep": {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]},
+    },
+    "required": ["city"],
+}
+# Their grammars write JSON where the template writes Python, or there is none.
+OTHERWISE = {"object of Python", "values of Python", "code", "code without a mark", "attributes"}
+NO_GRAMMAR = "arguments as text in an object"
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
+def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    tools = form.tools
+    assert tools is not None
+    known, end_id = tokenizer_of(tokenizer().backend_tokenizer.to_str())
+    schemas = {"look-up2": HELD, "get_weather": {"type": "object", "properties": {}}}
+    grammar = grammar_of(
+        form,
+        schemas,
+        lambda schema: json_rule(json.dumps(schema)),
+        several=True,
+        is_open=False,
+        special_tokens={},
+    )
+    source = source_of("grammar", json.dumps(grammar))
+    assert problem_of(matcher_of(known, source), end_id) is None
+
+    def may_write(*calls: tuple[str, dict[str, Any]]) -> bool:
+        _, text = answer(name, calls)
+        for tail in form.content.tails:
+            text = text.removesuffix(tail)
+        opened = tools.begin + tools.open if tools.first is None else tools.first
+        text = text[text.index(opened.strip()) :]
+        text = opened[: len(opened) - len(opened.lstrip())] + text.lstrip()
+        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    everything = {"city": "it's (x)", "days": 3, "tags": ["a", "b"], "deep": {"k": 1}}
+    assert may_write(("look-up2", {"city": "x y"})) and may_write(("look-up2", everything))
+    assert may_write(("get_weather", {}))
+    if name not in SINGLE:
+        assert may_write(("look-up2", {"city": "x"}), ("get_weather", {}))
+    assert not may_write(("look-up2", {"city": "x", "days": "no"}))
+    assert not may_write(("look-up2", {"days": 1}))
+    assert not may_write(("another", {"city": "x"}))
+
+
+def test_a_form_that_no_grammar_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="as text"):
+        grammar_of(
+            derived(TEMPLATES[NO_GRAMMAR]).form,
+            {"f": HELD},
+            lambda schema: json_rule(json.dumps(schema)),
+            several=False,
+            is_open=False,
+            special_tokens={},
+        )

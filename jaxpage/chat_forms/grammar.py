@@ -27,6 +27,7 @@ from jaxpage.chat_forms.forms import (
     ListForm,
     ToolForm,
     ValueForm,
+    first_chunk,
 )
 from jaxpage.chat_forms.values import property_of, types_of
 
@@ -204,11 +205,18 @@ class _Writer:
         if form.encoding in ("raw", "xml") and "string" in types:
             if (texts := _choices(schema)) is not None:
                 return f"({' | '.join(map(json.dumps, texts))}) {self.literal(close)}"
-            return self.until(close)
+            return self.until(close) if close.strip() else self._rule(self._text_before_marks())
         if self._form.is_code and types <= _WORDS.keys():
             words = " | ".join(f'"{word}"' for name in sorted(types) for word in _WORDS[name])
             return f"({words}) {self.literal(close)}"
         return f"{self._json(_alone(schema, types, root))} {self.literal(close)}"
+
+    def _text_before_marks(self) -> str:
+        """Returns a pattern of text that has no first character of a mark after it."""
+        form = self._form.arguments
+        assert form is not None
+        begins = {first_chunk(form.between + form.open)[:1], first_chunk(self._form.close)[:1]}
+        return "/[^" + "".join(re.escape(begin).replace("/", "\\/") for begin in begins) + "]*/"
 
     def _list(self, types: frozenset[str], schema: Any, root: Any, depth: int) -> str:
         is_object = types == {"object"}
