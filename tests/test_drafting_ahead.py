@@ -59,8 +59,9 @@ WITH_HEADS = {"num_tokens": 4, "vocab_size": 257, "max_position_embeddings": 256
 
 
 def _param(case: Case) -> Any:
-    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has."""
-    marks = [pytest.mark.sweep] if case.method == "eagle" else []
+    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has; tests/on_four_devices.py has DeepSeek's head."""
+    swept = case.method == "eagle" or case.drafter == "deepseek_v3"
+    marks = [pytest.mark.sweep] if swept else []
     return pytest.param(case, id=f"{case.method}-{'tree' if case.tree else 'chain'}", marks=marks)
 
 
