@@ -248,6 +248,13 @@ SERVER_FLAGS = (
         metavar="FILE",
     ),
     Flag(
+        "allowed_origins",
+        str,
+        "exact origins of other sites whose pages may use the server; default: none",
+        metavar="ORIGIN",
+        several=True,
+    ),
+    Flag(
         "max_queued_requests",
         int,
         "most requests that wait, in addition to running ones; more get 429; default: 256",

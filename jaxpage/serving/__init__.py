@@ -12,6 +12,7 @@ jax and Starlette are imported. Other rooms and the tools take:
     hosts_of_job    takes the hosts from the job that runs the process
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
+    run_batch       answers a file of requests in OpenAI's batch format
     follow          runs the engine of another rank than 0, as rank 0 tells it
     chat_format     derives how a model writes tool calls and reasoning, from its template
     derived_form    does so for a tokenizer
@@ -25,6 +26,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpage.serving.batches.run_batch import run_batch
     from jaxpage.serving.config import AUTO, ServerConfig, resolve_both
     from jaxpage.serving.hosts.job import hosts_of_job
     from jaxpage.serving.incident_files import open_incidents
@@ -44,6 +46,7 @@ __all__ = [
     "hosts_of_job",
     "open_incidents",
     "resolve_both",
+    "run_batch",
     "start",
 ]
 
@@ -54,6 +57,7 @@ _HOMES = {
     "resolve_both": "jaxpage.serving.config",
     "hosts_of_job": "jaxpage.serving.hosts.job",
     "bound_socket": "jaxpage.serving.listening",
+    "run_batch": "jaxpage.serving.batches.run_batch",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
     "chat_format": "jaxpage.serving.wire.derived_forms",

@@ -2,8 +2,8 @@
 
 A request passes the middlewares of `serving/http` before it reaches a route:
 
-    socket ─▶ Connection ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
-              deadlines     ids, errors (local only)                      Server, page, weights, ...
+    socket ─▶ Connection ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
+              deadlines               ids, errors (local only)                      Server, page, ...
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.embedding_requests import Open as OpenVectors
 from jaxpage.serving.generating import Generating, while_connected
+from jaxpage.serving.http.allowed_origins import for_pages_of
 from jaxpage.serving.http.answers import error_answer, ignored_header, json_answer
 from jaxpage.serving.http.api_keys import OPEN_PATHS, ApiKeys
 from jaxpage.serving.http.envelope import Envelope
@@ -304,6 +305,7 @@ def build_app(
     """
     server = Server(driver, context, config, metrics, capabilities or {})
     middleware = [
+        *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=metrics),
         *([Middleware(HostGuard)] if config.is_local and not api_keys else []),
         Middleware(

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
+from jaxpage.serving.origins import checked_origin
 from jaxpage.settings.base import ByteSize, Problem, Settings, setting
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
@@ -57,6 +58,7 @@ def _lora_module(value: str) -> str:
 
 
 _LoRAModule = Annotated[str, Field(max_length=4096), AfterValidator(_lora_module)]
+_Origin = Annotated[str, Field(max_length=300), AfterValidator(checked_origin)]
 _Endpoint = Annotated[str, Field(max_length=256), AfterValidator(_endpoint)]
 
 
@@ -71,6 +73,7 @@ _ModelNames = Annotated[tuple[_ModelName, ...], Field(max_length=64), BeforeVali
 _LoRAModules = Annotated[
     tuple[_LoRAModule, ...], Field(max_length=1024), BeforeValidator(_as_tuple)
 ]
+_Origins = Annotated[tuple[_Origin, ...], Field(max_length=256), BeforeValidator(_as_tuple)]
 
 
 class ServerConfig(Settings):
@@ -121,6 +124,12 @@ class ServerConfig(Settings):
         None,
         "file with API keys, one per line; also $JAXPAGE_API_KEY, separated by commas",
         metavar="FILE",
+    )
+    allowed_origins: _Origins | None = setting(
+        None,
+        "exact origins of other sites whose pages may use the server",
+        shown="none",
+        metavar="ORIGIN",
     )
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = setting(
         256,
