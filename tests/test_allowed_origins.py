@@ -87,9 +87,11 @@ def test_without_the_setting_no_answer_has_the_headers(built: Any) -> None:
     ],
 )
 def test_a_pattern_and_what_is_no_origin_is_refused_in_one_line(origin: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"allowed_origins: {text}") as refused:
+    with pytest.raises(ConfigError, match=text) as refused:
         resolve_both(None, {}, {"allowed_origins": ("http://localhost:3000", origin)})
-    assert "\n" not in str(refused.value) and repr(origin) in str(refused.value)
+    assert str(refused.value).startswith("argument: allowed_origins.1: ") and "\n" not in str(
+        refused.value
+    )
 
 
 ASK = """async ([address, key]) => {

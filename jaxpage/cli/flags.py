@@ -46,6 +46,7 @@ BATCH_SETTINGS = (
     "strict_requests",
     "tool_parser",
     "reasoning_parser",
+    "rerank_method",
 )
 
 SAMPLING_FLAGS = (

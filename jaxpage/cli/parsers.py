@@ -108,7 +108,9 @@ def _add_serve(commands: Commands[Parser]) -> None:
 
 def _add_run_batch(commands: Commands[Parser]) -> None:
     parser = add_command(
-        commands, "run-batch", "answer a file of requests in OpenAI's batch format, or go on with it"
+        commands,
+        "run-batch",
+        "answer a file of requests in OpenAI's batch format, or go on with it",
     )
     add = parser.add_argument
     add("input", metavar="FILE", help="JSON lines with custom_id, method, url and body")

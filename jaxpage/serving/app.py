@@ -47,6 +47,7 @@ from jaxpage.serving.lora_modules import lora_routes
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.preparing import Preparing
 from jaxpage.serving.profiling import profiler_routes
+from jaxpage.serving.rerank_requests import Reranking
 from jaxpage.serving.weight_updates import weights_routes
 from jaxpage.serving.wire.body import parse_object
 from jaxpage.serving.wire.context import ModelContext
@@ -109,6 +110,7 @@ class Server:
         self._capabilities = capabilities
         self._generating = Generating(driver, self.preparing, metrics)
         self._embedding = Embedding(driver, self.preparing, context, driver.built.new_embedder())
+        self._reranking = Reranking(driver, self.preparing, context, self._embedding)
         self._num_hosts = config.num_hosts
         self._logs_requests = config.log_requests
         self._created = int(time.time())
@@ -128,6 +130,7 @@ class Server:
             Route("/api/version", self._version),
             post_route("/v1/embeddings", partial(self._embed, open_embeddings)),
             post_route("/v1/score", partial(self._exchange, open_score)),
+            *(post_route(path, self._rerank) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
             post_route("/tokenize", partial(self._transform, tokenize)),
             post_route("/detokenize", partial(self._transform, detokenize)),
             Route("/v1/models", self._models),
@@ -159,6 +162,18 @@ class Server:
             raw = await json_body(scope, receive)
             await while_connected(
                 receive, self._embedding.answer(opened, raw, arrived, scope, receive, send)
+            )
+
+    async def _rerank(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_hosts > 1:
+            raise ApiError(
+                400, f"reranking is not supported by a server on {self._num_hosts} hosts"
+            )
+        with self.visitors.inside():
+            arrived = time.monotonic()
+            raw = await json_body(scope, receive)
+            await while_connected(
+                receive, self._reranking.answer(raw, arrived, scope, receive, send)
             )
 
     def _opened(self, opened: Open, raw: bytes) -> Exchange:

@@ -169,6 +169,10 @@ class ServerConfig(Settings):
         "auto",
         "format of the model's reasoning, which is returned apart from the answer: auto (derived from its chat template), think or none",
     )
+    rerank_method: Literal["auto", "yes_no", "embedding"] = setting(
+        "auto",
+        "how /v1/rerank scores: yes_no (the form of Qwen3-Reranker), embedding, or auto (by the model's files)",
+    )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
     ui_show_prompts: bool = setting(
         False, "the inspector shows the prompts and outputs of all users"

@@ -23,7 +23,7 @@ from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.startup import model_context, model_names
 from jaxpage.settings.engine_config import EngineConfig
 
-# A line may have as many prompts as a request to a server, so the engine has places for all of them.
+# A line may have as many prompts as a request to a server has; the engine has places for all.
 _NUM_PLACES = 1 << 17
 # The lines that wait while others run, for each sequence of a step, so that no step has a gap.
 _LINES_PER_SEQUENCE = 2
