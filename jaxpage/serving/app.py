@@ -3,7 +3,7 @@
 A request passes the middlewares of `serving/http` before it reaches a route:
 
     socket ─▶ Connection ─▶ (CORS) ─▶ Envelope ─▶ HostGuard ─▶ ApiKeys ─▶ Limits ─▶ route
-              deadlines               ids, errors (local only)                      Server, page, ...
+              deadlines               ids, errors (local only)                      Server, page
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from jaxpage import __version__
 from jaxpage.async_driver import AsyncDriver
 from jaxpage.errors import JaxpageError
 from jaxpage.replay import Incidents
+from jaxpage.serving.batches.jobs import Batches, open_batches
+from jaxpage.serving.batches.routes import BatchRoutes, upload_limits
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.embedding_requests import Embedding
 from jaxpage.serving.embedding_requests import Open as OpenVectors
@@ -89,6 +91,7 @@ class Server:
         preparing: The threads that read requests and prepare them for the engine.
         metrics: The counters of the server.
         routes: The routes of all paths that a `Server` answers.
+        batches: The runner of batches, or None; whoever runs the event loop starts and stops it.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Server:
         capabilities: Mapping[str, Any],
     ) -> None:
         self.visitors = InFlightRequests()
+        self.batches: Batches | None = None
         assert driver.num_places is not None, "a server has a number of places"
         self.preparing = Preparing(driver.engine, driver.num_places)
         if getattr(context.tokenizer, "chat_template", None):
@@ -319,6 +323,8 @@ def build_app(
         incidents: The records of the last steps; None where they are not kept.
     """
     server = Server(driver, context, config, metrics, capabilities or {})
+    batches = open_batches(config, driver, server.visitors, server.routes, metrics)
+    server.batches = batches
     middleware = [
         *for_pages_of(config.allowed_origins or ()),
         Middleware(Envelope, metrics=metrics),
@@ -332,6 +338,7 @@ def build_app(
             Limits,
             max_body_bytes=config.max_body_bytes,
             body_timeout_seconds=config.body_timeout_seconds,
+            larger=upload_limits(config.batch_directory_bytes) if batches else None,
         ),
     ]
     pages = []
@@ -344,7 +351,8 @@ def build_app(
     weights = weights_routes(config, driver, server.visitors)
     debug = [*incident_routes(driver, incidents), *profiler_routes(config)]
     # The page comes first, so that its route for / wins over the index of the server.
-    routes = [*pages, *server.routes, *lora, *weights, *debug]
+    files = BatchRoutes(batches).routes if batches else []
+    routes = [*pages, *server.routes, *files, *lora, *weights, *debug]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
     app.state.server = server
     # A path with a slash too many is not found; Starlette would redirect it.

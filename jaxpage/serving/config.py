@@ -87,6 +87,7 @@ class ServerConfig(Settings):
             "weights_directory",
             "incident_directory",
             "profile_directory",
+            "batch_directory",
         }
         | {"coordinator", "hosts_secret_file"}
     )
@@ -130,6 +131,17 @@ class ServerConfig(Settings):
         "exact origins of other sites whose pages may use the server",
         shown="none",
         metavar="ORIGIN",
+    )
+    batch_directory: _Text | None = setting(
+        None,
+        "files and batches of /v1/files and /v1/batches are kept here",
+        shown="none",
+        metavar="DIRECTORY",
+    )
+    batch_directory_bytes: Annotated[ByteSize, Field(ge=2**20, le=2**50)] = setting(
+        2**30,
+        "most bytes of these files together",
+        shown="1GiB",
     )
     max_queued_requests: Annotated[int, Field(ge=1, le=1_000_000)] = setting(
         256,

@@ -1,6 +1,8 @@
 """Reads the lines of a batch, and writes the lines that answer them, in OpenAI's format.
 
-A line asks for one request: `{"custom_id": "a", "method": "POST", "url": "/v1/...", "body": {...}}`.
+A line asks for one request:
+
+    {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {...}}
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from jaxpage.serving.batches.output_file import number_of
 
 DEFAULT_WINDOW = 4096
 MAX_WINDOW_BYTES = 1 << 26
+LINE_EXTRA_BYTES = 1 << 16  # the most bytes of a line around its request
 
 
 def numbered_lines(file: BinaryIO, max_bytes: int) -> Iterator[tuple[int, bytes]]:

@@ -3,9 +3,9 @@
 Each answer is appended as a whole line when it is there. After a kill only the last line can be cut
 off, and the next run takes it away:
 
-    {"id": "batch_req_2_...", ...}\\n     line 2 of the input is answered
-    {"id": "batch_req_1_...", ...}\\n     line 1 is answered
-    {"id": "batch_re                     was being written: line 3 is asked again
+    {"id": "batch_req_2_...", ...}     line 2 of the input is answered
+    {"id": "batch_req_1_...", ...}     line 1 is answered
+    {"id": "batch_re                   was being written: line 3 is asked again
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.batches.in_process import InProcess
-from jaxpage.serving.batches.ordering import num_lines
+from jaxpage.serving.batches.ordering import LINE_EXTRA_BYTES, num_lines
 from jaxpage.serving.batches.output_file import OutputFile
 from jaxpage.serving.batches.running import BatchRun
 from jaxpage.serving.config import ServerConfig
@@ -27,7 +27,6 @@ from jaxpage.settings.engine_config import EngineConfig
 _NUM_PLACES = 1 << 17
 # The lines that wait while others run, for each sequence of a step, so that no step has a gap.
 _LINES_PER_SEQUENCE = 2
-_LINE_EXTRA_BYTES = 1 << 16  # a line has a request and what is around it
 
 
 def run_batch(
@@ -60,7 +59,7 @@ def run_batch(
         raise ConfigError(f"there is no file {source}")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input: give another file for the answers")
-    max_line_bytes = server.max_body_bytes + _LINE_EXTRA_BYTES
+    max_line_bytes = server.max_body_bytes + LINE_EXTRA_BYTES
     with OutputFile(target) as output:
         total = num_lines(source, max_line_bytes, output.done)
         began = time.monotonic()
@@ -104,7 +103,7 @@ def _answer_all(
             InProcess(server.routes, config, server.metrics),
             output,
             num_at_once=_LINES_PER_SEQUENCE * driver.engine.scheduler.max_num_seqs,
-            max_line_bytes=config.max_body_bytes + _LINE_EXTRA_BYTES,
+            max_line_bytes=config.max_body_bytes + LINE_EXTRA_BYTES,
             is_dead=driver.ended.done,
             told=told,
             window=window,
