@@ -35,11 +35,13 @@ from jaxpage.serving.wire.ollama import (
     open_ollama_embeddings,
     open_ollama_generate,
 )
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    RerankRequest,
     ScoreRequest,
     TokenizeChatRequest,
     TokenizeRequest,
@@ -766,6 +768,7 @@ ENDPOINTS = [
     (DetokenizeRequest, detokenize, {"tokens": [5]}),
     (EmbeddingRequest, open_embeddings, {"model": "demo", "input": "x"}),
     (ScoreRequest, open_score, {"model": "demo", "prompt": "x", "continuation": "y"}),
+    (RerankRequest, open_rerank, {"model": "demo", "query": "x", "documents": ["y"]}),
     (ResponsesRequest, open_response, {"model": "demo", "input": "x"}),
     (MessagesRequest, open_message, {"model": "demo", "messages": [USER], "max_tokens": 5}),
     (OllamaChatRequest, open_ollama_chat, {"model": "demo", "messages": [USER]}),
