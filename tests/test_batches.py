@@ -31,7 +31,9 @@ MAX_BYTES = 4096
 
 def line(number: int, body: Any = None, **changes: Any) -> str:
     given = {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions"}
-    return json.dumps({**given, "body": body or {"model": "demo", "prompt": f"p{number}"}, **changes})
+    return json.dumps(
+        {**given, "body": body or {"model": "demo", "prompt": f"p{number}"}, **changes}
+    )
 
 
 REFUSED = [
@@ -137,7 +139,9 @@ def test_a_batch_that_is_killed_again_and_again_has_each_line_once(
 
 def test_lines_that_begin_alike_follow_each_other_within_a_window(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
-    system = [{"role": "system", "content": text} for text in ("You count. " * 9, "You rhyme. " * 9)]
+    system = [
+        {"role": "system", "content": text} for text in ("You count. " * 9, "You rhyme. " * 9)
+    ]
     bodies: list[Any] = []
     for number in range(12):
         user = {"content": f"{number}", "role": "user"}
@@ -178,7 +182,11 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         ("multipart/form-data", b"--a--", 415),
         ("multipart/form-data; boundary=a", b"", 400),
         ("multipart/form-data; boundary=a", b"--a\r\n\r\nx\r\n--a--", 400),
-        ("multipart/form-data; boundary=a", b'--a\r\nContent-Disposition: form-data; name="x"', 400),
+        (
+            "multipart/form-data; boundary=a",
+            b'--a\r\nContent-Disposition: form-data; name="x"',
+            400,
+        ),
     ],
 )
 def test_what_is_no_form(content_type: str, body: bytes, status: int) -> None:
@@ -229,7 +237,9 @@ def test_run_batch_answers_as_the_server_does(
     with when_used():
         assert main(["run-batch", str(source), str(target), "-q", *arguments]) == 0
     failed = sum(one.status_code != 200 for one in wanted)
-    assert failed < len(ASKED) and f"{len(ASKED)} lines, {failed} errors, " in capsys.readouterr().out
+    assert (
+        failed < len(ASKED) and f"{len(ASKED)} lines, {failed} errors, " in capsys.readouterr().out
+    )
     answers = {one["custom_id"]: one for one in map(json.loads, target.read_text().splitlines())}
     for number, one in enumerate(wanted):
         response = answers[f"r{number}"]["response"]
@@ -261,7 +271,9 @@ def test_openais_client_runs_a_batch(built: Any, tmp_path: Path) -> None:
     with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
         wanted = client.completions.create(**GREEDY).choices[0].text
-        file = uploaded(client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)])
+        file = uploaded(
+            client, [line(0, GREEDY), line(1, {**GREEDY, "n": 0}), "{", line(3, GREEDY)]
+        )
         batch = client.batches.create(
             input_file_id=file.id,
             endpoint="/v1/completions",

@@ -35,7 +35,6 @@ from jaxpage.serving.wire.ollama import (
     open_ollama_embeddings,
     open_ollama_generate,
 )
-from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.request_fields import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -46,6 +45,7 @@ from jaxpage.serving.wire.request_fields import (
     TokenizeChatRequest,
     TokenizeRequest,
 )
+from jaxpage.serving.wire.rerank import open_rerank
 from jaxpage.serving.wire.responses import open_response
 from jaxpage.serving.wire.translated_fields import (
     MessagesRequest,

@@ -170,7 +170,9 @@ class Batches:
         try:
             await running
         except asyncio.CancelledError:
-            if record["status"] != "cancelling":
+            this_task = asyncio.current_task()
+            is_stopped = this_task is not None and this_task.cancelling()
+            if record["status"] != "cancelling" or is_stopped:
                 raise
         finally:
             self._running = None
@@ -179,21 +181,23 @@ class Batches:
 
     async def _finish(self, record: Record) -> None:
         """Makes files of the answers, and ends the batch."""
-        good, bad = await asyncio.to_thread(_divided, self.store.answers(record["id"]).read_bytes())
+        answers = self.store.answers(record["id"])
         owner = self.store.owner(record["id"])
-        name = record["id"].removeprefix("batch_")
         # The ids follow from the batch's, so that a second try after a kill makes no second files.
-        for field, content, ending in (
-            ("output_file_id", good, "output"),
-            ("error_file_id", bad, "errors"),
+        name = record["id"].removeprefix("batch_")
+        kinds = ("output", "errors")
+        ids = [f"file-{name}-{kind}" for kind in kinds]
+        await asyncio.to_thread(_divide, answers, *map(self.store.content, ids))
+        for kind, field, file_id in zip(
+            kinds, ("output_file_id", "error_file_id"), ids, strict=True
         ):
-            if content:
-                file_id = f"file-{name}-{ending}"
-                filename = f"{record['id']}_{ending}.jsonl"
-                self.store.add_file(content, filename, "batch_output", owner, file_id)
+            if self.store.content(file_id).stat().st_size:
+                self.store.add_file(f"{record['id']}_{kind}.jsonl", "batch_output", owner, file_id)
                 record[field] = file_id
+            else:
+                self.store.content(file_id).unlink()
         self._change(record, "cancelled" if record["status"] == "cancelling" else "completed")
-        self.store.answers(record["id"]).unlink(missing_ok=True)
+        answers.unlink(missing_ok=True)
 
     def _fail(self, record: Record, code: str, message: str) -> None:
         problem = {"code": code, "message": message, "line": None, "param": None}
@@ -253,10 +257,10 @@ def open_batches(
     )
 
 
-def _divided(answers: bytes) -> tuple[bytes, bytes]:
-    """Returns the lines that were answered, and those with an error."""
-    divided: tuple[list[bytes], list[bytes]] = ([], [])
-    for line in answers.splitlines(keepends=True):
-        response: dict[str, Any] | None = json.loads(line)["response"]
-        divided[response is None or response["status_code"] != 200].append(line)
-    return b"".join(divided[0]), b"".join(divided[1])
+def _divide(answers: Path, good: Path, bad: Path) -> None:
+    """Writes the lines that were answered to one file, and those with an error to another."""
+    with answers.open("rb") as lines, good.open("wb") as output, bad.open("wb") as errors:
+        for line in lines:
+            response: dict[str, Any] | None = json.loads(line)["response"]
+            is_good = response is not None and response["status_code"] == 200
+            (output if is_good else errors).write(line)

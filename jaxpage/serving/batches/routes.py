@@ -68,8 +68,10 @@ class BatchRoutes:
         if not uploaded.content:
             raise ApiError(400, "file is empty", param="file")
         self._store.check_room(len(uploaded.content))
+        file_id = f"file-{uuid.uuid4().hex}"
+        self._store.content(file_id).write_bytes(uploaded.content)
         return json_answer(
-            self._store.add_file(uploaded.content, uploaded.filename, "batch", _owner(request))
+            self._store.add_file(uploaded.filename, "batch", _owner(request), file_id)
         )
 
     async def _files(self, request: Request) -> Response:

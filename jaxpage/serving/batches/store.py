@@ -16,7 +16,6 @@ import json
 import os
 import re
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -150,28 +149,24 @@ class Store:
                 code="storage_full",
             )
 
-    def add_file(
-        self, content: bytes, filename: str, purpose: str, owner: str, file_id: str = ""
-    ) -> Record:
-        """Stores a file, and returns its record.
+    def add_file(self, filename: str, purpose: str, owner: str, file_id: str) -> Record:
+        """Stores the record of a file whose content is written, and returns it.
 
         Args:
-            content: The bytes.
             filename: The name that the client gave to it, which is no path here.
             purpose: OpenAI's word for its purpose.
             owner: The one who may read it.
-            file_id: The id; empty for a new one.
+            file_id: Its id.
         """
         record = {
-            "id": file_id or f"file-{uuid.uuid4().hex}",
+            "id": file_id,
             "object": "file",
-            "bytes": len(content),
+            "bytes": self.content(file_id).stat().st_size,
             "created_at": int(time.time()),
             "filename": filename,
             "purpose": purpose,
             "status": "processed",
         }
-        self.content(record["id"]).write_bytes(content)
         self.save(record, owner)
         return record
 
