@@ -35,7 +35,7 @@ PREFIX = (
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
-WORDS = ["yes", "no", "the", "cat", "is", "here", "where", "a", "dog", "find", "Instruct", "Query", "Document"]
+WORDS = ["yes", "no", "the", "cat", "is", "here", "where", "dog", "find", "Instruct", "Query", "Document"]
 
 
 def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:

@@ -37,8 +37,9 @@ def read_form(content_type: str, body: bytes) -> dict[str, Part]:
     if header.get_content_type() != "multipart/form-data" or not isinstance(boundary, str):
         raise ApiError(415, "Unsupported Media Type: a file is uploaded as 'multipart/form-data'")
     # Each part begins behind a line with the boundary; the last line has two hyphens more.
-    before, *parts, last = (b"\r\n" + body).split(b"\r\n--" + boundary.encode())
-    if before or not parts or len(parts) > _MAX_PARTS or not last.startswith(b"--"):
+    before, *parts = (b"\r\n" + body).split(b"\r\n--" + boundary.encode())
+    last = parts.pop() if parts else b""
+    if before or not 0 < len(parts) <= _MAX_PARTS or not last.startswith(b"--"):
         raise ApiError(400, f"The form must have 1 to {_MAX_PARTS} whole parts")
     fields: dict[str, Part] = {}
     for part in parts:
