@@ -33,7 +33,7 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu import build, few_rows, library
+from pallas_kernels.cpu import build, few_rows, library, packed
 from tests.support.attention import make_case
 from tests.support.engines import LLAMA, SMALL_POOL, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -391,6 +391,64 @@ def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
         assert score == drawn
 
 
+@pytest.mark.parametrize("shape", [(192, 64), (250, 1033), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dot"), [("float32", False), ("bfloat16", True), ("bfloat16", False)]
+)
+def test_one_call_multiplies_any_number_of_rows_by_panels(
+    dtype: str, dot: bool, shape: tuple[int, int]
+) -> None:
+    """The oracle is numpy in float64. A row has its bits among any others."""
+    if dot and dtype not in library.load().dot_types:
+        pytest.skip("no such instructions on this processor")
+    num_out, num_in = shape
+    rng = np.random.default_rng(5)
+    x, w = (rng.standard_normal((rows, num_in)).astype(dtype) for rows in (130, num_out))
+    panels = packed.pack(w)
+    assert panels.shape == packed.panels_shape(num_out, num_in, dtype)
+    for array in (panels, jnp.asarray(panels)):
+        np.testing.assert_array_equal(packed.unpack(array, num_out, num_in), w)
+    ids = np.array([0, num_out - 1, num_out // 2])
+    np.testing.assert_array_equal(packed.rows_of_panels(jnp.asarray(panels), ids, num_in), w[ids])
+
+    def product(x: Any, result: str = "float32") -> Any:
+        return np.asarray(packed.multiply_packed(x, panels, num_out, result=result, dot=dot))
+
+    together = product(x)
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    np.testing.assert_allclose(together, exact, atol=1e-4, rtol=1e-5)
+    np.testing.assert_array_equal(product(x, "bfloat16"), together.astype("bfloat16"))
+    for count in (0, 1, 2, 3, 4, 5, 6, 7, 97):
+        np.testing.assert_array_equal(product(x[len(x) - count :]), together[len(x) - count :])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_call_multiplies_rows_by_the_weight_of_their_group(dtype: str) -> None:
+    rng = np.random.default_rng(6)
+    counts = np.array([3, 0, 100, 1])
+    x, w = (rng.standard_normal(size).astype(dtype) for size in ((110, 40), (4, 24, 40)))
+    found = packed.multiply_packed(
+        x, packed.pack(w), 24, result="float32", count_E=jnp.asarray(counts)
+    )
+    first = 0
+    for count, own in zip(counts, w, strict=True):
+        rows = slice(first, first + count)
+        alone = packed.multiply_packed(x[rows], packed.pack(own), 24, result="float32")
+        np.testing.assert_array_equal(found[rows], alone)
+        first += count
+    assert not np.asarray(found[first:]).any(), "of no group"
+
+
+def test_a_weight_in_panels_that_does_not_fit_is_refused() -> None:
+    panels = packed.pack(np.ones((20, 8), np.float32))
+    for x, num_out in ((jnp.ones((2, 9)), 20), (jnp.ones((2, 8)), 33)):
+        with pytest.raises(Exception, match="the shapes of a weight in panels do not fit"):
+            jax.block_until_ready(packed.multiply_packed(x, panels, num_out, result="float32"))
+    with pytest.raises(Exception, match="no kernel for a product of these types"):
+        x = jnp.ones((2, 8), jnp.float16)
+        jax.block_until_ready(packed.multiply_packed(x, panels, 20, result="float32"))
+
+
 def test_texts_are_those_of_plain_xla(tmp_path: Path) -> None:
     assert candidates("auto", "cpu")[0] is SETS["cpu"] and SETS["cpu"] not in candidates(
         "auto", "gpu"
@@ -535,6 +593,27 @@ FEW_MISTAKES = {
     "a scale without its least": ("if (*scale < 0x1p-100f)", "if (false)"),
     "rounded down": ("(whole + magic) - magic", "whole"),
 }
+PACKED_MISTAKES = {
+    "a block of words too few": ("std::min(begin + kWordsOfBlock, p.num_words)", "p.num_words - 1"),
+    "sums begin anew in each block": (
+        "begin ? raw_at<typename Word::Sum>",
+        "false ? raw_at<typename Word::Sum>",
+    ),
+    "the numbers of a word take turns": (
+        "step ? w & 0xffff0000u : w << 16",
+        "step ? w << 16 : w & 0xffff0000u",
+    ),
+    "rows of another tile": ("x + (row + first) * p.num_words", "x + row * p.num_words"),
+    "the last outputs are left out": (
+        "for (; panel < end_panel; ++panel)",
+        "for (; panel < end_panel - 1; ++panel)",
+    ),
+    "padding is stored": ("count == kOutputsOfPanel ? to : own", "to"),
+    "a row without its last number": (
+        "std::memcpy(words, x, p.num_in * 2);",
+        "std::memcpy(words, x, p.num_in * 2 - 2);",
+    ),
+}
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
     "the last position is left out": (
@@ -554,7 +633,7 @@ MISTAKES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES, *FEW_MISTAKES])
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PRODUCT_MISTAKES, *FEW_MISTAKES, *PACKED_MISTAKES])
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
@@ -564,6 +643,7 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
             "attention.cc": MISTAKES,
             "product.cc": PRODUCT_MISTAKES,
             "few_rows.cc": FEW_MISTAKES,
+            "packed.cc": PACKED_MISTAKES,
         }.get(source.name, {})
         if mistake in mistakes:
             assert text.count(mistakes[mistake][0]) == 1

@@ -32,6 +32,7 @@ FUNCTIONS = (
     "jaxpage_multiply",
     "jaxpage_multiply_few",
     "jaxpage_multiply_rounded",
+    "jaxpage_multiply_packed",
 )
 
 
@@ -42,11 +43,13 @@ class Library(NamedTuple):
         instruction_set: The name of the instruction set; empty if there are no kernels.
         reason: The reason why there are no kernels; None if there are.
         few_rows: The types for which there is a product of few rows.
+        dot_types: The types for which the processor has an instruction that multiplies words.
     """
 
     instruction_set: str
     reason: str | None = None
     few_rows: tuple[str, ...] = ()
+    dot_types: tuple[str, ...] = ()
 
 
 def load() -> Library:
@@ -66,17 +69,27 @@ def _load() -> Library:
     name, flags = found
     if (prebuilt := PREBUILT / f"{name}.so").exists():
         if (reason := _register(lambda: _whole(prebuilt))) is None:
-            return Library(name, few_rows=_types_of_few_rows(name))
+            return Library(name, None, _types_of_few_rows(name), _dot_types(name))
         logger.warning("%s cannot be used: %s", prebuilt, reason)
     reason = _register(lambda: compiled(name, flags))
-    return Library("", reason) if reason else Library(name, few_rows=_types_of_few_rows(name))
+    return (
+        Library("", reason)
+        if reason
+        else Library(name, None, _types_of_few_rows(name), _dot_types(name))
+    )
 
 
 def _types_of_few_rows(name: str) -> tuple[str, ...]:
     if name != "avx512":
         return ()
+    return ("float32", *_dot_types(name))
+
+
+def _dot_types(name: str) -> tuple[str, ...]:
+    if name != "avx512":
+        return ()
     needed = {"bfloat16": "avx512_bf16", "int8": "avx512_vnni"}
-    return ("float32", *(dtype for dtype, flag in needed.items() if flag in _processor_flags()))
+    return tuple(dtype for dtype, flag in needed.items() if flag in _processor_flags())
 
 
 def _whole(path: Path) -> Path:

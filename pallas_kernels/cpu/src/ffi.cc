@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "few_rows.h"
+#include "packed.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -23,6 +24,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const Multiply kMultiply;
+extern const PackedKernels kPacked;
 extern const MultiplyFew kMultiplyFew;
 extern const RoundRow kRoundRow;
 }
@@ -326,6 +328,68 @@ ffi::Error multiply_rounded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::
   return ffi::Error::Success();
 }
 
+bool has_dot(Type type) {
+#if defined(__x86_64__)
+  return type != Type::kBF16 || __builtin_cpu_supports("avx512bf16");
+#else
+  return type != Type::kBF16;
+#endif
+}
+
+// Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie one group after the other; rows of none become zero.
+// Without counts all rows are of one group.
+void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int64_t num_groups) {
+  const PackedKernels& k = JAXPAGE_ISA::kPacked;
+  const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
+  static thread_local std::vector<char> prepared;
+  p.words = p.x;
+  if (const int64_t bytes = k.bytes_of_row(p)) {
+    prepared.resize(p.num_rows * bytes + 64);
+    char* words = prepared.data();  // this thread's: in the function that others run, the vector would be their own
+    in_parallel(pool, p.num_rows, 16, [&](int64_t row) { k.prepare(p, row, words + row * bytes); });
+    p.words = words;
+  }
+  struct Unit {
+    int64_t group, row, end_row, panel;
+  };
+  std::vector<Unit> units;
+  int64_t first = 0;
+  for (int64_t group = 0; group < num_groups; ++group) {
+    const int64_t end = counts ? std::clamp(first + counts[group], first, p.num_rows) : p.num_rows;
+    for (int64_t panel = 0; first < end && panel < num_panels; panel += k.panels_at_once)
+      for (int64_t row = first; row < end; row += kRowsAtOnce) units.push_back({group, row, std::min(row + kRowsAtOnce, end), panel});
+    first = end;
+  }
+  const int64_t bytes_of_result = p.num_out * (p.out_is_float ? 4 : 2);
+  std::memset(static_cast<char*>(p.out) + first * bytes_of_result, 0, (p.num_rows - first) * bytes_of_result);
+  const int64_t count = units.size(), at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
+  in_parallel(pool, count, at_once, [&](int64_t index) {
+    const Unit& unit = units[index];
+    Packed own = p;
+    own.panels += unit.group * num_panels * p.num_words * kOutputsOfPanel;
+    k.multiply(own, unit.row, unit.end_row, unit.panel, std::min(unit.panel + k.panels_at_once, num_panels));
+  });
+}
+
+ffi::Error multiply_packed_floats(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::S32> counts,
+                                  ffi::Result<ffi::AnyBuffer> out, bool dot) {
+  Packed p{};
+  const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
+  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || panels.element_type() != x.element_type() ||
+      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || (dot && !has_dot(p.type)))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel ||
+      pd[4] != (p.type == Type::kF32 ? 1 : 2) || (xd[1] + pd[4] - 1) / pd[4] != pd[2] ||
+      (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  p.dot = dot, p.x = x.untyped_data(), p.panels = static_cast<const uint32_t*>(panels.untyped_data()), p.out = out->untyped_data();
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
+  multiply_packed(pool, p, counts.element_count() ? counts.typed_data() : nullptr, pd[0]);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 #define JAXPAGE_READ(binding)                                                                                              \
@@ -368,6 +432,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<float>("softcap")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_width"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_floats,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<bool>("dot"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     jaxpage_multiply_few, multiply_few_rows,

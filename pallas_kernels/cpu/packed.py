@@ -1,0 +1,100 @@
+"""Multiplies any number of rows of x by a weight in panels (`x @ w.T`), in C++.
+
+A panel has 16 outputs next to each other, one word of inputs after the other. A word has 32 bits,
+one number of float32 or two of bfloat16. So a product reads a weight once, from its beginning to
+its end, and one vector has a word of each of 16 outputs:
+
+    panel p     word 0: outputs 16 p, 16 p + 1, ..., 16 p + 15    word 1: the same outputs    ...
+
+Inputs are added in their order, each output's in one sum, whatever the number of rows. So a row has
+the same bits among any others. Places that fill no word or no panel are zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.cpu import library
+
+OUTPUTS_OF_PANEL = 16
+# The numbers of a word.
+NUMBERS = {"float32": 1, "bfloat16": 2}
+
+
+def panels_shape(num_out: int, num_in: int, dtype: DTypeLike) -> tuple[int, int, int, int]:
+    """Returns the shape [P, K, 16, numbers of a word] of a weight in panels."""
+    numbers = NUMBERS[jnp.dtype(dtype).name]
+    return (-(-num_out // OUTPUTS_OF_PANEL), -(-num_in // numbers), OUTPUTS_OF_PANEL, numbers)
+
+
+def pack(weight: np.ndarray) -> np.ndarray:
+    """Returns a weight [..., O, I] of the host in panels [..., P, K, 16, numbers of a word]."""
+    *groups, num_out, num_in = weight.shape
+    panels, words, outputs, numbers = panels_shape(num_out, num_in, weight.dtype)
+    lacking = [(0, 0)] * len(groups) + [
+        (0, panels * outputs - num_out),
+        (0, words * numbers - num_in),
+    ]
+    if any(size for _, size in lacking):
+        weight = np.pad(weight, lacking)
+    # Words are moved whole: numpy takes much longer for pairs of numbers.
+    by_word = np.ascontiguousarray(weight).view(np.uint32).reshape(*groups, panels, outputs, words)
+    packed = np.ascontiguousarray(by_word.swapaxes(-1, -2))
+    return packed.view(weight.dtype).reshape(*groups, panels, words, outputs, numbers)
+
+
+def unpack(panels: Any, num_out: int, num_in: int) -> Any:
+    """Returns a weight [..., O, I] of its panels, which are an array of JAX or numpy."""
+    *groups, num_panels, words, outputs, numbers = panels.shape
+    by_output = panels.swapaxes(-3, -2).reshape(*groups, num_panels * outputs, words * numbers)
+    return by_output[..., :num_out, :num_in]
+
+
+def rows_of_panels(
+    panels: Float[Array, "P K 16 _"], ids_T: Int[Array, "T"], num_in: int
+) -> Float[Array, "T I"]:
+    """Returns rows of a weight in panels."""
+    words = panels[ids_T // OUTPUTS_OF_PANEL, :, ids_T % OUTPUTS_OF_PANEL]
+    return words.reshape(len(ids_T), -1)[:, :num_in]
+
+
+def takes(dtype: DTypeLike) -> bool:
+    """Returns whether there is a kernel for weights of this type."""
+    return not library.load().reason and jnp.dtype(dtype).name in NUMBERS
+
+
+def multiply_packed(
+    x_TI: Float[Array, "T I"],
+    panels: Float[Array, "... P K 16 _"],
+    num_out: int,
+    *,
+    result: DTypeLike,
+    count_E: Int[Array, "E"] | None = None,
+    dot: bool | None = None,
+) -> Float[Array, "T O"]:
+    """Multiplies rows by a weight in panels; sums are made in float32.
+
+    Args:
+        x_TI: The rows, in the weight's type.
+        panels: The weight; with `count_E` the weights of all groups, one after the other.
+        num_out: The number of outputs.
+        result: The type of the result, float32 or bfloat16.
+        count_E: The number of rows of each group, where rows are sorted by group. Rows after those
+            of the last group get zeros. None if there is one weight for all rows.
+        dot: True multiplies by the processor's instructions for products of words, and False
+            without; None if they are used where the processor has them.
+    """
+    if dot is None:
+        dot = jnp.dtype(x_TI.dtype).name in library.load().dot_types
+    shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
+    call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
+    no_counts = count_E is None
+    counts = jnp.zeros(0, jnp.int32) if no_counts else count_E.astype(jnp.int32)
+    y_TO: jax.Array = call(x_TI, panels[None] if no_counts else panels, counts, dot=dot)
+    return y_TO

@@ -1,0 +1,190 @@
+// x @ w.T for a weight in panels, and any number of rows of x.
+//
+// A vector has one word of each of 16 outputs. Each output has one sum, to which its inputs are added in their order: the same operations in the same
+// order whichever tile a row is in. So a row has the same bits among any others. Sums of whole numbers of eight bits are exact in any order.
+#include "packed.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace jaxpage {
+namespace JAXPAGE_ISA {
+namespace {
+
+// Vectors as long as the processor has them: the sums of a tile stay in registers.
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kMostPanels = 4, kMostRows = 6;
+// Where the processor has it: the caller asks. What is called from such a function and inlined has to be one, too.
+#define JAXPAGE_DOT __attribute__((target("avx512bf16,avx512vnni")))
+#elif defined(__AVX2__)
+constexpr int kBytes = 32, kMostPanels = 1, kMostRows = 6;
+#define JAXPAGE_DOT
+#else
+constexpr int kBytes = 16, kMostPanels = 1, kMostRows = 6;
+#define JAXPAGE_DOT
+#endif
+static_assert(kRowsAtOnce % kMostRows == 0, "a block of rows has whole tiles");
+
+constexpr int kWordsOfVector = kBytes / 4, kVectorsOfPanel = 64 / kBytes, kMostColumns = kMostPanels * kOutputsOfPanel;
+constexpr int64_t kWordsOfBlock = 1024;  // of a panel's words, so that those of a tile stay in the second cache
+
+typedef float Floats __attribute__((vector_size(kBytes)));
+typedef int32_t Ints __attribute__((vector_size(kBytes)));
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+
+inline Floats add_product(Floats x, Floats w, Floats sum) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)sum);
+#elif defined(__AVX2__)
+  return (Floats)_mm256_fmadd_ps((__m256)x, (__m256)w, (__m256)sum);
+#elif defined(__aarch64__)
+  return (Floats)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)w);
+#else
+  for (int i = 0; i < kWordsOfVector; ++i) sum[i] = __builtin_fmaf(x[i], w[i], sum[i]);
+  return sum;
+#endif
+}
+
+// How a word is read. It has kSteps parts, which are added one after the other: `part` gives one of a weight's word, `add` adds its product with x.
+struct FloatWord {
+  typedef float X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 1;
+  static Words part(Words w, int) { return w; }
+  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+};
+
+struct PairWord {  // two numbers of bfloat16, which are made float; x has been
+  typedef float X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 2;
+  static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
+  static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
+};
+
+#if defined(__AVX512F__)
+struct PairDot {
+  typedef uint32_t X;
+  typedef Floats Sum;
+  static constexpr int kSteps = 1;
+  static Words part(Words w, int) { return w; }
+  JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
+    return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
+  }
+};
+#endif
+
+// Adds products with some words of some panels to sums, which are in `total`.
+template <typename Word, int kRows, int kPanels>
+JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+  constexpr int kVectors = kPanels * kVectorsOfPanel;
+  typename Word::Sum sum[kRows][kVectors];
+  for (int t = 0; t < kRows; ++t)
+    for (int v = 0; v < kVectors; ++v)
+      sum[t][v] = begin ? raw_at<typename Word::Sum>(total + t * kMostColumns + v * kWordsOfVector) : typename Word::Sum{};
+  for (int64_t k = begin; k < end; ++k) {
+    Words word[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      const uint32_t* from = w + (v / kVectorsOfPanel * num_words + k) * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
+      word[v] = raw_at<Words>(from);
+      if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
+    }
+    for (int step = 0; step < Word::kSteps; ++step) {
+      Words part[kVectors];
+      for (int v = 0; v < kVectors; ++v) part[v] = Word::part(word[v], step);
+      for (int t = 0; t < kRows; ++t) {
+        const auto number = x[(t * num_words + k) * Word::kSteps + step];
+        for (int v = 0; v < kVectors; ++v) sum[t][v] = Word::add(sum[t][v], number, part[v]);
+      }
+    }
+  }
+  for (int t = 0; t < kRows; ++t)
+    for (int v = 0; v < kVectors; ++v) std::memcpy(total + t * kMostColumns + v * kWordsOfVector, &sum[t][v], kBytes);
+}
+
+template <typename Word, int kPanels>
+JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+  switch (count) {
+    case 1: return tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
+    case 2: return tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
+    case 3: return tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
+    case 4: return tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
+    case 5: return tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
+    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, begin, end, total);
+  }
+}
+
+void store(const Packed& p, int64_t row, int64_t output, Vec value) {
+  const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output), at = row * p.num_out + output;
+  const int64_t bytes = p.out_is_float ? 4 : 2;
+  alignas(64) char own[64];
+  char* to = static_cast<char*>(p.out) + at * bytes;
+  char* first = count == kOutputsOfPanel ? to : own;
+  if (p.out_is_float) Store<F32>::at(reinterpret_cast<float*>(first), value);
+  else Store<BF16>::at(reinterpret_cast<uint16_t*>(first), value);
+  if (first == own) std::memcpy(to, own, count * bytes);
+}
+
+template <typename Word, int kPanels>
+JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
+  const auto* x = static_cast<const typename Word::X*>(p.words);
+  const uint32_t* w = p.panels + panel * p.num_words * kOutputsOfPanel;
+  const int64_t num_rows = end_row - row, num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  int64_t begin = 0;
+  do {
+    const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
+    for (int64_t i = 0; i < num_tiles; ++i) {  // tiles of nearly equal numbers of rows
+      const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
+      rows<Word, kPanels>(count, x + (row + first) * p.num_words * Word::kSteps, p.num_words, w, begin, end, total + first * kMostColumns);
+    }
+    begin = end;
+  } while (begin < p.num_words);
+  for (int64_t t = 0; t < num_rows; ++t)
+    for (int i = 0; i < kPanels; ++i)
+      store(p, row + t, (panel + i) * kOutputsOfPanel, raw_at<Vec>(total + t * kMostColumns + i * kOutputsOfPanel));
+}
+
+template <typename Word>
+void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (panel + kMostPanels <= end_panel) return panels<Word, kMostPanels>(p, row, end_row, panel);
+  for (; panel < end_panel; ++panel) panels<Word, 1>(p, row, end_row, panel);
+}
+
+void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
+#if defined(__AVX512F__)
+  if (p.dot) return multiply<PairDot>(p, row, end_row, panel, end_panel);
+#endif
+  multiply<PairWord>(p, row, end_row, panel, end_panel);
+}
+
+int64_t bytes_of_row(const Packed& p) {
+  if (p.type == Type::kF32 || (p.dot && p.num_in % 2 == 0)) return 0;
+  return p.num_words * (p.dot ? 4 : 8);
+}
+
+void prepare(const Packed& p, int64_t row, void* words) {
+  const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
+  if (p.dot) {
+    static_cast<uint32_t*>(words)[p.num_words - 1] = 0;
+    std::memcpy(words, x, p.num_in * 2);
+    return;
+  }
+  auto* numbers = static_cast<uint32_t*>(words);
+  for (int64_t i = 0; i < p.num_in; ++i) numbers[i] = static_cast<uint32_t>(x[i]) << 16;
+  if (p.num_in % 2) numbers[p.num_in] = 0;
+}
+
+}  // namespace
+
+extern const PackedKernels kPacked = {kMostPanels, bytes_of_row, prepare, multiply};
+
+}  // namespace JAXPAGE_ISA
+}  // namespace jaxpage

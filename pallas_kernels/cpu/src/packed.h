@@ -1,0 +1,39 @@
+// A product with a weight in panels: 16 outputs lie side by side, a word of inputs of each after the other.
+//
+//   panels  [P][K][16]   word k of output 16 p + 0, word k of output 16 p + 1, ... , word k of output 16 p + 15, word k + 1 of output 16 p + 0, ...
+//
+// A word has 32 bits: a number of float32, two of bfloat16, or four of int8, of consecutive inputs. What fills no word or no panel is zero.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+
+namespace jaxpage {
+
+constexpr int kOutputsOfPanel = 16;
+constexpr int64_t kRowsAtOnce = 96;  // a multiple of the rows of every tile
+
+// Letters as in pallas_kernels: T rows, I inputs, O outputs. P panels, K words of inputs.
+struct Packed {
+  Type type;             // of the weight: kF32, kBF16 or kI8
+  bool dot;              // by the processor's instructions for products of words
+  const void* x;         // [T, I], as given
+  const void* words;     // [T, ...]: x as `prepare` makes it; x itself where `is_prepared`
+  const uint32_t* panels;  // [P, K, 16]
+  void* out;             // [T, O]
+  bool out_is_float;     // else of bfloat16
+  int64_t num_rows, num_in, num_out, num_words;
+};
+
+struct PackedKernels {
+  int panels_at_once;
+  // The bytes of a row of `words`; 0 where x is multiplied as it is.
+  int64_t (*bytes_of_row)(const Packed&);
+  // Makes a row of `words`.
+  void (*prepare)(const Packed&, int64_t row, void* words);
+  // The unit of work: at most kRowsAtOnce rows of at most panels_at_once panels.
+  void (*multiply)(const Packed&, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel);
+};
+
+}  // namespace jaxpage
