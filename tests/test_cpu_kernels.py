@@ -19,9 +19,8 @@ import pytest
 
 from jaxpage import LLM, SamplingParams
 from jaxpage.device.backends import choose_backend
-from jaxpage.device.few_rows import few_rows_product, has_xlas_bits
 from jaxpage.errors import UnsupportedError
-from jaxpage.layers.product import rounded_product, xla_product
+from jaxpage.layers.product import rounded_product
 from pallas_kernels import (
     SETS,
     Arguments,
@@ -271,38 +270,10 @@ def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
     )
 
 
-@pytest.mark.parametrize("num_in", [32, 1056])  # one part of a sum, and several with a rest
-@pytest.mark.parametrize("result", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_call_multiplies_few_rows(dtype: str, result: str, num_in: int) -> None:
-    """The oracle is numpy in float64. A row has its bits among any others."""
-    if not few_rows.takes(few_rows.MOST_ROWS, num_in, 192, dtype, result):
-        assert (dtype, result) == ("float32", "bfloat16") or dtype not in library.load().few_rows
-        pytest.skip("no kernel for it on this processor")
-    rng = np.random.default_rng(5)
-    x, w = (
-        jnp.asarray(rng.standard_normal((rows, num_in)), dtype)
-        for rows in (few_rows.MOST_ROWS, 192)
-    )
-    together = few_rows.multiply_few(x, w, result)
-    assert together.dtype == result
-    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    np.testing.assert_allclose(
-        np.asarray(together, np.float64),
-        exact,
-        atol=1e-4,
-        rtol=1e-5 if result == "float32" else 0.01,
-    )
-    for count in range(1, few_rows.MOST_ROWS):
-        np.testing.assert_array_equal(
-            few_rows.multiply_few(x[-count:], w, result), together[-count:]
-        )
-
-
 @pytest.mark.parametrize("num_in", [64, 2112])
 def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
     """The oracle is numpy, with whole numbers of 64 bits. The bits are those of XLA's path, for any rows."""
-    if "int8" not in library.load().few_rows:
+    if "int8" not in library.load().dot_types:
         pytest.skip("no kernel for it on this processor")
     rng = np.random.default_rng(6)
     x = (rng.standard_normal((40, num_in)) * 10 ** rng.uniform(-3, 3, (40, 1))).astype(np.float32)
@@ -329,40 +300,6 @@ def test_one_call_rounds_and_multiplies_few_rows(num_in: int) -> None:
         np.testing.assert_array_equal(few(8 - count, 8)[0], sums[8 - count : 8])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", [(64, 1024), (576, 960), (1056, 192), (2048, 768)], ids=str)
-def test_a_product_of_few_rows_has_its_bits_among_many_of_xla(
-    shape: tuple[int, int], dtype: str
-) -> None:
-    num_in, num_out = shape
-    if not few_rows.takes(2, num_in, num_out, dtype, dtype) or not has_xlas_bits(
-        num_in, num_out, dtype, dtype
-    ):
-        pytest.skip("no kernel, or XLA adds in another order here")
-    rng = np.random.default_rng(8)  # the whole weight: rows are asked of a part of it
-    x, w = (jnp.asarray(rng.standard_normal((rows, num_in)), dtype) for rows in (200, num_out))
-    many = xla_product(x, w, jnp.float32)
-    np.testing.assert_array_equal(many[100:105], few_rows_product(x[100:105], w, jnp.float32))
-
-
-def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if YNNPACK added the parts of a sum from behind."""
-
-    def other(x: jax.Array, w: jax.Array, result: Any) -> jax.Array:
-        return few_rows.multiply_few(x[:, ::-1], w[:, ::-1], result)
-
-    x, w = jnp.ones((2, 1056)), jnp.ones((1024, 1056))
-    assert few_rows.takes(2, 1056, 1024, x.dtype, x.dtype) == (
-        library.load().instruction_set == "avx512"
-    )
-    monkeypatch.setattr("jaxpage.device.few_rows.multiply_few", other)
-    has_xlas_bits.cache_clear()
-    assert few_rows_product(x, w, jnp.float32) is None
-    has_xlas_bits.cache_clear()
-    assert few_rows_product(x[:, :8], w[:, :8], jnp.float32) is None, "a small one"
-    assert few_rows_product(jnp.ones((9, 1056)), w, jnp.float32) is None, "more rows"
-
-
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")],
@@ -370,13 +307,7 @@ def test_a_product_in_another_order_is_left_to_xla(monkeypatch: pytest.MonkeyPat
 def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
     dtype: Any, quantization: Any
 ) -> None:
-    """Generation takes them, and the score of its tokens in one chunk XLA's products."""
-    weights = (256, 1152)  # gate and up of the demo model
-    taken = library.load().few_rows
-    if (quantization or dtype) not in taken or (
-        not quantization and not has_xlas_bits(*weights, dtype, dtype)
-    ):
-        pytest.skip("no products of few rows here")
+    """Generation multiplies few rows, and the score of its tokens many in one chunk."""
     prompts = [[5, 9, 200], [7], [20, 3, 5, 60, 60, 1, 17, 90]]
     params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True, logprobs=0)
     with LLM(

@@ -14,7 +14,6 @@ import jax
 import pytest
 
 from jaxpage.device import executables
-from jaxpage.device.cpu_products import CPUProducts, remember, remembered
 from jaxpage.device.stored_executables import StoredExecutables
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
@@ -131,32 +130,3 @@ def test_what_cannot_be_stored_is_said_in_a_line(
     assert "cannot store executables in" in record.getMessage() and len(
         record.getMessage()
     ) < 300 + len(str(tmp_path))
-
-
-def test_what_was_measured_of_products_decides_and_nonsense_is_measured_again(
-    tmp_path: Path, monkeypatch
-) -> None:
-    slow = {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 2e-3]}
-    assert not CPUProducts("YNNPACK", slow).prefer_bfloat16, "slower with many rows"
-    fast = CPUProducts("", {"float32": [1e-4, 1e-3], "bfloat16": [5e-5, 5e-4]})
-    assert (
-        fast.prefer_bfloat16
-        and "plain XLA" in fast.described()
-        and "2 rows 126 / 252" in fast.described()
-    )
-    monkeypatch.setenv("JAXPAGE_CACHE_DIR", str(tmp_path))
-    path = tmp_path / "cpu-products.json"
-    for text in (
-        "",
-        "[]",
-        "{}",
-        '{"a": 1}',
-        '{"a": {"library": "", "seconds": {"float32": [1, 0]}}}',
-        NONSENSE,
-        "[" * 100_000,
-    ):
-        path.write_text(text)
-        assert remembered() == {}
-    path.write_text(json.dumps({"a": {"library": "YNNPACK", "seconds": slow}}))
-    remember(fast)
-    assert list(remembered().values()) == [CPUProducts("YNNPACK", slow), fast]

@@ -15,6 +15,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
+from jaxpage.device.packing import Sizes
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -74,6 +75,10 @@ class Drafting:
     def load(self, dtype: str, put: Callable[[Any], Any], *, progress: bool) -> Any:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
+
+    def packed(self, spec: EngineSpec) -> Sizes:
+        """Returns which of the drafter's weights the engine has in panels."""
+        return self.drafter.packed(spec) if self.drafter else {}
 
     def pages(
         self, menu: BucketMenu, num_blocks: Sequence[int], block_size: int, dtype: DTypeLike

@@ -13,13 +13,13 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rounded_product, few_rows_product
+from jaxpage.device.few_rows import few_rounded_product
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
 from jaxpage.layers.trace_scope import ProductKernels
-from jaxpage.layers.weight_kinds import Grouped
+from jaxpage.layers.weight_kinds import Grouped, Packed
 from pallas_kernels import (
     Arguments,
     AttentionOptions,
@@ -30,6 +30,7 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
+from pallas_kernels.cpu.packed import multiply_packed, rows_of_panels
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +82,8 @@ def make_attend(
 def make_product_kernels(backend: Backend) -> ProductKernels:
     """Returns the kernels for products with weights.
 
-    They multiply by weights of few bits, look up rows in a table of such weights, multiply few
-    rows, and multiply rows by the weights of their experts.
+    They multiply by weights of few bits or in panels, look up rows in a table of such weights, and
+    multiply rows by the weights of their experts.
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
@@ -98,13 +99,19 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
+    def packed(
+        x_TI: jax.Array, weight: Packed, result: DTypeLike, count_E: jax.Array | None
+    ) -> jax.Array:
+        return multiply_packed(x_TI, weight.panels, weight.num_out, result=result, count_E=count_E)
+
     has_groups = has_grouped_product(
         jax.default_backend(), backend=backend.name, interpret=backend.interpret
     )
     return ProductKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        few_rows_product if backend.few_rows else None,
-        few_rounded_product if backend.few_rows else None,
+        packed,
+        lambda weight, ids_T: rows_of_panels(weight.panels, ids_T, weight.num_in),
+        few_rounded_product if backend.in_cpp else None,
         by_group if has_groups else None,
     )

@@ -118,7 +118,9 @@ class Experts(nnx.Module):
 
         A number that is no expert's gives zeros.
         """
-        found_TXD = self._made_at_once(x_TD, expert_TX) if has_product_by_group() else None
+        found_TXD = None
+        if has_product_by_group(self.gate_up.weight(...)):
+            found_TXD = self._made_at_once(x_TD, expert_TX)
         return self._made_by_tiles(x_TD, expert_TX) if found_TXD is None else found_TXD
 
     def _made_at_once(

@@ -33,4 +33,15 @@ class Grouped(NamedTuple):
     scale_row_O: Int[Array, "O"] | None = None
 
 
-StoredWeight = jax.Array | Scaled | Grouped
+class Packed(NamedTuple):
+    """A weight in panels of outputs, as the kernel for CPUs multiplies by it.
+
+    See `pallas_kernels.cpu.packed`. The weights of experts have one more axis in front.
+    """
+
+    panels: Shaped[Array, "... P K 16 _"]
+    num_out: int
+    num_in: int
+
+
+StoredWeight = jax.Array | Scaled | Grouped | Packed

@@ -30,7 +30,6 @@ FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
     "jaxpage_multiply",
-    "jaxpage_multiply_few",
     "jaxpage_multiply_rounded",
     "jaxpage_multiply_packed",
 )
@@ -42,13 +41,11 @@ class Library(NamedTuple):
     Attributes:
         instruction_set: The name of the instruction set; empty if there are no kernels.
         reason: The reason why there are no kernels; None if there are.
-        few_rows: The types for which there is a product of few rows.
         dot_types: The types for which the processor has an instruction that multiplies words.
     """
 
     instruction_set: str
     reason: str | None = None
-    few_rows: tuple[str, ...] = ()
     dot_types: tuple[str, ...] = ()
 
 
@@ -69,20 +66,10 @@ def _load() -> Library:
     name, flags = found
     if (prebuilt := PREBUILT / f"{name}.so").exists():
         if (reason := _register(lambda: _whole(prebuilt))) is None:
-            return Library(name, None, _types_of_few_rows(name), _dot_types(name))
+            return Library(name, None, _dot_types(name))
         logger.warning("%s cannot be used: %s", prebuilt, reason)
     reason = _register(lambda: compiled(name, flags))
-    return (
-        Library("", reason)
-        if reason
-        else Library(name, None, _types_of_few_rows(name), _dot_types(name))
-    )
-
-
-def _types_of_few_rows(name: str) -> tuple[str, ...]:
-    if name != "avx512":
-        return ()
-    return ("float32", *_dot_types(name))
+    return Library("", reason) if reason else Library(name, None, _dot_types(name))
 
 
 def _dot_types(name: str) -> tuple[str, ...]:
