@@ -88,8 +88,7 @@ class EngineSpec:
             What `pack_modules` returns.
         """
         kernels = self.described.kernels
-        packs = kernels is not None and kernels.packs(self.layout.dtype)
-        return pack_modules(module) if packs else {}
+        return {} if kernels is None else pack_modules(module, kernels.packs)
 
     @property
     def vocab_size(self) -> int:

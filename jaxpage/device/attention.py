@@ -9,11 +9,11 @@ import dataclasses
 import logging
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rounded_product
 from jaxpage.device.kv_pages import LayerPages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
@@ -102,7 +102,16 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
     def packed(
         x_TI: jax.Array, weight: Packed, result: DTypeLike, count_E: jax.Array | None
     ) -> jax.Array:
-        return multiply_packed(x_TI, weight.panels, weight.num_out, result=result, count_E=count_E)
+        x_TI = x_TI if weight.scale_O is None else x_TI.astype(jnp.float32)
+        made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
+        return multiply_packed(
+            x_TI,
+            weight.panels,
+            weight.num_out,
+            result=made,
+            scale_O=weight.scale_O,
+            count_E=count_E,
+        ).astype(result)
 
     has_groups = has_grouped_product(
         jax.default_backend(), backend=backend.name, interpret=backend.interpret
@@ -112,6 +121,5 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
         lambda weight: numbers(QuantizedWeight(*weight)),
         packed,
         lambda weight, ids_T: rows_of_panels(weight.panels, ids_T, weight.num_in),
-        few_rounded_product if backend.in_cpp else None,
         by_group if has_groups else None,
     )

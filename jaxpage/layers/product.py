@@ -117,11 +117,7 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 
     The sums are of integers, which are exact in any order.
     """
-    x_TI, kernels = x_TI.astype(jnp.float32), trace_scope().kernels
-    found = None
-    if kernels is not None and kernels.few_rounded is not None:
-        found = kernels.few_rounded(x_TI, weight.values_OI)
-    sums_TO, scale_T1 = rounded_product(x_TI, weight.values_OI) if found is None else found
+    sums_TO, scale_T1 = rounded_product(x_TI.astype(jnp.float32), weight.values_OI)
     return sums_TO.astype(jnp.float32) * scale_T1 * weight.scale_O
 
 

@@ -24,25 +24,21 @@ from jaxpage.layers.weight_kinds import Grouped, Packed
 class ProductKernels(NamedTuple):
     """Holds the kernels for products with weights, which `jaxpage/device/` binds.
 
-    The last two return None for a product that they do not take, and are None where there is no
-    such kernel.
-
     Attributes:
         multiply: Returns `x @ weight.T` in the type that is given.
         numbers: Returns the weight in float32 [O, I].
         multiply_packed: Returns `x @ weight.T` in the type that is given. With a number of rows of
             each group, it multiplies rows that are sorted by group by the weights of their groups.
         packed_rows: Returns rows of a weight in panels.
-        few_rounded: Returns the result of `rounded_product`.
         by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
-            is given.
+            is given, or None for a product that it does not take. It is None where there is no such
+            kernel.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
     multiply_packed: Callable[[jax.Array, Packed, DTypeLike, jax.Array | None], jax.Array]
     packed_rows: Callable[[Packed, jax.Array], jax.Array]
-    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )

@@ -37,11 +37,18 @@ class Packed(NamedTuple):
     """A weight in panels of outputs, as the kernel for CPUs multiplies by it.
 
     See `pallas_kernels.cpu.packed`. The weights of experts have one more axis in front.
+
+    Attributes:
+        panels: The panels; of int8 for inputs of eight bits (W8A8).
+        num_out: The number of outputs.
+        num_in: The number of inputs.
+        scale_O: The scale of each output, of int8; else None.
     """
 
     panels: Shaped[Array, "... P K 16 _"]
     num_out: int
     num_in: int
+    scale_O: Float[Array, "... O"] | None = None
 
 
 StoredWeight = jax.Array | Scaled | Grouped | Packed

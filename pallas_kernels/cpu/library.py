@@ -30,7 +30,6 @@ FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
     "jaxpage_multiply",
-    "jaxpage_multiply_rounded",
     "jaxpage_multiply_packed",
 )
 

@@ -1,13 +1,15 @@
 """Multiplies any number of rows of x by a weight in panels (`x @ w.T`), in C++.
 
-A panel has 16 outputs next to each other, one word of inputs after the other. A word has 32 bits,
-one number of float32 or two of bfloat16. So a product reads a weight once, from its beginning to
-its end, and one vector has a word of each of 16 outputs:
+A panel has 16 outputs next to each other, one word of inputs after the other. A word has 32 bits:
+one number of float32, two of bfloat16, or four of int8. So a product reads a weight once, from its
+beginning to its end, and one vector has a word of each of 16 outputs:
 
     panel p     word 0: outputs 16 p, 16 p + 1, ..., 16 p + 15    word 1: the same outputs    ...
 
 Inputs are added in their order, each output's in one sum, whatever the number of rows. So a row has
 the same bits among any others. Places that fill no word or no panel are zero.
+
+By a weight of int8, rows are multiplied that are rounded to eight bits, each with its own scale.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pallas_kernels.cpu import library
 
 OUTPUTS_OF_PANEL = 16
 # The numbers of a word.
-NUMBERS = {"float32": 1, "bfloat16": 2}
+NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 
 def panels_shape(num_out: int, num_in: int, dtype: DTypeLike) -> tuple[int, int, int, int]:
@@ -65,7 +67,7 @@ def rows_of_panels(
 
 
 def takes(dtype: DTypeLike) -> bool:
-    """Returns whether there is a kernel for weights of this type."""
+    """Returns whether there is a kernel for weights of this type on this machine."""
     return not library.load().reason and jnp.dtype(dtype).name in NUMBERS
 
 
@@ -75,15 +77,17 @@ def multiply_packed(
     num_out: int,
     *,
     result: DTypeLike,
+    scale_O: Float[Array, "... O"] | None = None,
     count_E: Int[Array, "E"] | None = None,
     dot: bool | None = None,
 ) -> Float[Array, "T O"]:
-    """Multiplies rows by a weight in panels; sums are made in float32.
+    """Multiplies rows by a weight in panels; sums of floats are made in float32.
 
     Args:
-        x_TI: The rows, in the weight's type.
+        x_TI: The rows, in the weight's type; in float32 for a weight of int8.
         panels: The weight; with `count_E` the weights of all groups, one after the other.
         num_out: The number of outputs.
+        scale_O: The scale of each output of a weight of int8, of all groups; else None.
         result: The type of the result, float32 or bfloat16.
         count_E: The number of rows of each group, where rows are sorted by group. Rows after those
             of the last group get zeros. None if there is one weight for all rows.
@@ -91,10 +95,11 @@ def multiply_packed(
             without; None if they are used where the processor has them.
     """
     if dot is None:
-        dot = jnp.dtype(x_TI.dtype).name in library.load().dot_types
+        dot = panels.dtype.name in library.load().dot_types
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
     no_counts = count_E is None
     counts = jnp.zeros(0, jnp.int32) if no_counts else count_E.astype(jnp.int32)
-    y_TO: jax.Array = call(x_TI, panels[None] if no_counts else panels, counts, dot=dot)
+    scales = jnp.zeros(0, jnp.float32) if scale_O is None else scale_O
+    y_TO: jax.Array = call(x_TI, panels[None] if no_counts else panels, scales, counts, dot=dot)
     return y_TO

@@ -10,7 +10,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "few_rows.h"
 #include "packed.h"
 #include "product.h"
 #include "xla/ffi/api/ffi.h"
@@ -25,8 +24,6 @@ namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const Multiply kMultiply;
 extern const PackedKernels kPacked;
-extern const MultiplyFew kMultiplyFew;
-extern const RoundRow kRoundRow;
 }
 
 namespace {
@@ -286,53 +283,12 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
-// Whether these are x [T, I], w [O, I] and the product, for the kernel.
-template <typename X, typename W, typename Out>
-bool fit(X x, W w, Out out, int64_t inputs_of_vector, FewRows* p) {
-  const auto xd = x.dimensions(), wd = w.dimensions(), od = out.dimensions();
-  if (!JAXPAGE_ISA::kMultiplyFew || xd.size() != 2 || wd.size() != 2 || od.size() != 2 || xd[1] != wd[1] || od[0] != xd[0] ||
-      od[1] != wd[0] || xd[0] < 1 || xd[0] > kMostFewRows || xd[1] % inputs_of_vector || wd[0] % kOutputsOfUnit)
-    return false;
-  p->x = x.untyped_data(), p->w = w.untyped_data(), p->out = out.untyped_data();
-  p->num_rows = xd[0], p->num_in = xd[1], p->num_out = wd[0];
-  return true;
-}
-
-void multiply_few(ffi::ThreadPool& pool, const FewRows& p) {
-  in_parallel(pool, p.num_out / kOutputsOfUnit, 4, [&](int64_t unit) { JAXPAGE_ISA::kMultiplyFew(p, unit * kOutputsOfUnit); });
-}
-
-ffi::Error multiply_few_rows(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> out) {
-  FewRows p{};
-  p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || w.element_type() != x.element_type() ||
-      (!p.out_is_float && out->element_type() != x.element_type()))
-    return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (!fit(x, w, *out, p.type == Type::kF32 ? 16 : 32, &p)) return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
-  multiply_few(pool, p);
-  return ffi::Error::Success();
-}
-
-ffi::Error multiply_rounded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S8> w, ffi::Result<ffi::Buffer<ffi::S32>> sums,
-                            ffi::Result<ffi::Buffer<ffi::F32>> scale) {
-  FewRows p{};
-  if (!fit(x, w, *sums, 64, &p) || scale->element_count() != static_cast<size_t>(p.num_rows))
-    return ffi::Error::InvalidArgument("no kernel for a product of these shapes");
-  static thread_local std::vector<int8_t> rounded;
-  rounded.resize(p.num_rows * p.num_in);
-  FlushedSubnormals flushed;
-  for (int64_t t = 0; t < p.num_rows; ++t)
-    JAXPAGE_ISA::kRoundRow(x.typed_data() + t * p.num_in, p.num_in, rounded.data() + t * p.num_in, scale->typed_data() + t);
-  p.type = Type::kI8, p.x = rounded.data();
-  multiply_few(pool, p);
-  return ffi::Error::Success();
-}
-
+// Whether the processor multiplies words of this type by an instruction, and the kernels are built for it.
 bool has_dot(Type type) {
-#if defined(__x86_64__)
-  return type != Type::kBF16 || __builtin_cpu_supports("avx512bf16");
+#if defined(__AVX512F__)
+  return type == Type::kBF16 ? __builtin_cpu_supports("avx512bf16") : type == Type::kI8 && __builtin_cpu_supports("avx512vnni");
 #else
-  return type != Type::kBF16;
+  return false;
 #endif
 }
 
@@ -342,7 +298,13 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int
   const PackedKernels& k = JAXPAGE_ISA::kPacked;
   const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
   static thread_local std::vector<char> prepared;
+  static thread_local std::vector<float> row_scale;
+  static thread_local std::vector<int32_t> row_sum;
   p.words = p.x;
+  if (p.type == Type::kI8) {
+    row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
+    p.row_scale = row_scale.data(), p.row_sum = row_sum.data();
+  }
   if (const int64_t bytes = k.bytes_of_row(p)) {
     prepared.resize(p.num_rows * bytes + 64);
     char* words = prepared.data();  // this thread's: in the function that others run, the vector would be their own
@@ -367,24 +329,29 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int
     const Unit& unit = units[index];
     Packed own = p;
     own.panels += unit.group * num_panels * p.num_words * kOutputsOfPanel;
+    if (own.scale) own.scale += unit.group * p.num_out;
     k.multiply(own, unit.row, unit.end_row, unit.panel, std::min(unit.panel + k.panels_at_once, num_panels));
   });
 }
 
-ffi::Error multiply_packed_floats(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::S32> counts,
-                                  ffi::Result<ffi::AnyBuffer> out, bool dot) {
+ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scale,
+                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out, bool dot) {
   Packed p{};
   const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
+  const auto type = panels.element_type();
   p.out_is_float = out->element_type() == ffi::DataType::F32;
-  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || panels.element_type() != x.element_type() ||
+  if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
+      x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
       (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || (dot && !has_dot(p.type)))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
-  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel ||
-      pd[4] != (p.type == Type::kF32 ? 1 : 2) || (xd[1] + pd[4] - 1) / pd[4] != pd[2] ||
-      (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+  const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != numbers ||
+      (xd[1] + numbers - 1) / numbers != pd[2] || (od[1] + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] ||
+      scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
   p.dot = dot, p.x = x.untyped_data(), p.panels = static_cast<const uint32_t*>(panels.untyped_data()), p.out = out->untyped_data();
+  p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
   p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
   multiply_packed(pool, p, counts.element_count() ? counts.typed_data() : nullptr, pd[0]);
   return ffi::Error::Success();
@@ -433,26 +400,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_attend, attend,
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("value_width"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_floats,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<bool>("dot"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    jaxpage_multiply_few, multiply_few_rows,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_rounded, multiply_rounded,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S8>>()
-                                  .Ret<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                               ffi::Ffi::Bind()

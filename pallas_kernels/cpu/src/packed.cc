@@ -68,7 +68,39 @@ struct PairWord {  // two numbers of bfloat16, which are made float; x has been
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
 
+// Four of int8, as two pairs of 16 bits: the numbers 0 and 2, then 1 and 3.
+struct FourWord {
+  typedef uint32_t X;
+  typedef Ints Sum;
+  static constexpr int kSteps = 2;
+  static Words part(Words w, int step) {
+    typedef int16_t Shorts __attribute__((vector_size(kBytes)));
+    return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
+  }
+  static Sum add(Sum sum, X x, Words w) {
+    const Ints both = (Ints)(Words{} + x), pair = (Ints)w;
 #if defined(__AVX512F__)
+    return sum + (Ints)_mm512_madd_epi16((__m512i)both, (__m512i)pair);
+#elif defined(__AVX2__)
+    return sum + (Ints)_mm256_madd_epi16((__m256i)both, (__m256i)pair);
+#else
+    return sum + (both << 16 >> 16) * (pair << 16 >> 16) + (both >> 16) * (pair >> 16);
+#endif
+  }
+};
+
+#if defined(__AVX512F__)
+// The instruction takes one factor without a sign: w + 128, which is w with its highest bit turned. So a sum has 128 times that of x too much.
+struct FourDot {
+  typedef uint32_t X;
+  typedef Ints Sum;
+  static constexpr int kSteps = 1;
+  static Words part(Words w, int) { return w ^ 0x80808080u; }
+  JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
+    return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
+  }
+};
+
 struct PairDot {
   typedef uint32_t X;
   typedef Floats Sum;
@@ -120,9 +152,15 @@ JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, c
   }
 }
 
-void store(const Packed& p, int64_t row, int64_t output, Vec value) {
+void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) {
   const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output), at = row * p.num_out + output;
   const int64_t bytes = p.out_is_float ? 4 : 2;
+  Vec value = raw_at<Vec>(total);
+  if (p.type == Type::kI8) {
+    Vec scale = {};
+    std::memcpy(&scale, p.scale + output, count * 4);
+    value = __builtin_convertvector((Int)value - (p.dot ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
+  }
   alignas(64) char own[64];
   char* to = static_cast<char*>(p.out) + at * bytes;
   char* first = count == kOutputsOfPanel ? to : own;
@@ -148,7 +186,7 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t p
   } while (begin < p.num_words);
   for (int64_t t = 0; t < num_rows; ++t)
     for (int i = 0; i < kPanels; ++i)
-      store(p, row + t, (panel + i) * kOutputsOfPanel, raw_at<Vec>(total + t * kMostColumns + i * kOutputsOfPanel));
+      store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
 }
 
 template <typename Word>
@@ -159,6 +197,12 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
+  if (p.type == Type::kI8) {
+#if defined(__AVX512F__)
+    if (p.dot) return multiply<FourDot>(p, row, end_row, panel, end_panel);
+#endif
+    return multiply<FourWord>(p, row, end_row, panel, end_panel);
+  }
 #if defined(__AVX512F__)
   if (p.dot) return multiply<PairDot>(p, row, end_row, panel, end_panel);
 #endif
@@ -166,11 +210,53 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 }
 
 int64_t bytes_of_row(const Packed& p) {
-  if (p.type == Type::kF32 || (p.dot && p.num_in % 2 == 0)) return 0;
-  return p.num_words * (p.dot ? 4 : 8);
+  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.dot && p.num_in % 2 == 0)) return 0;
+  return std::max<int64_t>(p.num_words, 1) * (p.dot ? 4 : 8);
+}
+
+// Rounds to eight bits, as `rounded_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
+void round_row(const Packed& p, int64_t row, void* words) {
+  const auto* x = static_cast<const float*>(p.x) + row * p.num_in;
+  const auto at = [&](int64_t i) {
+    if (i + kLanes <= p.num_in) return raw_at<Vec>(x + i);
+    Vec rest = {};
+    std::memcpy(&rest, x + i, (p.num_in - i) * 4);
+    return rest;
+  };
+  Vec most = {};
+  for (int64_t i = 0; i < p.num_in; i += kLanes) {
+    const Vec size = as_float(as_bits(at(i)) & 0x7fffffffu);
+    most = select((size > most) | (size != size), size, most);
+  }
+  float largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane)
+    if (most[lane] > largest || most[lane] != most[lane]) largest = most[lane];
+  float scale = largest * (1.0f / 127);
+  if (scale < 0x1p-100f) scale = 0x1p-100f;
+  p.row_scale[row] = scale;
+  const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
+  auto* to = static_cast<uint32_t*>(words);
+  int32_t sum = 0;
+  for (int64_t i = 0; i < p.num_in; i += kLanes) {
+    const Vec whole = at(i) * inverse;
+    const Int rounded = __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
+    for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
+      const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1], (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
+      sum += n[0] + n[1] + n[2] + n[3];
+      const int64_t k = (i + lane) / 4;
+      if (p.dot) {
+        to[k] = (n[0] & 255) | (n[1] & 255) << 8 | (n[2] & 255) << 16 | n[3] << 24;
+      } else {
+        to[2 * k] = (n[0] & 0xffff) | n[2] << 16;
+        to[2 * k + 1] = (n[1] & 0xffff) | n[3] << 16;
+      }
+    }
+  }
+  p.row_sum[row] = sum;
 }
 
 void prepare(const Packed& p, int64_t row, void* words) {
+  if (p.type == Type::kI8) return round_row(p, row, words);
   const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
   if (p.dot) {
     static_cast<uint32_t*>(words)[p.num_words - 1] = 0;
