@@ -271,10 +271,10 @@ def test_a_quantised_weight_that_fits_no_vector_is_left_to_plain_xla() -> None:
 
 
 @pytest.mark.parametrize("num_in", [64, 2115])
-@pytest.mark.parametrize("dot", [True, False])
-def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, dot: bool) -> None:
+@pytest.mark.parametrize("instructions", [library.NONE, library.DOT, library.TILES])
+def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, instructions: int) -> None:
     """The oracle is numpy, with whole numbers of 64 bits. The bits are those of XLA's path, for any rows."""
-    if dot and "int8" not in library.load().dot_types:
+    if instructions > library.load().instructions["int8"]:
         pytest.skip("no such instructions on this processor")
     rng = np.random.default_rng(6)
     x = (rng.standard_normal((40, num_in)) * 10 ** rng.uniform(-3, 3, (40, 1))).astype(np.float32)
@@ -286,7 +286,12 @@ def test_one_call_rounds_rows_and_multiplies_by_panels(num_in: int, dot: bool) -
     def product(x: Any) -> Any:
         return np.asarray(
             packed.multiply_packed(
-                x, packed.pack(values), 190, result="float32", scale_O=scale, dot=dot
+                x,
+                packed.pack(values),
+                190,
+                result="float32",
+                scale_O=scale,
+                instructions=instructions,
             )
         )
 
@@ -326,13 +331,19 @@ def test_an_engine_has_the_same_bits_for_few_rows_and_for_many(
 
 @pytest.mark.parametrize("shape", [(192, 64), (250, 1033), (1, 1)], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "dot"), [("float32", False), ("bfloat16", True), ("bfloat16", False)]
+    ("dtype", "instructions"),
+    [
+        ("float32", library.NONE),
+        ("bfloat16", library.NONE),
+        ("bfloat16", library.DOT),
+        ("bfloat16", library.TILES),
+    ],
 )
 def test_one_call_multiplies_any_number_of_rows_by_panels(
-    dtype: str, dot: bool, shape: tuple[int, int]
+    dtype: str, instructions: int, shape: tuple[int, int]
 ) -> None:
     """The oracle is numpy in float64. A row has its bits among any others."""
-    if dot and dtype not in library.load().dot_types:
+    if instructions > library.load().instructions.get(dtype, library.NONE):
         pytest.skip("no such instructions on this processor")
     num_out, num_in = shape
     rng = np.random.default_rng(5)
@@ -345,7 +356,9 @@ def test_one_call_multiplies_any_number_of_rows_by_panels(
     np.testing.assert_array_equal(packed.rows_of_panels(jnp.asarray(panels), ids, num_in), w[ids])
 
     def product(x: Any, result: str = "float32") -> Any:
-        return np.asarray(packed.multiply_packed(x, panels, num_out, result=result, dot=dot))
+        return np.asarray(
+            packed.multiply_packed(x, panels, num_out, result=result, instructions=instructions)
+        )
 
     together = product(x)
     exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T

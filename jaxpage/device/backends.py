@@ -13,6 +13,7 @@ from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
+from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.cpu.packed import takes
 from pallas_kernels.kernel_set import capability
@@ -199,8 +200,9 @@ def cpu_kernels() -> str:
     library = load_cpu_library()
     if library.reason:
         return f"none: {library.reason}. Plain XLA takes their place, which is slow"
-    dot = f" with dot products of {' and '.join(library.dot_types)}" if library.dot_types else ""
-    return library.instruction_set + dot
+    named = {DOT: "dot products", TILES: "tiles (AMX)"}
+    used = [f"{named[best]} of {dtype}" for dtype, best in library.instructions.items() if best]
+    return library.instruction_set + "".join(f", {each}" for each in used)
 
 
 def prefers_mixed_steps(name: str, platform: str) -> bool:

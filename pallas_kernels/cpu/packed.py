@@ -79,7 +79,7 @@ def multiply_packed(
     result: DTypeLike,
     scale_O: Float[Array, "... O"] | None = None,
     count_E: Int[Array, "E"] | None = None,
-    dot: bool | None = None,
+    instructions: int | None = None,
 ) -> Float[Array, "T O"]:
     """Multiplies rows by a weight in panels; sums of floats are made in float32.
 
@@ -91,15 +91,16 @@ def multiply_packed(
         result: The type of the result, float32 or bfloat16.
         count_E: The number of rows of each group, where rows are sorted by group. Rows after those
             of the last group get zeros. None if there is one weight for all rows.
-        dot: True multiplies by the processor's instructions for products of words, and False
-            without; None if they are used where the processor has them.
+        instructions: See `Library.instructions`; None for the best that the processor has.
     """
-    if dot is None:
-        dot = panels.dtype.name in library.load().dot_types
+    if instructions is None:
+        instructions = library.load().instructions.get(panels.dtype.name, library.NONE)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
     no_counts = count_E is None
     counts = jnp.zeros(0, jnp.int32) if no_counts else count_E.astype(jnp.int32)
     scales = jnp.zeros(0, jnp.float32) if scale_O is None else scale_O
-    y_TO: jax.Array = call(x_TI, panels[None] if no_counts else panels, scales, counts, dot=dot)
+    y_TO: jax.Array = call(
+        x_TI, panels[None] if no_counts else panels, scales, counts, instructions=instructions
+    )
     return y_TO

@@ -17,6 +17,10 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace jaxpage {
 
@@ -283,12 +287,19 @@ ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffe
   return ffi::Error::Success();
 }
 
-// Whether the processor multiplies words of this type by an instruction, and the kernels are built for it.
-bool has_dot(Type type) {
-#if defined(__AVX512F__)
-  return type == Type::kBF16 ? __builtin_cpu_supports("avx512bf16") : type == Type::kI8 && __builtin_cpu_supports("avx512vnni");
+// The best instructions for words of this type that the processor has and the kernels are built for.
+Instructions best(Type type) {
+#if defined(__AVX512F__) && defined(__linux__)
+  if (type == Type::kBF16 ? !__builtin_cpu_supports("avx512bf16") : type != Type::kI8 || !__builtin_cpu_supports("avx512vnni")) return kNone;
+  static const bool has_tiles = [] {
+    unsigned a = 7, b = 0, c = 0, d = 0;
+    asm volatile("cpuid" : "+a"(a), "+b"(b), "+c"(c), "+d"(d));
+    const bool has = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);  // AMX's bfloat16, tiles, int8
+    return has && syscall(SYS_arch_prctl, 0x1023, 18) == 0;  // ARCH_REQ_XCOMP_PERM: the process may use the registers
+  }();
+  return has_tiles ? kTiles : kDot;
 #else
-  return false;
+  return kNone;
 #endif
 }
 
@@ -335,14 +346,14 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int
 }
 
 ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Buffer<ffi::F32> scale,
-                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out, bool dot) {
+                               ffi::Buffer<ffi::S32> counts, ffi::Result<ffi::AnyBuffer> out, int64_t instructions) {
   Packed p{};
   const auto xd = x.dimensions(), pd = panels.dimensions(), od = out->dimensions();
   const auto type = panels.element_type();
   p.out_is_float = out->element_type() == ffi::DataType::F32;
   if (!type_of(type, true, &p.type) || p.type == Type::kF16 || p.type == Type::kF8 ||
       x.element_type() != (type == ffi::DataType::S8 ? ffi::DataType::F32 : type) ||
-      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || (dot && !has_dot(p.type)))
+      (!p.out_is_float && out->element_type() != ffi::DataType::BF16) || instructions > best(p.type))
     return ffi::Error::InvalidArgument("no kernel for a product of these types");
   const int64_t numbers = p.type == Type::kF32 ? 1 : p.type == Type::kBF16 ? 2 : 4;
   if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != numbers ||
@@ -350,7 +361,7 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
       scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.dot = dot, p.x = x.untyped_data(), p.panels = static_cast<const uint32_t*>(panels.untyped_data()), p.out = out->untyped_data();
+  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(), p.panels = static_cast<const uint32_t*>(panels.untyped_data()), p.out = out->untyped_data();
   p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
   p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
   multiply_packed(pool, p, counts.element_count() ? counts.typed_data() : nullptr, pd[0]);
@@ -358,6 +369,8 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
 }
 
 }  // namespace
+
+extern "C" int jaxpage_instructions(bool of_int8) { return best(of_int8 ? Type::kI8 : Type::kBF16); }
 
 #define JAXPAGE_READ(binding)                                                                                              \
   binding.Arg<ffi::Buffer<ffi::S32>>()                                                                                     \
@@ -408,7 +421,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
-                                  .Attr<bool>("dot"));
+                                  .Attr<int64_t>("instructions"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                               ffi::Ffi::Bind()

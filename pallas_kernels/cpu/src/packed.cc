@@ -5,6 +5,7 @@
 #include "packed.h"
 
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
 #include "vec.h"
@@ -56,6 +57,7 @@ struct FloatWord {
   typedef float X;
   typedef Floats Sum;
   static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = false;
   static Words part(Words w, int) { return w; }
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
@@ -64,6 +66,7 @@ struct PairWord {  // two numbers of bfloat16, which are made float; x has been
   typedef float X;
   typedef Floats Sum;
   static constexpr int kSteps = 2;
+  static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) { return step ? w & 0xffff0000u : w << 16; }
   static Sum add(Sum sum, X x, Words w) { return add_product(Floats{} + x, (Floats)w, sum); }
 };
@@ -73,6 +76,7 @@ struct FourWord {
   typedef uint32_t X;
   typedef Ints Sum;
   static constexpr int kSteps = 2;
+  static constexpr bool kHasTiles = false;
   static Words part(Words w, int step) {
     typedef int16_t Shorts __attribute__((vector_size(kBytes)));
     return (Words)((step ? (Shorts)w : (Shorts)w << 8) >> 8);
@@ -95,6 +99,7 @@ struct FourDot {
   typedef uint32_t X;
   typedef Ints Sum;
   static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w ^ 0x80808080u; }
   JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
     return (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)w, _mm512_set1_epi32(x));
@@ -105,11 +110,76 @@ struct PairDot {
   typedef uint32_t X;
   typedef Floats Sum;
   static constexpr int kSteps = 1;
+  static constexpr bool kHasTiles = true;
   static Words part(Words w, int) { return w; }
   JAXPAGE_DOT static Sum add(Sum sum, X x, Words w) {
     return (Sum)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(x), (__m512bh)w);
   }
 };
+#endif
+
+#if defined(__AVX512F__)
+// Tiles of AMX: rows of x by words, words by outputs (a panel as it is), and their sums. Sums of a row depend on no other row, as elsewhere.
+#define JAXPAGE_AMX __attribute__((target("amx-tile,amx-bf16,amx-int8,avx512bf16,avx512vnni")))
+constexpr int kWordsOfTile = 16, kRowsOfTile = 16;
+
+// The numbers of tiles are written into the instructions.
+#define JAXPAGE_ADD_TILES(sum, weight) \
+  if constexpr (std::is_same<Word, PairDot>::value) { \
+    _tile_dpbf16ps(sum, 4, weight); \
+  } else { \
+    _tile_dpbssd(sum, 4, weight); \
+  }
+
+// As `tile`, for whole tiles of words.
+template <typename Word, int kPanels>
+JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+  alignas(64) uint8_t config[64] = {1};
+  for (int i = 0; i < 8; ++i) {
+    config[16 + 2 * i] = 64;  // bytes of a row
+    config[48 + i] = i < 5 ? count : kWordsOfTile;
+  }
+  _tile_loadconfig(config);
+  constexpr int kStride = kMostColumns * 4;
+  if (begin) {
+    _tile_loadd(0, total, kStride);
+    if constexpr (kPanels == 4) {
+      _tile_loadd(1, total + 16, kStride);
+      _tile_loadd(2, total + 32, kStride);
+      _tile_loadd(3, total + 48, kStride);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  const int64_t panel = num_words * kOutputsOfPanel;
+  for (int64_t k = begin; k < end; k += kWordsOfTile) {
+    const uint32_t* from = w + k * kOutputsOfPanel;
+    for (int p = 0; p < kPanels; ++p)
+      for (int line = 0; line < kWordsOfTile; ++line) __builtin_prefetch(from + p * panel + (kWordsOfTile * 2 + line) * kOutputsOfPanel);
+    _tile_loadd(4, x + k, num_words * 4);
+    _tile_loadd(5, from, 64);
+    JAXPAGE_ADD_TILES(0, 5)
+    if constexpr (kPanels == 4) {
+      _tile_loadd(6, from + panel, 64);
+      JAXPAGE_ADD_TILES(1, 6)
+      _tile_loadd(7, from + 2 * panel, 64);
+      JAXPAGE_ADD_TILES(2, 7)
+      _tile_loadd(5, from + 3 * panel, 64);
+      JAXPAGE_ADD_TILES(3, 5)
+    }
+  }
+  _tile_stored(0, total, kStride);
+  if constexpr (kPanels == 4) {
+    _tile_stored(1, total + 16, kStride);
+    _tile_stored(2, total + 32, kStride);
+    _tile_stored(3, total + 48, kStride);
+  }
+  _tile_release();
+}
+#undef JAXPAGE_ADD_TILES
 #endif
 
 // Adds products with some words of some panels to sums, which are in `total`.
@@ -159,7 +229,7 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
   if (p.type == Type::kI8) {
     Vec scale = {};
     std::memcpy(&scale, p.scale + output, count * 4);
-    value = __builtin_convertvector((Int)value - (p.dot ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
+    value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
   }
   alignas(64) char own[64];
   char* to = static_cast<char*>(p.out) + at * bytes;
@@ -178,6 +248,18 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t p
   int64_t begin = 0;
   do {
     const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
+#if defined(__AVX512F__)
+    if constexpr (Word::kHasTiles)
+      if (p.instructions == kTiles) {
+        const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
+        for (int64_t i = 0; i < count && begin < whole; ++i) {
+          const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
+          amx_tile<Word, kPanels>(last - first, x + (row + first) * p.num_words, p.num_words, w, begin, whole, total + first * kMostColumns);
+        }
+        begin = whole;
+        if (begin == end) continue;
+      }
+#endif
     for (int64_t i = 0; i < num_tiles; ++i) {  // tiles of nearly equal numbers of rows
       const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
       rows<Word, kPanels>(count, x + (row + first) * p.num_words * Word::kSteps, p.num_words, w, begin, end, total + first * kMostColumns);
@@ -199,19 +281,19 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
   if (p.type == Type::kI8) {
 #if defined(__AVX512F__)
-    if (p.dot) return multiply<FourDot>(p, row, end_row, panel, end_panel);
+    if (p.instructions) return multiply<FourDot>(p, row, end_row, panel, end_panel);
 #endif
     return multiply<FourWord>(p, row, end_row, panel, end_panel);
   }
 #if defined(__AVX512F__)
-  if (p.dot) return multiply<PairDot>(p, row, end_row, panel, end_panel);
+  if (p.instructions) return multiply<PairDot>(p, row, end_row, panel, end_panel);
 #endif
   multiply<PairWord>(p, row, end_row, panel, end_panel);
 }
 
 int64_t bytes_of_row(const Packed& p) {
-  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.dot && p.num_in % 2 == 0)) return 0;
-  return std::max<int64_t>(p.num_words, 1) * (p.dot ? 4 : 8);
+  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
+  return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 
 // Rounds to eight bits, as `rounded_inputs` of jaxpage/layers/product.py, with the same operations. A number that is none makes the scale none.
@@ -237,14 +319,15 @@ void round_row(const Packed& p, int64_t row, void* words) {
   const Vec inverse = splat(1.0f / scale), magic = splat(12582912.0f);  // 1.5 * 2^23: the sum rounds to an integer
   auto* to = static_cast<uint32_t*>(words);
   int32_t sum = 0;
+  const int64_t first_dot = p.instructions == kTiles ? p.num_words / 16 * 16 : 0;  // words before it are in tiles, which have nothing too much
   for (int64_t i = 0; i < p.num_in; i += kLanes) {
     const Vec whole = at(i) * inverse;
     const Int rounded = __builtin_convertvector(select(whole == whole, (whole + magic) - magic, Vec{}), Int);
     for (int lane = 0; lane < kLanes && i + lane < p.num_words * 4; lane += 4) {
       const uint32_t n[4] = {(uint32_t)rounded[lane], (uint32_t)rounded[lane + 1], (uint32_t)rounded[lane + 2], (uint32_t)rounded[lane + 3]};
-      sum += n[0] + n[1] + n[2] + n[3];
       const int64_t k = (i + lane) / 4;
-      if (p.dot) {
+      if (k >= first_dot) sum += n[0] + n[1] + n[2] + n[3];
+      if (p.instructions) {
         to[k] = (n[0] & 255) | (n[1] & 255) << 8 | (n[2] & 255) << 16 | n[3] << 24;
       } else {
         to[2 * k] = (n[0] & 0xffff) | n[2] << 16;
@@ -258,7 +341,7 @@ void round_row(const Packed& p, int64_t row, void* words) {
 void prepare(const Packed& p, int64_t row, void* words) {
   if (p.type == Type::kI8) return round_row(p, row, words);
   const uint16_t* x = static_cast<const uint16_t*>(p.x) + row * p.num_in;
-  if (p.dot) {
+  if (p.instructions) {
     static_cast<uint32_t*>(words)[p.num_words - 1] = 0;
     std::memcpy(words, x, p.num_in * 2);
     return;

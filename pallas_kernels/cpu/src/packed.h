@@ -14,16 +14,19 @@ namespace jaxpage {
 constexpr int kOutputsOfPanel = 16;
 constexpr int64_t kRowsAtOnce = 96;  // a multiple of the rows of every tile
 
+// Which instructions multiply words of bfloat16 and int8: none, those for vectors of words, or those for tiles (AMX).
+enum Instructions : int { kNone, kDot, kTiles };
+
 // Letters as in pallas_kernels: T rows, I inputs, O outputs. P panels, K words of inputs.
 struct Packed {
   Type type;             // of the weight: kF32, kBF16 or kI8
-  bool dot;              // by the processor's instructions for products of words
+  int instructions;      // kNone, kDot or kTiles
   const void* x;         // [T, I]: float32 for kI8, else of the weight's type
   const void* words;     // [T, ...]: x as `prepare` makes it, or x itself
   const uint32_t* panels;  // [P, K, 16]
   const float* scale;      // [O] of kI8, else null
   float* row_scale;        // [T] of kI8, which `prepare` finds; x is rounded with it
-  int32_t* row_sum;        // [T] of kI8: the sum of the rounded x, where a product has 128 times as much too much
+  int32_t* row_sum;        // [T] of kI8: of the rounded x, what a sum has 128 times too much
   void* out;             // [T, O]
   bool out_is_float;     // else of bfloat16
   int64_t num_rows, num_in, num_out, num_words;
