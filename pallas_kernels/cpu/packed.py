@@ -93,8 +93,9 @@ def multiply_packed(
             of the last group get zeros. None if there is one weight for all rows.
         instructions: See `Library.instructions`; None for the best that the processor has.
     """
+    loaded = library.load()
     if instructions is None:
-        instructions = library.load().instructions.get(panels.dtype.name, library.NONE)
+        instructions = loaded.instructions.get(panels.dtype.name, library.NONE)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
     no_counts = count_E is None
