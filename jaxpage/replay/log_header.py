@@ -201,17 +201,19 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def weights_hash(parameters: Any, packed: Sizes) -> str:
+def weights_hash(parameters: Any, packed: Sizes | None = None) -> str:
     """Returns the hash of the names, shapes, types and bytes of all loaded parameters.
 
     Args:
         parameters: The parameters of a model and its drafter, or of a model alone.
-        packed: The weights that are in panels. The hash is that of the weights as they were.
+        packed: The weights that are in panels; None if there are none. The hash is that of the
+            weights as they were.
     """
+    sizes = packed or {}
 
     def plain(path: tuple[Any, ...], leaf: Any) -> Any:
         keys = tuple(key.key for key in path)
-        size = packed.get(keys) or packed.get(("target", *keys))
+        size = sizes.get(keys) or sizes.get(("target", *keys))
         return unpacked_weight(leaf, size) if size and isinstance(leaf, jax.Array) else leaf
 
     leaves = jax.tree_util.tree_leaves_with_path(parameters)
