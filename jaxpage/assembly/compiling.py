@@ -16,12 +16,14 @@ from jaxpage.checkpoints.loading import insert
 from jaxpage.device.executables import Executables
 from jaxpage.device.kv_pages import KVPages
 from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.packing import Path, Sizes, pack_weights
+from jaxpage.device.packing import Packings, pack_weights
 from jaxpage.device.steps import StepOptions
 from jaxpage.device.stored_executables import stored_executables
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.base import abstract, abstract_model, make_model
 from jaxpage.models.lora import adapter_weights
+from jaxpage.models.packing import Packing
+from jaxpage.models.replacing import Path
 from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
 
 
@@ -38,7 +40,7 @@ class Compiled:
     """
 
     parameters: dict[str, Any]
-    packed: Sizes
+    packed: Packings
     adapters: Sequence[ShardedWeight]
     pages: KVPages
     executables: Executables
@@ -86,7 +88,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
     return Compiled(parameters, packed, adapters, pages, executables)
 
 
-def _below(key: str, packed: Sizes) -> dict[Path, tuple[int, int]]:
+def _below(key: str, packed: Packings) -> dict[Path, Packing]:
     return {(key, *path): size for path, size in packed.items()}
 
 
@@ -125,7 +127,7 @@ def load_model(
     return weights
 
 
-def step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Sizes]:
+def step_model(files: ModelFiles, spec: EngineSpec) -> tuple[nnx.Module, Packings]:
     """Returns the model that the steps compute, and which of its weights are in panels."""
     lora = spec.described.lora
     rule = with_sharding(spec.sharding, lora.rule(files.rule) if lora else files.rule)

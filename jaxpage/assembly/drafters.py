@@ -25,7 +25,7 @@ from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.drafter import DeviceDrafter, HeadDrafter, TopIdsDrafter
 from jaxpage.device.drafting import Choice, ModelDrafter, TreeShape
-from jaxpage.device.packing import Sizes
+from jaxpage.device.packing import Packings
 from jaxpage.errors import CheckpointError, ConfigError
 from jaxpage.layers.embedding import Embedding
 from jaxpage.layers.sharding import UNDIVIDED, ShardedEmbedding, Sharding
@@ -66,7 +66,7 @@ class DrafterFiles(Protocol):
         """Returns its own parameters, each one `put(array)`."""
         ...
 
-    def packed(self, spec: EngineSpec) -> Sizes:
+    def packed(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
         ...
 
@@ -96,7 +96,7 @@ class HeadFiles:
         """Returns the heads' parameters, each one `put(array)`."""
         return load_medusa(self.files, dtype, put, progress=progress)
 
-    def packed(self, spec: EngineSpec) -> Sizes:
+    def packed(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
         return spec.packed(self._module(spec))
 
@@ -124,7 +124,7 @@ class NoFiles:
         """Returns None, since there are no weights."""
         return None
 
-    def packed(self, spec: EngineSpec) -> Sizes:
+    def packed(self, spec: EngineSpec) -> Packings:
         """Returns nothing, since there are no weights."""
         return {}
 
@@ -174,7 +174,7 @@ class ModelDrafterFiles:
             replace_modules(module, divided)
         return module
 
-    def packed(self, spec: EngineSpec) -> Sizes:
+    def packed(self, spec: EngineSpec) -> Packings:
         """Returns which of its weights the engine of this specification has in panels."""
         return spec.packed(self.divided(spec.layout.dtype, spec.sharding))
 

@@ -15,7 +15,7 @@ from jaxpage.checkpoints.opening import ModelFiles
 from jaxpage.device import kv_pages
 from jaxpage.device.buckets import BucketMenu
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.packing import Sizes
+from jaxpage.device.packing import Packings
 from jaxpage.models.base import KVSpec
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.shapes import MOST_DRAFTS
@@ -76,7 +76,7 @@ class Drafting:
         """Returns the drafter's parameters, each one `put(array)`, or None without a drafter."""
         return self.drafter.load(dtype, put, progress=progress) if self.drafter else None
 
-    def packed(self, spec: EngineSpec) -> Sizes:
+    def packed(self, spec: EngineSpec) -> Packings:
         """Returns which of the drafter's weights the engine has in panels."""
         return self.drafter.packed(spec) if self.drafter else {}
 

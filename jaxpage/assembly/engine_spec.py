@@ -33,7 +33,7 @@ from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.packing import pack_modules
+from jaxpage.models.packing import Packing, pack_modules
 from jaxpage.models.replacing import Path
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
@@ -81,14 +81,16 @@ class EngineSpec:
         """Returns the types of the model's numbers and the number of its devices."""
         return self.described.layout
 
-    def packed(self, module: nnx.Module) -> dict[Path, tuple[int, int]]:
+    def packed(self, module: nnx.Module) -> dict[Path, Packing]:
         """Puts layers with weights in panels into a module, where the kernels multiply by such.
 
         Returns:
             What `pack_modules` returns.
         """
         kernels = self.described.kernels
-        return {} if kernels is None else pack_modules(module, kernels.packs)
+        if kernels is None or not kernels.in_cpp:
+            return {}
+        return pack_modules(module, kernels.numbers_of_word)
 
     @property
     def vocab_size(self) -> int:

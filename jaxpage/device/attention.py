@@ -9,17 +9,17 @@ import dataclasses
 import logging
 
 import jax
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.packing import multiply_packed, packed_rows
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
 from jaxpage.layers.trace_scope import ProductKernels
-from jaxpage.layers.weight_kinds import Grouped, Packed
+from jaxpage.layers.weight_kinds import Grouped
 from pallas_kernels import (
     Arguments,
     AttentionOptions,
@@ -30,7 +30,6 @@ from pallas_kernels import (
     quantized_product,
     write_and_attend,
 )
-from pallas_kernels.cpu.packed import multiply_packed, rows_of_panels
 
 logger = logging.getLogger(__name__)
 
@@ -99,27 +98,13 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
             logger.warning("experts are multiplied one after another, which is slow: %s", refusal)
             return None
 
-    def packed(
-        x_TI: jax.Array, weight: Packed, result: DTypeLike, count_E: jax.Array | None
-    ) -> jax.Array:
-        x_TI = x_TI if weight.scale_O is None else x_TI.astype(jnp.float32)
-        made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
-        return multiply_packed(
-            x_TI,
-            weight.panels,
-            weight.num_out,
-            result=made,
-            scale_O=weight.scale_O,
-            count_E=count_E,
-        ).astype(result)
-
     has_groups = has_grouped_product(
         jax.default_backend(), backend=backend.name, interpret=backend.interpret
     )
     return ProductKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        packed,
-        lambda weight, ids_T: rows_of_panels(weight.panels, ids_T, weight.num_in),
+        multiply_packed,
+        packed_rows,
         by_group if has_groups else None,
     )

@@ -15,7 +15,7 @@ from jaxpage.errors import UnsupportedError
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
 from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
-from pallas_kernels.cpu.packed import takes
+from pallas_kernels.cpu.packed import NUMBERS
 from pallas_kernels.kernel_set import capability
 
 BFLOAT16_CAPABILITY = (8, 0)  # earlier GPUs of NVIDIA have float16 alone
@@ -33,9 +33,10 @@ class Backend(NamedTuple):
         """Returns the keyword arguments of every operation of `pallas_kernels`."""
         return {"backend": self.name, "interpret": self.interpret}
 
-    def packs(self, dtype: DTypeLike) -> bool:
-        """Returns whether weights of this type are in panels."""
-        return self.in_cpp and takes(dtype)
+    @staticmethod
+    def numbers_of_word(dtype: DTypeLike) -> int | None:
+        """Returns the numbers of a word of a weight in panels; None if it cannot be in panels."""
+        return NUMBERS.get(jnp.dtype(dtype).name)
 
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jaxpage.device.executables import Executables
 from jaxpage.device.host_pages import HostPages
 from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.packing import Sizes
+from jaxpage.device.packing import Packings
 from jaxpage.device.steps import unpack_drawn
 from jaxpage.engine.batch_builder import Batch, Move
 from jaxpage.models.replacing import Path
@@ -38,7 +38,7 @@ class Runner:
         executables: Executables,
         host_pages: Sequence[HostPages],
         adapters: Sequence[ShardedWeight] = (),
-        packed: Sizes | None = None,
+        packed: Packings | None = None,
     ):
         """Makes the pages.
 

@@ -29,7 +29,7 @@ from jaxpage.layers.mlp import GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
 from jaxpage.layers.product import has_product_by_group, product
 from jaxpage.layers.routing import Router, Routing
-from jaxpage.layers.weight_kinds import Packed
+from jaxpage.layers.weight_kinds import Packed, PackedCodes
 
 # The rows of a tile; the key is the largest mean number of pairs per expert (docs/lab-log.md, "Time
 # of a mixture of experts").
@@ -136,7 +136,7 @@ class Experts(nnx.Module):
         per_token, num_experts = expert_TX.shape[1], self.gate_up.spec.num_experts
         is_expert_TX = (expert_TX >= 0) & (expert_TX < num_experts)
         expert_P = jnp.where(is_expert_TX, expert_TX, num_experts).reshape(-1)
-        is_on_cpu = isinstance(self.gate_up.weight(...), Packed)
+        is_on_cpu = isinstance(self.gate_up.weight(...), Packed | PackedCodes)
         order_P, place_P = _sorted(expert_P, 0 if is_on_cpu else PAIRS_COMPARED)
         sorted_P = expert_P[order_P]
         count_E = (expert_P == jnp.arange(num_experts)[:, None]).sum(axis=1)

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int32
 
 from jaxpage.layers.trace_scope import ProductKernels, trace_scope
-from jaxpage.layers.weight_kinds import Grouped, Packed, Scaled, StoredWeight
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
 TOKENS_BY_HEAD = 16  # the tokens of a tile: see `product_by_head`
 SMALLEST_SCALE = 2.0**-100  # The scale of a token whose inputs are all zero.
@@ -36,7 +36,7 @@ def product(
         return _scaled_product(x_TI, weight).astype(result or x_TI.dtype)
     if isinstance(weight, Grouped):
         return _kernels().multiply(x_TI, weight, result or x_TI.dtype)
-    if isinstance(weight, Packed):
+    if isinstance(weight, Packed | PackedCodes):
         return _kernels().multiply_packed(x_TI, weight, result or x_TI.dtype, None)
     precision = (
         jax.lax.Precision.HIGHEST if weight.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
@@ -50,9 +50,9 @@ def _kernels() -> ProductKernels:
     return kernels
 
 
-def rows_of(weight: Grouped | Packed, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
+def rows_of(weight: Grouped | Packed | PackedCodes, ids_T: Int[Array, "T"]) -> Float[Array, "T I"]:
     """Returns rows of a table; those of a quantised one in float32."""
-    if isinstance(weight, Packed):
+    if isinstance(weight, Packed | PackedCodes):
         return _kernels().packed_rows(weight, ids_T)
     zero, minimum = (
         None if each is None else each[ids_T] for each in (weight.zero_OJ, weight.minimum_OJ)
@@ -68,7 +68,9 @@ def rows_of(weight: Grouped | Packed, ids_T: Int[Array, "T"]) -> Float[Array, "T
 
 def weight_numbers(weight: StoredWeight) -> Float[Array, "O I"]:
     """Returns the weight itself, dequantised, for uses other than its product with an input."""
-    assert not isinstance(weight, Packed), "only weights that inputs are multiplied by are packed"
+    assert not isinstance(weight, Packed | PackedCodes), (
+        "only weights that inputs are multiplied by are packed"
+    )
     if isinstance(weight, Scaled):
         return weight.values_OI.astype(jnp.float32) * weight.scale_O[:, None]
     return _kernels().numbers(weight) if isinstance(weight, Grouped) else weight
@@ -124,7 +126,9 @@ def _scaled_product(x_TI: Float[Array, "T I"], weight: Scaled) -> Float[Array, "
 def has_product_by_group(weight: StoredWeight) -> bool:
     """Returns whether there is a kernel that multiplies rows by such weights of their groups."""
     kernels = trace_scope().kernels
-    return isinstance(weight, Packed) or (kernels is not None and kernels.by_group is not None)
+    return isinstance(weight, Packed | PackedCodes) or (
+        kernels is not None and kernels.by_group is not None
+    )
 
 
 @jax.named_scope("product")
@@ -148,7 +152,7 @@ def product_by_group(
     Returns:
         The products; None where no kernel takes them.
     """
-    if isinstance(weight, Packed):
+    if isinstance(weight, Packed | PackedCodes):
         return _kernels().multiply_packed(x_PI, weight, x_PI.dtype, count_E)
     kernels = trace_scope().kernels
     if kernels is None or kernels.by_group is None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jaxpage.layers.weight_kinds import Grouped, Packed
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 
 
 class ProductKernels(NamedTuple):
@@ -37,8 +37,10 @@ class ProductKernels(NamedTuple):
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    multiply_packed: Callable[[jax.Array, Packed, DTypeLike, jax.Array | None], jax.Array]
-    packed_rows: Callable[[Packed, jax.Array], jax.Array]
+    multiply_packed: Callable[
+        [jax.Array, Packed | PackedCodes, DTypeLike, jax.Array | None], jax.Array
+    ]
+    packed_rows: Callable[[Packed | PackedCodes, jax.Array], jax.Array]
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )

@@ -51,4 +51,15 @@ class Packed(NamedTuple):
     scale_O: Float[Array, "... O"] | None = None
 
 
-StoredWeight = jax.Array | Scaled | Grouped | Packed
+class PackedCodes(NamedTuple):
+    """A weight of few bits whose arrays are in panels, multiplied by inputs as they are.
+
+    Scales, zeros and minima are not in panels where outputs share them (`scale_row_O`).
+    """
+
+    codes: Grouped
+    num_out: int
+    num_in: int
+
+
+StoredWeight = jax.Array | Scaled | Grouped | Packed | PackedCodes

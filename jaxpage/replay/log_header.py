@@ -17,7 +17,7 @@ import numpy as np
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import load_shards
 from jaxpage.checkpoints.opening import ModelFiles
-from jaxpage.device.packing import Sizes, unpacked_weight
+from jaxpage.device.packing import Packings, unpacked_weight
 from jaxpage.engine.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
 from jaxpage.replay.event_log import LogReader
@@ -201,7 +201,7 @@ def config_hash(config: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(config, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def weights_hash(parameters: Any, packed: Sizes | None = None) -> str:
+def weights_hash(parameters: Any, packed: Packings | None = None) -> str:
     """Returns the hash of the names, shapes, types and bytes of all loaded parameters.
 
     Args:

@@ -31,8 +31,8 @@ _FORM = "with a digest"  # part of a file's name, so that files of another form 
 FUNCTIONS = (
     "jaxpage_attend",
     "jaxpage_write_and_attend",
-    "jaxpage_multiply",
     "jaxpage_multiply_packed",
+    "jaxpage_multiply_coded",
 )
 
 

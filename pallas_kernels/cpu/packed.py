@@ -10,6 +10,9 @@ Inputs are added in their order, each output's in one sum, whatever the number o
 the same bits among any others. Places that fill no word or no panel are zero.
 
 By a weight of int8, rows are multiplied that are rounded to eight bits, each with its own scale.
+
+The codes of a quantised weight are in panels with words of one byte, and so are its scales, zeros
+and minima, unless outputs share them. Codes are made float32 some at a time, in the first cache.
 """
 
 from __future__ import annotations
@@ -23,32 +26,29 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.cpu import library
+from pallas_kernels.quantized_weight import CODES, QuantizedWeight
 
 OUTPUTS_OF_PANEL = 16
 # The numbers of a word.
 NUMBERS = {"float32": 1, "bfloat16": 2, "int8": 4}
 
 
-def panels_shape(num_out: int, num_in: int, dtype: DTypeLike) -> tuple[int, int, int, int]:
-    """Returns the shape [P, K, 16, numbers of a word] of a weight in panels."""
-    numbers = NUMBERS[jnp.dtype(dtype).name]
-    return (-(-num_out // OUTPUTS_OF_PANEL), -(-num_in // numbers), OUTPUTS_OF_PANEL, numbers)
+def pack(weight: np.ndarray, numbers: int) -> np.ndarray:
+    """Returns a weight [..., O, I] of the host in panels [..., P, K, 16, numbers].
 
-
-def pack(weight: np.ndarray) -> np.ndarray:
-    """Returns a weight [..., O, I] of the host in panels [..., P, K, 16, numbers of a word]."""
+    Args:
+        weight: The weight, or the codes, scales, zeros or minima of a quantised one.
+        numbers: The numbers of a word; see `NUMBERS`. It is 1 for the arrays of a quantised weight.
+    """
     *groups, num_out, num_in = weight.shape
-    panels, words, outputs, numbers = panels_shape(num_out, num_in, weight.dtype)
-    lacking = [(0, 0)] * len(groups) + [
-        (0, panels * outputs - num_out),
-        (0, words * numbers - num_in),
-    ]
+    lacking = [(0, 0)] * len(groups) + [(0, -num_out % OUTPUTS_OF_PANEL), (0, -num_in % numbers)]
     if any(size for _, size in lacking):
         weight = np.pad(weight, lacking)
     # Words are moved whole: numpy takes much longer for pairs of numbers.
-    by_word = np.ascontiguousarray(weight).view(np.uint32).reshape(*groups, panels, outputs, words)
-    packed = np.ascontiguousarray(by_word.swapaxes(-1, -2))
-    return packed.view(weight.dtype).reshape(*groups, panels, words, outputs, numbers)
+    words = np.ascontiguousarray(weight).view(f"u{weight.itemsize * numbers}")
+    by_panel = words.reshape(*groups, -1, OUTPUTS_OF_PANEL, words.shape[-1])
+    packed = np.ascontiguousarray(by_panel.swapaxes(-1, -2))
+    return packed.view(weight.dtype).reshape(*packed.shape, numbers)
 
 
 def unpack(panels: Any, num_out: int, num_in: int) -> Any:
@@ -64,6 +64,31 @@ def rows_of_panels(
     """Returns rows of a weight in panels."""
     words = panels[ids_T // OUTPUTS_OF_PANEL, :, ids_T % OUTPUTS_OF_PANEL]
     return words.reshape(len(ids_T), -1)[:, :num_in]
+
+
+def pack_quantized(weight: QuantizedWeight) -> QuantizedWeight:
+    """Returns a quantised weight of the host whose arrays are in panels."""
+    scale, zero, minimum = (
+        each if each is None or weight.scale_row_O is not None else pack(np.asarray(each), 1)
+        for each in (weight.scale_OJ, weight.zero_OJ, weight.minimum_OJ)
+    )
+    values = pack(np.asarray(weight.values), 1)
+    return weight._replace(values=values, scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+
+
+def quantized_rows(weight: QuantizedWeight, ids_T: Int[Array, "T"]) -> QuantizedWeight:
+    """Returns rows of a quantised weight in panels, as a weight of their own, not in panels."""
+    values, scale, zero, minimum = (
+        None if each is None else rows_of_panels(each, ids_T, each.shape[1])
+        for each in (_bits(weight.values), weight.scale_OJ, weight.zero_OJ, weight.minimum_OJ)
+    )
+    return weight._replace(values=values, scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+
+
+def _bits(codes: jax.Array) -> jax.Array:
+    """Returns codes of float8 as their bits: XLA on CPU is slow with the type."""
+    is_float = jnp.issubdtype(codes.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(codes, jnp.uint8) if is_float else codes
 
 
 def takes(dtype: DTypeLike) -> bool:
@@ -103,5 +128,40 @@ def multiply_packed(
     scales = jnp.zeros(0, jnp.float32) if scale_O is None else scale_O
     y_TO: jax.Array = call(
         x_TI, panels[None] if no_counts else panels, scales, counts, instructions=instructions
+    )
+    return y_TO
+
+
+def multiply_quantized(
+    x_TI: Float[Array, "T I"],
+    weight: QuantizedWeight,
+    num_out: int,
+    *,
+    result: DTypeLike,
+    count_E: Int[Array, "E"] | None = None,
+) -> Float[Array, "T O"]:
+    """Multiplies rows by a quantised weight in panels, in float32; see `multiply_packed`."""
+    library.load()
+
+    def of_groups(values: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+        if values is None:
+            return jnp.zeros(0, dtype)
+        values = values.astype(dtype)
+        return values if count_E is not None else values[None]
+
+    rows = weight.scale_row_O
+    kept = weight.scale_OJ.dtype if rows is None else jnp.dtype(jnp.float32)
+    shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
+    call = jax.ffi.ffi_call("jaxpage_multiply_coded", shape, vmap_method="sequential")
+    y_TO: jax.Array = call(
+        x_TI.astype(jnp.float32),
+        of_groups(weight.values, weight.values.dtype),
+        of_groups(weight.scale_OJ, kept),
+        of_groups(weight.zero_OJ, jnp.float32),
+        of_groups(weight.minimum_OJ, kept),
+        jnp.zeros(0, jnp.int32) if rows is None else rows.astype(jnp.int32),
+        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        code=np.int64(CODES.index(weight.code)),
+        group_size=np.int64(weight.group_size),
     )
     return y_TO

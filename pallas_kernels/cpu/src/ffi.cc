@@ -11,7 +11,6 @@
 
 #include "attention.h"
 #include "packed.h"
-#include "product.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
@@ -26,7 +25,6 @@ namespace jaxpage {
 
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
-extern const Multiply kMultiply;
 extern const PackedKernels kPacked;
 }
 
@@ -261,32 +259,6 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_pages
   return run(pool, a, q, k_pages, k_scale, v_scale, 0, block_table, context_len, query_start, tree_mask, sinks, *out);
 }
 
-ffi::Error multiply(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer values, ffi::AnyBuffer scale,
-                    ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Result<ffi::Buffer<ffi::F32>> out, int64_t code,
-                    int64_t group_size) {
-  const auto xd = x.dimensions(), vd = values.dimensions(), sd = scale.dimensions();
-  if (xd.size() != 2 || vd.size() != 2 || sd.size() != 2) return ffi::Error::InvalidArgument("wrong number of axes");
-  Product p{};
-  p.code = static_cast<Code>(code), p.group_size = group_size;
-  p.num_tokens = xd[0], p.num_in = xd[1], p.num_out = vd[0], p.num_groups = sd[1];
-  const int64_t codes_of_byte = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
-  if (p.num_in % 16 || group_size % 16 || vd[1] * codes_of_byte != p.num_in || sd[0] != p.num_out ||
-      (p.num_in + group_size - 1) / group_size != p.num_groups || out->element_count() != static_cast<size_t>(p.num_tokens * p.num_out) ||
-      (zero.element_count() && zero.element_count() != scale.element_count()) ||
-      (minimum.element_count() && minimum.element_count() != scale.element_count()))
-    return ffi::Error::InvalidArgument("the shapes of a quantised weight do not fit");
-  p.half = scale.element_type() == ffi::DataType::F16;
-  if ((!p.half && scale.element_type() != ffi::DataType::F32) || minimum.element_type() != scale.element_type() ||
-      (minimum.element_count() && p.code != Code::kInt4))
-    return ffi::Error::InvalidArgument("no kernel for scales or minima of this type");
-  p.x = x.typed_data(), p.values = values.untyped_data(), p.scale = scale.untyped_data(), p.out = out->typed_data();
-  p.zero = zero.element_count() ? zero.typed_data() : nullptr;
-  p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
-  in_parallel(pool, (p.num_out + kOutputsAtOnce - 1) / kOutputsAtOnce, 4,
-              [&](int64_t unit) { JAXPAGE_ISA::kMultiply(p, unit * kOutputsAtOnce); });
-  return ffi::Error::Success();
-}
-
 // The best instructions for words of this type that the processor has and the kernels are built for.
 Instructions best(Type type) {
 #if defined(__AVX512F__) && defined(__linux__)
@@ -305,14 +277,16 @@ Instructions best(Type type) {
 
 // Multiplies the rows of each group by the group's weight. `counts` has the rows of each, which lie one group after the other; rows of none become zero.
 // Without counts all rows are of one group.
-void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int64_t num_groups) {
+void multiply_packed(ffi::ThreadPool& pool, Packed p, const ffi::Buffer<ffi::S32>& row_counts, int64_t num_groups, int64_t bytes_of_group,
+                     int64_t bytes_of_scales, int64_t bytes_of_zeros) {
+  const int32_t* counts = row_counts.element_count() ? row_counts.typed_data() : nullptr;
   const PackedKernels& k = JAXPAGE_ISA::kPacked;
   const int64_t num_panels = (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel;
   static thread_local std::vector<char> prepared;
   static thread_local std::vector<float> row_scale;
   static thread_local std::vector<int32_t> row_sum;
   p.words = p.x;
-  if (p.type == Type::kI8) {
+  if (p.type == Type::kI8 && !p.is_coded) {
     row_scale.resize(p.num_rows), row_sum.resize(p.num_rows);
     p.row_scale = row_scale.data(), p.row_sum = row_sum.data();
   }
@@ -338,9 +312,12 @@ void multiply_packed(ffi::ThreadPool& pool, Packed p, const int32_t* counts, int
   const int64_t count = units.size(), at_once = std::clamp<int64_t>(count / (8 * pool.num_threads()), 1, 16);
   in_parallel(pool, count, at_once, [&](int64_t index) {
     const Unit& unit = units[index];
+    const auto after = [&](const void* array, int64_t bytes) {
+      return array ? static_cast<const char*>(array) + unit.group * bytes : nullptr;
+    };
     Packed own = p;
-    own.panels += unit.group * num_panels * p.num_words * kOutputsOfPanel;
-    if (own.scale) own.scale += unit.group * p.num_out;
+    own.panels = after(p.panels, bytes_of_group), own.scale = after(p.scale, bytes_of_scales);
+    own.minimum = after(p.minimum, bytes_of_scales), own.zero = after(p.zero, bytes_of_zeros);
     k.multiply(own, unit.row, unit.end_row, unit.panel, std::min(unit.panel + k.panels_at_once, num_panels));
   });
 }
@@ -361,10 +338,39 @@ ffi::Error multiply_packed_any(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyB
       scale.element_count() != static_cast<size_t>(p.type == Type::kI8 ? pd[0] * od[1] : 0) ||
       (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
     return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
-  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(), p.panels = static_cast<const uint32_t*>(panels.untyped_data()), p.out = out->untyped_data();
+  p.instructions = static_cast<int>(instructions), p.x = x.untyped_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data();
   p.scale = p.type == Type::kI8 ? scale.typed_data() : nullptr;
   p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_words = pd[2];
-  multiply_packed(pool, p, counts.element_count() ? counts.typed_data() : nullptr, pd[0]);
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], 0);
+  return ffi::Error::Success();
+}
+
+// Scales, zeros and minima are in panels as codes are; with `scale_row`, which all groups share, they are as they were.
+ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
+                          ffi::Buffer<ffi::F32> zero, ffi::AnyBuffer minimum, ffi::Buffer<ffi::S32> scale_row, ffi::Buffer<ffi::S32> counts,
+                          ffi::Result<ffi::AnyBuffer> out, int64_t code, int64_t group_size) {
+  Packed p{};
+  const auto xd = x.dimensions(), pd = panels.dimensions(), sd = scale.dimensions(), od = out->dimensions();
+  if (xd.size() != 2 || od.size() != 2 || pd.size() != 5 || sd.size() < 3) return ffi::Error::InvalidArgument("wrong number of axes");
+  p.is_coded = true, p.code = static_cast<Code>(code), p.group_size = group_size;
+  p.num_rows = xd[0], p.num_in = xd[1], p.num_out = od[1], p.num_groups = scale_row.element_count() ? sd[sd.size() - 1] : sd[2];
+  const int64_t codes = p.code == Code::kInt4 || p.code == Code::kFloat4 ? 2 : 1;
+  p.out_is_float = out->element_type() == ffi::DataType::F32;
+  if (!type_of(scale.element_type(), false, &p.scale_type) || minimum.element_type() != scale.element_type() ||
+      (scale_row.element_count() && p.scale_type != Type::kF32) || (!p.out_is_float && out->element_type() != ffi::DataType::BF16))
+    return ffi::Error::InvalidArgument("no kernel for a product of these types");
+  if (od[0] != xd[0] || pd[3] != kOutputsOfPanel || pd[4] != 1 || pd[2] * codes != p.num_in || group_size % codes ||
+      (p.num_out + kOutputsOfPanel - 1) / kOutputsOfPanel != pd[1] || (p.num_in + group_size - 1) / group_size != p.num_groups || sd[0] != pd[0] ||
+      (scale_row.element_count() ? scale_row.element_count() != static_cast<size_t>(p.num_out) : sd[1] != pd[1]) ||
+      (zero.element_count() && zero.element_count() != scale.element_count()) ||
+      (minimum.element_count() && minimum.element_count() != scale.element_count()) ||
+      (counts.element_count() ? counts.element_count() != static_cast<size_t>(pd[0]) : pd[0] != 1))
+    return ffi::Error::InvalidArgument("the shapes of a weight in panels do not fit");
+  p.x = x.typed_data(), p.panels = panels.untyped_data(), p.out = out->untyped_data(), p.scale = scale.untyped_data();
+  p.zero = zero.element_count() ? zero.typed_data() : nullptr;
+  p.minimum = minimum.element_count() ? minimum.untyped_data() : nullptr;
+  p.scale_row = scale_row.element_count() ? scale_row.typed_data() : nullptr;
+  multiply_packed(pool, p, counts, pd[0], panels.size_bytes() / pd[0], scale.size_bytes() / pd[0], zero.size_bytes() / pd[0]);
   return ffi::Error::Success();
 }
 
@@ -423,7 +429,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_packed, multiply_packed_any,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("instructions"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -431,7 +437,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply, multiply,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size"));
 

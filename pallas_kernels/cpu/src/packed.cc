@@ -182,9 +182,10 @@ JAXPAGE_AMX void amx_tile(int count, const uint32_t* x, int64_t num_words, const
 #undef JAXPAGE_ADD_TILES
 #endif
 
-// Adds products with some words of some panels to sums, which are in `total`.
+// Adds products with some words of some panels, of which one is `panel` words behind the other, to sums, which are in `total`.
 template <typename Word, int kRows, int kPanels>
-JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                             uint32_t* total) {
   constexpr int kVectors = kPanels * kVectorsOfPanel;
   typename Word::Sum sum[kRows][kVectors];
   for (int t = 0; t < kRows; ++t)
@@ -193,7 +194,7 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
   for (int64_t k = begin; k < end; ++k) {
     Words word[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      const uint32_t* from = w + (v / kVectorsOfPanel * num_words + k) * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
+      const uint32_t* from = w + v / kVectorsOfPanel * panel + k * kOutputsOfPanel + v % kVectorsOfPanel * kWordsOfVector;
       word[v] = raw_at<Words>(from);
       if (v % kVectorsOfPanel == 0) __builtin_prefetch(from + 512);
     }
@@ -211,14 +212,15 @@ JAXPAGE_DOT inline void tile(const typename Word::X* x, int64_t num_words, const
 }
 
 template <typename Word, int kPanels>
-JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t begin, int64_t end, uint32_t* total) {
+JAXPAGE_DOT void rows(int count, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin, int64_t end,
+                      uint32_t* total) {
   switch (count) {
-    case 1: return tile<Word, 1, kPanels>(x, num_words, w, begin, end, total);
-    case 2: return tile<Word, 2, kPanels>(x, num_words, w, begin, end, total);
-    case 3: return tile<Word, 3, kPanels>(x, num_words, w, begin, end, total);
-    case 4: return tile<Word, 4, kPanels>(x, num_words, w, begin, end, total);
-    case 5: return tile<Word, 5, kPanels>(x, num_words, w, begin, end, total);
-    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, begin, end, total);
+    case 1: return tile<Word, 1, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 2: return tile<Word, 2, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 3: return tile<Word, 3, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 4: return tile<Word, 4, kPanels>(x, num_words, w, panel, begin, end, total);
+    case 5: return tile<Word, 5, kPanels>(x, num_words, w, panel, begin, end, total);
+    default: return tile<Word, kMostRows, kPanels>(x, num_words, w, panel, begin, end, total);
   }
 }
 
@@ -226,9 +228,9 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
   const int64_t count = std::min<int64_t>(kOutputsOfPanel, p.num_out - output), at = row * p.num_out + output;
   const int64_t bytes = p.out_is_float ? 4 : 2;
   Vec value = raw_at<Vec>(total);
-  if (p.type == Type::kI8) {
+  if (p.type == Type::kI8 && !p.is_coded) {
     Vec scale = {};
-    std::memcpy(&scale, p.scale + output, count * 4);
+    std::memcpy(&scale, static_cast<const float*>(p.scale) + output, count * 4);
     value = __builtin_convertvector((Int)value - (p.instructions ? 128 * p.row_sum[row] : 0), Vec) * splat(p.row_scale[row]) * scale;
   }
   alignas(64) char own[64];
@@ -239,12 +241,29 @@ void store(const Packed& p, int64_t row, int64_t output, const uint32_t* total) 
   if (first == own) std::memcpy(to, own, count * bytes);
 }
 
+// The same for all rows of a unit, in tiles of nearly equal numbers of rows. x begins with the first of them.
 template <typename Word, int kPanels>
-JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t panel) {
+JAXPAGE_DOT void all_rows(int64_t num_rows, const typename Word::X* x, int64_t num_words, const uint32_t* w, int64_t panel, int64_t begin,
+                          int64_t end, uint32_t* total) {
+  const int64_t num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  for (int64_t i = 0; i < num_tiles; ++i) {
+    const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
+    rows<Word, kPanels>(count, x + first * num_words * Word::kSteps, num_words, w, panel, begin, end, total + first * kMostColumns);
+  }
+}
+
+template <int kPanels>
+void store(const Packed& p, int64_t row, int64_t end_row, int64_t panel, const uint32_t* total) {
+  for (int64_t t = 0; t < end_row - row; ++t)
+    for (int i = 0; i < kPanels; ++i) store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
+}
+
+template <typename Word, int kPanels>
+JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
   alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
-  const auto* x = static_cast<const typename Word::X*>(p.words);
-  const uint32_t* w = p.panels + panel * p.num_words * kOutputsOfPanel;
-  const int64_t num_rows = end_row - row, num_tiles = (num_rows + kMostRows - 1) / kMostRows;
+  const int64_t num_rows = end_row - row, panel = p.num_words * kOutputsOfPanel;
+  const auto* x = static_cast<const typename Word::X*>(p.words) + row * p.num_words * Word::kSteps;
+  const uint32_t* w = static_cast<const uint32_t*>(p.panels) + first_panel * panel;
   int64_t begin = 0;
   do {
     const int64_t end = std::min(begin + kWordsOfBlock, p.num_words);
@@ -254,21 +273,94 @@ JAXPAGE_DOT void panels(const Packed& p, int64_t row, int64_t end_row, int64_t p
         const int64_t whole = begin + (end - begin) / kWordsOfTile * kWordsOfTile, count = (num_rows + kRowsOfTile - 1) / kRowsOfTile;
         for (int64_t i = 0; i < count && begin < whole; ++i) {
           const int64_t first = i * num_rows / count, last = (i + 1) * num_rows / count;
-          amx_tile<Word, kPanels>(last - first, x + (row + first) * p.num_words, p.num_words, w, begin, whole, total + first * kMostColumns);
+          amx_tile<Word, kPanels>(last - first, x + first * p.num_words, p.num_words, w, begin, whole, total + first * kMostColumns);
         }
         begin = whole;
         if (begin == end) continue;
       }
 #endif
-    for (int64_t i = 0; i < num_tiles; ++i) {  // tiles of nearly equal numbers of rows
-      const int64_t first = i * num_rows / num_tiles, count = (i + 1) * num_rows / num_tiles - first;
-      rows<Word, kPanels>(count, x + (row + first) * p.num_words * Word::kSteps, p.num_words, w, begin, end, total + first * kMostColumns);
-    }
+    all_rows<Word, kPanels>(num_rows, x, p.num_words, w, panel, begin, end, total);
     begin = end;
   } while (begin < p.num_words);
-  for (int64_t t = 0; t < num_rows; ++t)
-    for (int i = 0; i < kPanels; ++i)
-      store(p, row + t, (panel + i) * kOutputsOfPanel, total + t * kMostColumns + i * kOutputsOfPanel);
+  store<kPanels>(p, row, end_row, first_panel, total);
+}
+
+// A vector of the scales, zeros or minima of a group of inputs, one of each output of a panel.
+Vec of_group(const Packed& p, Type type, const void* values, int64_t panel, int64_t group) {
+  if (!p.scale_row) {
+    const int64_t at = (panel * p.num_groups + group) * kOutputsOfPanel;
+    if (type == Type::kF32) return Load<F32>::at(static_cast<const float*>(values) + at);
+    if (type == Type::kBF16) return Load<BF16>::at(static_cast<const uint16_t*>(values) + at);
+    return Load<F16>::at(static_cast<const uint16_t*>(values) + at);
+  }
+  Vec found = {};
+  for (int lane = 0; lane < kLanes && panel * kOutputsOfPanel + lane < p.num_out; ++lane)
+    found[lane] = static_cast<const float*>(values)[p.scale_row[panel * kOutputsOfPanel + lane] * p.num_groups + group];
+  return found;
+}
+
+template <Code code>
+inline Vec number(Int bits) {
+  if constexpr (code != Code::kFloat4) return __builtin_convertvector(bits, Vec);
+  const Vec numbers = {0, .5, 1, 1.5, 2, 3, 4, 6, -0.f, -.5, -1, -1.5, -2, -3, -4, -6};
+  return __builtin_shuffle(numbers, bits);
+}
+
+// Makes words of float32 of the codes of a panel, for some inputs.
+template <Code code>
+void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
+  constexpr int kCodes = code == Code::kInt4 || code == Code::kFloat4 ? 2 : 1;  // of a byte
+  const auto* from = static_cast<const uint8_t*>(p.panels) + panel * (p.num_in / kCodes) * kOutputsOfPanel;
+  for (int64_t i = begin; i < end;) {
+    const int64_t group = i / p.group_size, stop = std::min(end, (group + 1) * p.group_size);
+    const Vec scale = of_group(p, p.scale_type, p.scale, panel, group);
+    const Vec offset = p.minimum ? of_group(p, p.scale_type, p.minimum, panel, group)
+                       : p.zero  ? of_group(p, Type::kF32, p.zero, panel, group)
+                                 : splat(code == Code::kInt4 ? 8.0f : 0.0f);
+    const auto put = [&](Vec numbers) {
+      Store<F32>::at(to, p.minimum ? multiply_add(numbers, scale, offset) : (numbers - offset) * scale);
+      to += kOutputsOfPanel;
+    };
+    for (; i < stop; i += kCodes) {
+      const uint8_t* at = from + i / kCodes * kOutputsOfPanel;
+      if constexpr (code == Code::kInt8) {
+        put(Load<I8>::at(reinterpret_cast<const int8_t*>(at)));
+      } else if constexpr (code == Code::kFloat8) {
+        put(Load<F8>::at(at));
+      } else {
+        const Int both = (Int)widened(raw_at<UByte>(at));
+        put(number<code>(both & 15));
+        put(number<code>(both >> 4));
+      }
+    }
+  }
+}
+
+void decode(const Packed& p, int64_t panel, int64_t begin, int64_t end, float* to) {
+  switch (p.code) {
+    case Code::kInt8: return decode<Code::kInt8>(p, panel, begin, end, to);
+    case Code::kInt4: return decode<Code::kInt4>(p, panel, begin, end, to);
+    case Code::kFloat8: return decode<Code::kFloat8>(p, panel, begin, end, to);
+    case Code::kFloat4: return decode<Code::kFloat4>(p, panel, begin, end, to);
+  }
+}
+
+// Weights in few bits: some words of float32 are made at a time, so that they stay in the first cache, and multiplied by all rows.
+template <int kPanels>
+JAXPAGE_DOT void coded_panels(const Packed& p, int64_t row, int64_t end_row, int64_t first_panel) {
+  constexpr int64_t kInputs = 64, kPanel = kInputs * kOutputsOfPanel;
+  alignas(64) static thread_local uint32_t total[kRowsAtOnce * kMostColumns];
+  alignas(64) float words[kPanels * kPanel];
+  const float* x = static_cast<const float*>(p.x) + row * p.num_in;
+  int64_t begin = 0;
+  do {
+    const int64_t end = std::min(begin + kInputs, p.num_in);
+    for (int i = 0; i < kPanels; ++i) decode(p, first_panel + i, begin, end, words + i * kPanel);
+    const auto* from = reinterpret_cast<const uint32_t*>(words) - begin * kOutputsOfPanel;  // where word 0 would be
+    all_rows<FloatWord, kPanels>(end_row - row, x, p.num_in, from, kPanel, begin, end, total);
+    begin = end;
+  } while (begin < p.num_in);
+  store<kPanels>(p, row, end_row, first_panel, total);
 }
 
 template <typename Word>
@@ -278,6 +370,11 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 }
 
 void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int64_t end_panel) {
+  if (p.is_coded) {
+    if (panel + kMostPanels <= end_panel) return coded_panels<kMostPanels>(p, row, end_row, panel);
+    for (; panel < end_panel; ++panel) coded_panels<1>(p, row, end_row, panel);
+    return;
+  }
   if (p.type == Type::kF32) return multiply<FloatWord>(p, row, end_row, panel, end_panel);
   if (p.type == Type::kI8) {
 #if defined(__AVX512F__)
@@ -292,7 +389,7 @@ void multiply(const Packed& p, int64_t row, int64_t end_row, int64_t panel, int6
 }
 
 int64_t bytes_of_row(const Packed& p) {
-  if (p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
+  if (p.is_coded || p.type == Type::kF32 || (p.type == Type::kBF16 && p.instructions && p.num_in % 2 == 0)) return 0;
   return std::max<int64_t>(p.num_words, 1) * (p.instructions ? 4 : 8);
 }
 

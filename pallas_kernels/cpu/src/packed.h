@@ -17,19 +17,33 @@ constexpr int64_t kRowsAtOnce = 96;  // a multiple of the rows of every tile
 // Which instructions multiply words of bfloat16 and int8: none, those for vectors of words, or those for tiles (AMX).
 enum Instructions : int { kNone, kDot, kTiles };
 
-// Letters as in pallas_kernels: T rows, I inputs, O outputs. P panels, K words of inputs.
+// How a weight of few bits is stored. Of two codes in a byte the low nibble is of the first input.
+enum class Code : int64_t { kInt8, kInt4, kFloat8, kFloat4 };
+
+// Letters as in pallas_kernels: T rows, I inputs, O outputs, J groups of inputs that share a scale. P panels, K words of inputs.
 struct Packed {
-  Type type;             // of the weight: kF32, kBF16 or kI8
-  int instructions;      // kNone, kDot or kTiles
-  const void* x;         // [T, I]: float32 for kI8, else of the weight's type
-  const void* words;     // [T, ...]: x as `prepare` makes it, or x itself
-  const uint32_t* panels;  // [P, K, 16]
-  const float* scale;      // [O] of kI8, else null
-  float* row_scale;        // [T] of kI8, which `prepare` finds; x is rounded with it
-  int32_t* row_sum;        // [T] of kI8: of the rounded x, what a sum has 128 times too much
-  void* out;             // [T, O]
-  bool out_is_float;     // else of bfloat16
+  Type type;           // of the weight: kF32, kBF16 or kI8
+  int instructions;    // kNone, kDot or kTiles
+  const void* x;       // [T, I]: float32 for kI8 and for codes, else of the weight's type
+  const void* words;   // [T, ...]: x as `prepare` makes it, or x itself
+  const void* panels;  // [P, K, 16] words; of codes [P, I, 16] or [P, I / 2, 16] bytes
+  void* out;           // [T, O]
+  bool out_is_float;   // else of bfloat16
   int64_t num_rows, num_in, num_out, num_words;
+
+  // kI8, whose inputs are rounded to eight bits.
+  const void* scale;  // [O] of float; of codes see below
+  float* row_scale;   // [T]: what `prepare` rounds a row with
+  int32_t* row_sum;   // [T]: of the rounded x, what a sum has 128 times too much
+
+  // Codes, which are made float32.
+  bool is_coded;
+  Code code;
+  Type scale_type;           // of scales and minima
+  const void* zero;          // of float, subtracted from the codes; null: 8 from the codes of kInt4, nothing from others
+  const void* minimum;       // added to codes times scales, from which nothing is subtracted then; or null
+  const int32_t* scale_row;  // [O]: the row of scales, zeros and minima [..., J], all of float; null: these are in panels [P, J, 16]
+  int64_t num_groups, group_size;
 };
 
 struct PackedKernels {
