@@ -556,8 +556,8 @@ PACKED_MISTAKES = {
     ),
     "rows of another tile": ("x + first * num_words * Word::kSteps", "x"),
     "the last outputs are left out": (
-        "for (; panel < end_panel; ++panel)",
-        "for (; panel < end_panel - 1; ++panel)",
+        "panel < end_panel; ++panel) panels<Word, 1>",
+        "panel < end_panel - 1; ++panel) panels<Word, 1>",
     ),
     "padding is stored": ("count == kOutputsOfPanel ? to : own", "to"),
     "a row without its last number": (
