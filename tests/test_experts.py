@@ -86,10 +86,9 @@ def test_the_mixture_is_a_sum_over_each_tokens_experts(kernels: ProductKernels) 
 
 
 @pytest.mark.parametrize("compared", [0, 100])
-def test_pairs_are_sorted_by_expert(compared: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts, "PAIRS_COMPARED", compared)
+def test_pairs_are_sorted_by_expert(compared: int) -> None:
     expert_P = np.random.default_rng(0).integers(0, 7, 40)
-    order_P, place_P = experts._sorted(jnp.asarray(expert_P))
+    order_P, place_P = experts._sorted(jnp.asarray(expert_P), compared)
     np.testing.assert_array_equal(order_P, np.argsort(expert_P, kind="stable"))
     np.testing.assert_array_equal(np.asarray(place_P)[np.asarray(order_P)], np.arange(40))
 

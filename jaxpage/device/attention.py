@@ -13,8 +13,8 @@ from jax.typing import DTypeLike
 
 from jaxpage.device.backends import Backend
 from jaxpage.device.buckets import Bucket
-from jaxpage.device.few_rows import few_rounded_product, few_rows_product
 from jaxpage.device.kv_pages import LayerPages
+from jaxpage.device.packing import multiply_packed, packed_rows
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.device.verify import unpack_tree_mask
 from jaxpage.layers.context import Attend
@@ -81,8 +81,8 @@ def make_attend(
 def make_product_kernels(backend: Backend) -> ProductKernels:
     """Returns the kernels for products with weights.
 
-    They multiply by weights of few bits, look up rows in a table of such weights, multiply few
-    rows, and multiply rows by the weights of their experts.
+    They multiply by weights of few bits or in panels, look up rows in a table of such weights, and
+    multiply rows by the weights of their experts.
     """
 
     def multiply(x_TI: jax.Array, weight: Grouped, result: DTypeLike) -> jax.Array:
@@ -104,7 +104,7 @@ def make_product_kernels(backend: Backend) -> ProductKernels:
     return ProductKernels(
         multiply,
         lambda weight: numbers(QuantizedWeight(*weight)),
-        few_rows_product if backend.few_rows else None,
-        few_rounded_product if backend.few_rows else None,
+        multiply_packed,
+        packed_rows,
         by_group if has_groups else None,
     )

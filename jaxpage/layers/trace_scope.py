@@ -18,28 +18,29 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from jaxpage.layers.weight_kinds import Grouped
+from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 
 
 class ProductKernels(NamedTuple):
     """Holds the kernels for products with weights, which `jaxpage/device/` binds.
 
-    The last three return None for a product that they do not take, and are None where there is no
-    such kernel.
-
     Attributes:
         multiply: Returns `x @ weight.T` in the type that is given.
         numbers: Returns the weight in float32 [O, I].
-        few_rows: Returns `x @ w.T` in the type that is given, with the bits of `xla_product`.
-        few_rounded: Returns the result of `rounded_product`.
+        multiply_packed: Returns `x @ weight.T` in the type that is given. With a number of rows of
+            each group, it multiplies rows that are sorted by group by the weights of their groups.
+        packed_rows: Returns rows of a weight in panels.
         by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
-            is given.
+            is given, or None for a product that it does not take. It is None where there is no such
+            kernel.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
     numbers: Callable[[Grouped], jax.Array]
-    few_rows: Callable[[jax.Array, jax.Array, DTypeLike], jax.Array | None] | None
-    few_rounded: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array] | None] | None
+    multiply_packed: Callable[
+        [jax.Array, Packed | PackedCodes, DTypeLike, jax.Array | None], jax.Array
+    ]
+    packed_rows: Callable[[Packed | PackedCodes, jax.Array], jax.Array]
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )
