@@ -559,7 +559,6 @@ PACKED_MISTAKES = {
         "panel < end_panel; ++panel) panels<Word, 1>",
         "panel < end_panel - 1; ++panel) panels<Word, 1>",
     ),
-    "padding is stored": ("count == kOutputsOfPanel ? to : own", "to"),
     "a row without its last number": (
         "std::memcpy(words, x, p.num_in * 2);",
         "std::memcpy(words, x, p.num_in * 2 - 2);",

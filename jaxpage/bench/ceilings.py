@@ -60,11 +60,11 @@ def fastest(run: Callable[[], Any], repeats: int) -> float:
 
     One call before them does not count, because the first call may have more to do.
     """
-    jax.block_until_ready(run())
+    jax.block_until_ready(run())  # type: ignore[no-untyped-call]
     found = []
     for _ in range(repeats):
         started = time.perf_counter()
-        jax.block_until_ready(run())
+        jax.block_until_ready(run())  # type: ignore[no-untyped-call]
         found.append(time.perf_counter() - started)
     return min(found)
 

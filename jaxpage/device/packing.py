@@ -5,6 +5,7 @@ See `pallas_kernels.cpu.packed`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,9 +68,8 @@ def pack_weights(parameters: Any, packings: Packings) -> None:
     for path, how in packings.items():
         branch = _branch(parameters, path)
         if (array := branch.get(path[-1])) is not None:
-            branch[path[-1]] = _of_each_part(
-                array, lambda part, how=how: packed.pack(part, how.numbers)
-            )
+            packs = functools.partial(packed.pack, numbers=how.numbers)
+            branch[path[-1]] = _of_each_part(array, packs)
             array.delete()
 
 

@@ -47,7 +47,8 @@ class PackedEmbedding(Embedding):
 
     def __init__(self, whole: Embedding):
         self.name, self.axis, self.table = whole.name, whole.axis, whole.table
-        self.size: tuple[int, int] = whole.table.get_value().shape
+        num_rows, width = whole.table.get_value().shape
+        self.size = (num_rows, width)
 
     @property
     def num_rows(self) -> int:

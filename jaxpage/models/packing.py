@@ -51,7 +51,8 @@ def pack_modules(
     packed: dict[Path, Packing] = {}
 
     def note(path: Path, parameter: nnx.Param[Any], numbers: int) -> None:
-        packed[path] = Packing(*parameter.get_value().shape[-2:], numbers)
+        num_rows, num_columns = parameter.get_value().shape[-2:]
+        packed[path] = Packing(num_rows, num_columns, numbers)
 
     def replacement(path: Path, each: nnx.Module) -> nnx.Module | None:
         if isinstance(each, Linear) and not each.spec.multiplied:

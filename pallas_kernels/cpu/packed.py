@@ -17,6 +17,7 @@ and minima, unless outputs share them. Codes are made float32 some at a time, in
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -67,22 +68,32 @@ def rows_of_panels(
 
 
 def pack_quantized(weight: QuantizedWeight) -> QuantizedWeight:
-    """Returns a quantised weight of the host whose arrays are in panels."""
-    scale, zero, minimum = (
-        each if each is None or weight.scale_row_O is not None else pack(np.asarray(each), 1)
-        for each in (weight.scale_OJ, weight.zero_OJ, weight.minimum_OJ)
-    )
-    values = pack(np.asarray(weight.values), 1)
-    return weight._replace(values=values, scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+    """Returns a quantised weight whose arrays are in panels."""
+
+    def in_panels(array: jax.Array) -> jax.Array:
+        return jnp.asarray(pack(np.asarray(array), 1))
+
+    packed = weight._replace(values=in_panels(weight.values))
+    return packed if weight.scale_row_O is not None else _each_of_groups(packed, in_panels)
 
 
 def quantized_rows(weight: QuantizedWeight, ids_T: Int[Array, "T"]) -> QuantizedWeight:
     """Returns rows of a quantised weight in panels, as a weight of their own, not in panels."""
-    values, scale, zero, minimum = (
-        None if each is None else rows_of_panels(each, ids_T, each.shape[1])
-        for each in (_bits(weight.values), weight.scale_OJ, weight.zero_OJ, weight.minimum_OJ)
+
+    def rows(array: jax.Array) -> jax.Array:
+        return rows_of_panels(array, ids_T, array.shape[1])
+
+    return _each_of_groups(weight._replace(values=rows(_bits(weight.values))), rows)
+
+
+def _each_of_groups(
+    weight: QuantizedWeight, change: Callable[[jax.Array], jax.Array]
+) -> QuantizedWeight:
+    """Returns a weight with other scales, zeros and minima."""
+    zero, minimum = (
+        None if each is None else change(each) for each in (weight.zero_OJ, weight.minimum_OJ)
     )
-    return weight._replace(values=values, scale_OJ=scale, zero_OJ=zero, minimum_OJ=minimum)
+    return weight._replace(scale_OJ=change(weight.scale_OJ), zero_OJ=zero, minimum_OJ=minimum)
 
 
 def _bits(codes: jax.Array) -> jax.Array:
@@ -123,11 +134,12 @@ def multiply_packed(
         instructions = loaded.instructions.get(panels.dtype.name, library.NONE)
     shape = jax.ShapeDtypeStruct((x_TI.shape[0], num_out), result)
     call = jax.ffi.ffi_call("jaxpage_multiply_packed", shape, vmap_method="sequential")
-    no_counts = count_E is None
-    counts = jnp.zeros(0, jnp.int32) if no_counts else count_E.astype(jnp.int32)
-    scales = jnp.zeros(0, jnp.float32) if scale_O is None else scale_O
     y_TO: jax.Array = call(
-        x_TI, panels[None] if no_counts else panels, scales, counts, instructions=instructions
+        x_TI,
+        panels[None] if count_E is None else panels,
+        jnp.zeros(0, jnp.float32) if scale_O is None else scale_O,
+        jnp.zeros(0, jnp.int32) if count_E is None else count_E.astype(jnp.int32),
+        instructions=instructions,
     )
     return y_TO
 
