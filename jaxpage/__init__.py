@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxpage.memory import MemoryReport
     from jaxpage.models.registry import register_model
     from jaxpage.outputs import CompletionOutput, RequestOutput
+    from jaxpage.serving import chat_format
     from jaxpage.settings.engine_config import EngineConfig
     from jaxpage.settings.lora_request import LoRARequest
     from jaxpage.settings.sampling_params import BeamSearchParams, SamplingParams
@@ -31,6 +32,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "__version__",
+    "chat_format",
     "register_model",
 ]
 
@@ -44,6 +46,7 @@ _HOMES = {
     "BeamSearchParams": "jaxpage.settings.sampling_params",
     "RequestOutput": "jaxpage.outputs",
     "CompletionOutput": "jaxpage.outputs",
+    "chat_format": "jaxpage.serving",
     "register_model": "jaxpage.models.registry",
 }
 

@@ -321,7 +321,7 @@ WRONG_USE = [
     (("serve", "demo", "--prot", "80"), "unknown argument '--prot'; did you mean '--port'?"),
     (
         ("serve", "demo", "--tool-call-parser", "xml"),
-        "command line: tool_parser: must be 'hermes' or 'llama3_json'",
+        "command line: tool_parser: must be 'auto', 'none', 'hermes' or 'llama3_json'",
     ),
     (
         ("serve", "demo", "--ui-show-prompts"),

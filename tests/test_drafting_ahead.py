@@ -55,12 +55,13 @@ CASES = [
     Case("mtp", True, "deepseek_v3", 3),
 ]
 # Models with heads: greedy texts of a few tokens, so that a random head is right now and then.
-WITH_HEADS = {"num_tokens": 4, "vocab_size": 257, "max_position_embeddings": 256}
+WITH_HEADS = {"num_tokens": 2, "vocab_size": 257, "max_position_embeddings": 256}
 
 
 def _param(case: Case) -> Any:
-    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has."""
-    marks = [pytest.mark.sweep] if case.method == "eagle" else []
+    """EAGLE-1 differs from EAGLE-3 in its numbers alone, which tests/test_eagle.py has; tests/on_four_devices.py has DeepSeek's head."""
+    swept = case.method == "eagle" or case.drafter == "deepseek_v3"
+    marks = [pytest.mark.sweep] if swept else []
     return pytest.param(case, id=f"{case.method}-{'tree' if case.tree else 'chain'}", marks=marks)
 
 
@@ -338,6 +339,7 @@ def test_counts_are_those_of_a_simulation(tight: LLM, case: Case, reference: Ref
     if case.method != "mtp" or case.tree:
         pytest.skip("chains alone are simulated, of a head whose drafts are right now and then")
     asked = [[*range(1, 22)], [*range(1, 21), 50]]
+    drafts = record(tight)
     tight.reset_prefix_cache()
     alone = [tight.generate([prompt], GREEDY, use_tqdm=False)[0] for prompt in asked]
     texts = [output.outputs[0].token_ids for output in alone]
@@ -365,6 +367,7 @@ def test_counts_are_those_of_a_simulation(tight: LLM, case: Case, reference: Ref
         assert counts(output) in [
             simulated(reference, prompt, text, case.num_drafts, gap) for gap in gaps
         ]
+    assert_as_the_reference(tight, drafts, reference)
 
 
 def counts(output: RequestOutput) -> tuple[int, int]:

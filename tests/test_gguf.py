@@ -778,7 +778,7 @@ def test_another_architecture_is_refused_with_those_that_are_read(tmp_path: Path
     writer.write_tensors_to_file()
     writer.close()
     assert (
-        "'starcoder'; of GGUF files those of llama, qwen2, qwen3, gemma2, gemma3 are read"
+        "'starcoder'; for GGUF files those of llama, qwen2, qwen3, gemma2, gemma3 are read"
         in refusal(tmp_path / "x.gguf")
     )
 

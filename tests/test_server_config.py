@@ -89,7 +89,11 @@ def test_it_is_closed_unless_somebody_opens_it() -> None:
             "shutdown_timeout_seconds: must be greater than or equal to 0, got -1.0",
         ),
         ("max_body_bytes", 2**40, "max_body_bytes: must be less than or equal to 1073741824"),
-        ("tool_parser", "xml", "tool_parser: must be 'hermes' or 'llama3_json', got 'xml'"),
+        (
+            "tool_parser",
+            "xml",
+            "tool_parser: must be 'auto', 'none', 'hermes' or 'llama3_json', got 'xml'",
+        ),
         (
             "log_level",
             "loud",

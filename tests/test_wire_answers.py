@@ -370,11 +370,15 @@ TOOLS = [
     },
     {"type": "function", "function": {"name": "g"}},
 ]
+CALL_F = '<tool_call>\n{"name": "f", "arguments": {"a": "]"}}\n</tool_call>'
+NAMED_F = {"type": "function", "function": {"name": "f"}}
 TOOL_CHATS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("hermes", {"tool_parser": "hermes"}, {"tools": TOOLS}, HERMES),
     ("one at most", {"tool_parser": "hermes"}, {"tools": TOOLS, "parallel_tool_calls": False}, HERMES),
     ("llama", {"tool_parser": "llama3_json"}, {"tools": TOOLS}, '<|python_tag|>{"name": "f", "parameters": {"a": "{"}}; {"name": "g"}'),
-    ("required", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": "required"}, '[{"name": "f", "parameters": {"a": "]"}}]'),
+    ("required", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": "required"}, CALL_F),
+    ("named in its form", {"tool_parser": "hermes"}, {"tools": TOOLS, "tool_choice": NAMED_F}, CALL_F),
+    ("derived", {"tool_parser": "auto", "reasoning_parser": "auto"}, {"tools": TOOLS}, 'f({"a": "é("})'),
     ("named", {}, {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, '{"a": "b"}'),
     ("none", {}, {"tools": TOOLS, "tool_choice": "none"}, HERMES),
     ("thinking", {"reasoning_parser": "think", "tool_parser": "hermes"}, {"tools": TOOLS}, "<think>\nHm <tool_call>.</think>" + HERMES),
@@ -507,6 +511,8 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
         ("llama", "tool_calls", None, [("f", {"a": "{"}), ("g", {})]),
         ("required", "tool_calls", None, [("f", {"a": "]"})]),
         ("named", "stop", None, [("f", {"a": "b"})]),
+        ("named in its form", "stop", None, [("f", {"a": "]"})]),
+        ("derived", "tool_calls", None, [("f", {"a": "é("})]),
         ("none", "stop", HERMES, []),
         ("thinking", "tool_calls", "Well.", [("f", {"a": "é<"}), ("g", {})]),
         ("thinking on", "stop", "\n\nYes <think>", []),

@@ -72,8 +72,8 @@ STREAMS: list[dict[str, Any]] = [
     {"prompt": [300, 301, 302], "echo": True, "logprobs": 1, "max_tokens": 0},
     {"messages": MESSAGES, "max_tokens": 6, "logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1.0, "seed": 4},
     {"messages": MESSAGES, "max_tokens": 40, "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-    {"messages": MESSAGES, "max_tokens": 60, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
-    {"messages": MESSAGES, "max_tokens": 100, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
+    {"messages": MESSAGES, "max_tokens": 120, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+    {"messages": MESSAGES, "max_tokens": 200, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False},
 ]  # fmt: skip
 
 

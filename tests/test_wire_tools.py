@@ -7,38 +7,29 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxpage.chat_forms import REASONING_FORMS, TOOL_FORMS, ChatFormat, PieceParser, Tools
 from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.serving.wire.exchange import open_chat
-from jaxpage.serving.wire.pieces import PieceParser, Plain, Thinking
-from jaxpage.serving.wire.tools import (
-    Hermes,
-    JsonCalls,
-    NamedCall,
-    hermes,
-    llama3_json,
-    required,
-    required_schema,
-)
+from jaxpage.serving.wire.tools import NamedCall
 from tests.support.wire import chatml, context, tokenizer, with_template
 
-NAMES = frozenset({"f", "g"})
+NAMES = Tools({"f": None, "g": None})
 F, G = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "parameters": {}}'
 MARKS = r"\"</tool_call><tool_call>\\"
 CALL_F, CALL_G = ("call", "f", '{"a": 1}'), ("call", "g", "{}")
+HERMES, LLAMA, THINK = TOOL_FORMS["hermes"], TOOL_FORMS["llama3_json"], REASONING_FORMS["think"]
 PARSERS: dict[str, Callable[[], PieceParser]] = {
-    "hermes": lambda: hermes(NAMES),
-    "llama3_json": lambda: llama3_json(NAMES),
-    "required": lambda: required(NAMES),
+    "hermes": lambda: ChatFormat(HERMES).parser(NAMES, ""),
+    "llama3_json": lambda: ChatFormat(LLAMA).parser(NAMES, ""),
     "named": lambda: NamedCall("f"),
-    "think": lambda: Thinking(Plain(), is_open=False),
-    "open think": lambda: Thinking(Plain(), is_open=True),
-    "think and hermes": lambda: Thinking(hermes(NAMES), is_open=False),
+    "think": lambda: ChatFormat(reasoning=THINK).parser(None, ""),
+    "open think": lambda: ChatFormat(reasoning=THINK).parser(None, "<think>"),
+    "think and hermes": lambda: ChatFormat(HERMES, THINK).parser(NAMES, ""),
 }
 
 
@@ -96,11 +87,6 @@ CASES = [
     ("llama3_json", '{"name": "f", ', [("content", "", '{"name": "f", ')]),
     ("llama3_json", "<|python_tag|", [("content", "", "<|python_tag|")]),
     ("llama3_json", "<|python_x", [("content", "", "<|python_x")]),
-    ("required", f"[{F}, {G}]", [CALL_F, CALL_G]),
-    ("required", f"[{F}, " + '{"name', [CALL_F]),
-    ("required", '[ { "n', []),
-    ("required", " [", []),
-    ("required", '[{"name": "h", "parameters": {}}]', [("content", "", '[{"name": "h", "parameters": {}}]')]),
     ("named", '{"a": 1}', [("call", "f", '{"a": 1}')]),
     ("named", "", []),
     ("think", "<think>a</think>b", [("reasoning", "", "a"), ("content", "", "b")]),
@@ -189,14 +175,13 @@ def test_arguments_are_what_the_model_wrote(text: str) -> None:
     arguments = {"a": [text, 1.5, None]}
     for ascii_only in (True, False):
         written = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
-        ((kind, name, found),) = said(JsonCalls(NAMES, separators=""), [written])
+        ((kind, name, found),) = said(PARSERS["llama3_json"](), [written])
         assert (kind, name, json.loads(found)) == ("call", "f", arguments)
 
 
 def test_a_lone_surrogate_in_arguments_can_be_sent() -> None:
-    ((_, _, found),) = said(
-        Hermes(NAMES), ['<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>']
-    )
+    written = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>'
+    ((_, _, found),) = said(PARSERS["hermes"](), [written])
     assert json.loads(found.encode()) == {"a": "\ud800"}
 
 
@@ -207,29 +192,30 @@ RECURSIVE = {
 }
 
 
-def test_the_schema_of_required_calls_is_that_of_the_tools() -> None:
-    """jsonschema says what it means, and the engine's grammars take it."""
-    schema = required_schema(
-        [("f", RECURSIVE), ("g", {"type": "object", "additionalProperties": False})], several=False
-    )
-    jsonschema.Draft202012Validator.check_schema(schema)
-    validator = jsonschema.Draft202012Validator(schema)
+def test_required_calls_keep_to_the_schemas_of_the_tools() -> None:
+    """In the model's own form, with one call or more."""
+
+    def written(*calls: Any) -> str:
+        texts = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+        return "\n".join(texts)
+
     good = (
-        [{"name": "f", "parameters": {"next": {"next": {"leaf": 1}}}}],
-        [{"name": "g", "parameters": {}}],
+        [{"name": "f", "arguments": {"next": {"next": {"leaf": 1}}}}],
+        [{"name": "g", "arguments": {}}],
     )
+    two = [{"name": "g", "arguments": {}}] * 2
     bad = [
         [],
-        [{"name": "f", "parameters": {"next": {"leaf": "1"}}}],
-        [{"name": "g", "parameters": {"x": 1}}],
-        [{"name": "h", "parameters": {}}],
-        [{"name": "g", "parameters": {}}] * 2,
+        [{"name": "f", "arguments": {"next": {"leaf": "1"}}}],
+        [{"name": "h", "arguments": {}}],
         [{"name": "g"}],
     ]
-    assert all(validator.is_valid(one) for one in good) and not any(
-        validator.is_valid(one) for one in bad
-    )
-    assert all(writes(schema, one) for one in good) and not any(writes(schema, one) for one in bad)
+    held = opened("required").prompts[0].params.structured_outputs
+    one = opened("required", {"parallel_tool_calls": False}).prompts[0].params.structured_outputs
+    for calls in good:
+        assert writes(held, written(*calls)) and writes(one, written(*calls))
+    assert writes(held, written(*two)) and not writes(one, written(*two))
+    assert not any(writes(held, written(*calls)) for calls in bad)
 
 
 @functools.cache
@@ -237,12 +223,12 @@ def llguidances() -> tuple[Any, int]:
     return tokenizer_of(tokenizer().backend_tokenizer.to_str())
 
 
-def writes(schema: dict[str, Any], value: Any) -> bool:
-    """Whether a model that the grammar of the schema holds may write a value, and nothing behind it."""
+def writes(held: tuple[str, str], text: str) -> bool:
+    """Whether a model that a grammar holds may write a text, and nothing after it."""
     known, end_id = llguidances()
-    matcher = matcher_of(known, source_of("json", json.dumps(schema)))
+    matcher = matcher_of(known, source_of(*held))
     assert problem_of(matcher, end_id) is None
-    tokens = known.tokenize_str(json.dumps(value))
+    tokens = known.tokenize_str(text)
     return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
 
 
@@ -287,21 +273,23 @@ def test_arguments_are_an_object_that_keeps_to_the_schema(
     schema: dict[str, Any], good: list[Any], bad: list[Any]
 ) -> None:
     """Whatever else the schema admits, and with what it refers to beside another tool's of the same names."""
-    named = held_to({"type": "function", "function": {"name": "f"}}, schema)
-    assert all(writes(named, one) for one in good) and not any(
-        writes(named, one) for one in bad + OTHERS
-    )
+    choice = {"type": "function", "function": {"name": "f"}}
+    named, alone = held_to(choice, schema), held_to(choice, schema, "none")
     required = held_to("required", schema)
 
-    def call(arguments: Any) -> list[Any]:
-        return [{"name": "f", "parameters": arguments}]
+    def call(arguments: Any) -> str:
+        written = json.dumps({"name": "f", "arguments": arguments})
+        return f"<tool_call>\n{written}\n</tool_call>"
 
-    assert all(writes(required, call(one)) for one in good) and not any(
-        writes(required, call(one)) for one in bad + OTHERS
-    )
+    for one in good:
+        assert writes(alone, json.dumps(one))
+        assert writes(named, call(one)) and writes(required, call(one))
+    for one in bad + OTHERS:
+        assert not writes(alone, json.dumps(one))
+        assert not writes(named, call(one)) and not writes(required, call(one))
 
 
-def held_to(choice: Any, schema: dict[str, Any]) -> Any:
+def held_to(choice: Any, schema: dict[str, Any], tool_parser: str = "hermes") -> tuple[str, str]:
     """What an answer is held to that has to call `f`, whose parameters the schema is."""
     another = {
         "$defs": {"a": {"type": "null"}, "i": {"type": "null"}},
@@ -310,9 +298,9 @@ def held_to(choice: Any, schema: dict[str, Any]) -> Any:
     tools = [{"name": "f", "parameters": schema}, {"name": "g", "parameters": another}]
     body = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "tool_choice": choice}
     body["tools"] = [{"type": "function", "function": function} for function in tools]
-    return json.loads(
-        open_chat(body, context(tool_parser="hermes")).prompts[0].params.structured_outputs[1]
-    )
+    held = open_chat(body, context(tool_parser=tool_parser)).prompts[0].params.structured_outputs
+    assert held is not None
+    return held
 
 
 def refused_parameters(schema: Any, choice: Any) -> ApiError:
@@ -386,7 +374,7 @@ def test_references_lead_nowhere_outside_wherever_they_stand(schema: dict[str, A
     assert "external references are not fetched" in refused_parameters(schema, "auto").message
 
 
-def opened(choice: Any, **settings: Any) -> Any:
+def opened(choice: Any, fields: dict[str, Any] | None = None, **settings: Any) -> Any:
     tools = [
         {"type": "function", "function": {"name": name, "parameters": RECURSIVE}}
         for name in ("f", "g")
@@ -396,17 +384,18 @@ def opened(choice: Any, **settings: Any) -> Any:
         "messages": [{"role": "user", "content": "x"}],
         "tools": tools,
         "tool_choice": choice,
+        **(fields or {}),
     }
     return open_chat(body, context(**{"tool_parser": "hermes", **settings}))
 
 
 def test_what_a_choice_of_tools_asks_of_the_engine() -> None:
-    named = opened({"type": "function", "function": {"name": "g"}}, tool_parser=None)
+    named = opened({"type": "function", "function": {"name": "g"}}, tool_parser="none")
     assert json.loads(named.prompts[0].params.structured_outputs[1]) == RECURSIVE
     problem = ValueError("structured_outputs={'json': ...} is refused: x")
     assert named.refusal(problem).param == "tools[1].function.parameters"
     assert opened("required").refusal(problem).param == "tools"
-    assert json.loads(opened("required").prompts[0].params.structured_outputs[1])["items"]
+    assert opened("required").prompts[0].params.structured_outputs[0] == "grammar"
     assert opened("auto").prompts[0].params.structured_outputs is None
     assert opened("auto").prompts[0].prompt.startswith("[f][g]") and not opened("none").prompts[
         0

@@ -77,6 +77,7 @@ def report(model: str | None = None) -> Iterator[tuple[str, str]]:
         yield from _part("model", lambda: _checkpoint(model))
         yield from _part("tokenizer", lambda: _tokenizer(model))
         yield from _part("chat template", lambda: _chat_template(model))
+        yield from _part("form of answers", lambda: _chat_form(model))
     for variable in (
         *VARIABLES,
         *sorted(name for name in os.environ if name.startswith("JAXPAGE_")),
@@ -218,6 +219,27 @@ def _chat_template(model: str) -> Iterator[str]:
     said = [{"role": "user", "content": "Hello"}]
     text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     yield f"makes {len(text)} characters of one message of 5"
+
+
+def _chat_form(model: str) -> Iterator[str]:
+    """Yields the forms of tool calls and of reasoning that `serve` derives from the template."""
+    from jaxpage.checkpoints import load_tokenizer, resolve_model
+    from jaxpage.serving import derived_form
+
+    form, problem = derived_form(load_tokenizer(resolve_model(model)))
+    if form.tools is not None:
+        marks = form.tools.begin + form.tools.open
+        yield f"tool calls: {form.tool_form}, which begin with {marks!r}"
+    elif form.declared is not None:
+        yield "tool calls: as the tokenizer's response_template says"
+    elif form.has_tools:
+        yield f"tool calls: of no form that can be read: {problem}"
+    else:
+        yield "tool calls: the template writes none"
+    if form.reasoning is not None:
+        yield f"reasoning: {form.reasoning_form}, from {form.reasoning.open!r} to {form.reasoning.close!r}"
+    else:
+        yield "reasoning: the template writes none"
 
 
 def _architectures() -> Iterator[str]:

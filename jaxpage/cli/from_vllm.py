@@ -28,7 +28,7 @@ _RENAMED = {
     "--kv-offloading-size": "use --prefix-cache-directory DIRECTORY and --prefix-cache-disk-bytes SIZE",
     "--guided-decoding-backend": "structured outputs always use llguidance",
     "--structured-outputs-config": "structured outputs always use llguidance",
-    "--tool-call-parser-plugin": "use --tool-parser NAME",
+    "--tool-call-parser-plugin": "forms of tool calls are derived from the chat template; --tool-parser NAME takes a fixed one",
     "--uvicorn-log-level": "use --log-level NAME",
     "--timeout-keep-alive": "use --request-timeout-seconds X and --slow-reader-seconds X",
     "--api-key": "use --api-key-file FILE or $JAXPAGE_API_KEY: other users can read command lines",
@@ -49,7 +49,7 @@ _RENAMED = {
 _ALWAYS = {
     "--enable-chunked-prefill": "prompts are computed in chunks of --max-num-batched-tokens",
     "--no-enable-chunked-prefill": "prompts are always computed in chunks of --max-num-batched-tokens",
-    "--enable-auto-tool-choice": "it follows from --tool-parser NAME",
+    "--enable-auto-tool-choice": "tool calls are read where the chat template writes them",
     "--use-v2-block-manager": "there is one block manager",
     "--enable-prompt-tokens-details": "usage always has prompt_tokens_details",
     "--enable-request-id-headers": "every answer has the header x-request-id",

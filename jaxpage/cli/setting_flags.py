@@ -292,13 +292,15 @@ SERVER_FLAGS = (
     Flag(
         "tool_parser",
         str,
-        "format of the model's tool calls: hermes or llama3_json",
+        "format of the model's tool calls: auto (derived from its chat template), hermes, "
+        "llama3_json or none; default: auto",
         alias="--tool-call-parser",
     ),
     Flag(
         "reasoning_parser",
         str,
-        "format of the model's reasoning, which is returned apart from the answer: think",
+        "format of the model's reasoning, which is returned apart from the answer: auto (derived "
+        "from its chat template), think or none; default: auto",
     ),
     Flag(
         "ui",

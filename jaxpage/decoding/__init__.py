@@ -14,12 +14,14 @@ touches a block. Other rooms take:
     MaskBudget        bounds the processor time that grammars take
     Stopping          finds the end of one sequence
     Detokenizer       turns tokens into text as they come
+    json_rule         writes a JSON schema as a rule of a grammar
 """
 
 from jaxpage.decoding.advancing import advance, masks_of
 from jaxpage.decoding.beam import BeamStrategy, hypothesis_score
 from jaxpage.decoding.constraints import Constraint, Grammar
 from jaxpage.decoding.grammar_compiler import GrammarCompiler
+from jaxpage.decoding.grammars import json_rule
 from jaxpage.decoding.mask_budget import MaskBudget
 from jaxpage.decoding.sampling import SamplingStrategy
 from jaxpage.decoding.stopping import Detokenizer, Stopping
@@ -35,5 +37,6 @@ __all__ = [
     "Stopping",
     "advance",
     "hypothesis_score",
+    "json_rule",
     "masks_of",
 ]

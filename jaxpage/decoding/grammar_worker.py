@@ -20,7 +20,14 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from jaxpage.decoding.grammars import matcher_of, overlap_of, problem_of, source_of, tokenizer_of
+from jaxpage.decoding.grammars import (
+    matcher_of,
+    overlap_of,
+    problem_of,
+    schemas_in,
+    source_of,
+    tokenizer_of,
+)
 from jaxpage.errors import UnsupportedError
 from jaxpage.worker_process import die_with_parent
 
@@ -84,8 +91,8 @@ def _try(tokenizer: Any, kind: str, value: str, num_bytes: int, writer: int) -> 
         try:
             matcher = matcher_of(tokenizer[0], source_of(kind, value))
             problem = problem_of(matcher, tokenizer[1])
-            if problem is None and kind == "json":
-                problem = overlap_of(tokenizer[0], value)
+            for schema in schemas_in(kind, value):
+                problem = problem or overlap_of(tokenizer[0], schema)
         except ValueError as error:
             problem = str(error)
         used = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * _RSS_UNIT

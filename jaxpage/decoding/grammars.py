@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ DEAD_END = "no token of the model continues the grammar"
 # it. This line comes last, so that it overrides lines in the user's grammar.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _END = "<|the end of the grammar|>"
+_RULES = re.compile(r"%json\s*")
 _MAX_MESSAGE = 400  # characters
 _PARSER_ERROR = "parser error"
 _NUM_WALKS = 2
@@ -124,11 +127,35 @@ def overlap_of(tokenizer: LLTokenizer, schema: str) -> str | None:
 
 
 def _source_of_schema(schema: str) -> str:
+    return f"start: {json_rule(schema)}{_NO_FORCING}"
+
+
+def json_rule(schema: str) -> str:
+    """Returns the right side of a rule in llguidance's language, for texts that keep to a schema.
+
+    Raises:
+        ValueError: llguidance could not enforce a keyword, which the message names.
+    """
     compiled = LLMatcher.grammar_from_json_schema(
         enforceable(schema), {"whitespace_flexible": True, "whitespace_pattern": WHITESPACE}
     )
     (grammar,) = json.loads(compiled)["grammars"]
-    return "start: %json " + json.dumps(grammar["json_schema"]) + _NO_FORCING
+    return "%json " + json.dumps(grammar["json_schema"])
+
+
+def schemas_in(kind: str, value: str) -> Iterator[str]:
+    """Yields the JSON schemas of a structured output; see `source_of`."""
+    if kind == "json":
+        yield value
+    elif kind == "grammar":
+        source = json.loads(value)
+        for found in _RULES.finditer(source):
+            try:
+                schema, _ = json.JSONDecoder().raw_decode(source, found.end())
+            except ValueError:
+                continue
+            if isinstance(schema, dict):
+                yield json.dumps(schema)
 
 
 def matcher_of(tokenizer: LLTokenizer, source: str) -> LLMatcher:

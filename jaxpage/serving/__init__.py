@@ -13,6 +13,8 @@ jax and Starlette are imported. Other rooms and the tools take:
     bound_socket    binds the address of the server
     start           runs a server until a signal ends it
     follow          runs the engine of another rank than 0, as rank 0 tells it
+    chat_format     derives how a model writes tool calls and reasoning, from its template
+    derived_form    does so for a tokenizer
     TokenTexts      gives the text of each token
     open_incidents  lets an engine keep its last steps, to write them when something goes wrong
 """
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from jaxpage.serving.incident_files import open_incidents
     from jaxpage.serving.listening import bound_socket
     from jaxpage.serving.startup import follow, start
+    from jaxpage.serving.wire.derived_forms import chat_format, derived_form
     from jaxpage.serving.wire.logprobs import TokenTexts
 
 __all__ = [
@@ -35,6 +38,8 @@ __all__ = [
     "ServerConfig",
     "TokenTexts",
     "bound_socket",
+    "chat_format",
+    "derived_form",
     "follow",
     "hosts_of_job",
     "open_incidents",
@@ -51,6 +56,8 @@ _HOMES = {
     "bound_socket": "jaxpage.serving.listening",
     "follow": "jaxpage.serving.startup",
     "start": "jaxpage.serving.startup",
+    "chat_format": "jaxpage.serving.wire.derived_forms",
+    "derived_form": "jaxpage.serving.wire.derived_forms",
     "TokenTexts": "jaxpage.serving.wire.logprobs",
 }
 

@@ -10,6 +10,7 @@ from jaxpage.assembly import Built, chat_defaults
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.generating import MAX_PROMPT_LOGPROBS
 from jaxpage.serving.wire.context import RequestLimits
+from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.support import support_matrix
 
@@ -29,6 +30,7 @@ def capabilities(
         limits: The limits of the fields of a request.
     """
     tokenizer = built.tokenizer
+    form = chosen(derived_form(tokenizer).form, server.tool_parser, server.reasoning_parser)
     return {
         "version": __version__,
         "model": {
@@ -40,8 +42,8 @@ def capabilities(
             # The page uses these where the model has no defaults of its own.
             "chat_defaults": chat_defaults(built.sampling_defaults),
         },
-        "tools": server.tool_parser,
-        "reasoning": server.reasoning_parser,
+        "tools": form.tool_form,
+        "reasoning": form.reasoning_form,
         "structured_outputs": tokenizer is not None,
         "speculation": _speculation(engine),
         "prefix_caching": engine.enable_prefix_caching,

@@ -151,14 +151,14 @@ class ServerConfig(Settings):
     strict_requests: bool = setting(
         False, "an unknown field is an error, instead of named in a header"
     )
-    tool_parser: Literal["hermes", "llama3_json"] | None = setting(
-        None,
-        "format of the model's tool calls: hermes or llama3_json",
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json"] = setting(
+        "auto",
+        "format of the model's tool calls: auto (derived from its chat template), hermes, llama3_json or none",
         alias="--tool-call-parser",
     )
-    reasoning_parser: Literal["think"] | None = setting(
-        None,
-        "format of the model's reasoning, which is returned apart from the answer: think",
+    reasoning_parser: Literal["auto", "none", "think"] = setting(
+        "auto",
+        "format of the model's reasoning, which is returned apart from the answer: auto (derived from its chat template), think or none",
     )
     ui: bool = setting(False, "web page at /ui/: playground and inspector")
     ui_show_prompts: bool = setting(

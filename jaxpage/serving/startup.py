@@ -21,6 +21,7 @@ import jax
 
 from jaxpage import __version__
 from jaxpage.assembly import PHASES, Built, Hooks
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.device.mesh import leave_processes
 from jaxpage.errors import ConfigError
 from jaxpage.replay import open_engine
@@ -38,6 +39,7 @@ from jaxpage.serving.lora_modules import check_lora_modules, open_lora_modules
 from jaxpage.serving.metrics import ServerMetrics
 from jaxpage.serving.server import run_server
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.step.events import Both
 
@@ -105,6 +107,7 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
 def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> ModelContext:
     """Returns the facts about the model that the wire format needs; check the adapters first."""
     names = model_names(engine, server)
+    form, no_form = _chat_format(built.tokenizer, server)
     described = json.dumps([__version__, jax.__version__, engine.model_dump()], sort_keys=True)
     return ModelContext(
         model_names=names,
@@ -115,10 +118,35 @@ def model_context(built: Built, engine: EngineConfig, server: ServerConfig) -> M
         sampling_defaults=built.sampling_defaults,
         system_fingerprint=f"fp_{hashlib.blake2s(described.encode(), digest_size=6).hexdigest()}",
         model_type=str(built.model.config.get("model_type", "")),
-        tool_parser=server.tool_parser,
-        reasoning_parser=server.reasoning_parser,
+        chat_format=form,
+        no_form=no_form,
         strict_requests=server.strict_requests,
     )
+
+
+def _chat_format(tokenizer: Any | None, server: ServerConfig) -> tuple[ChatFormat, str | None]:
+    """Returns the form of answers that the settings choose, and why it has no tool calls, or None.
+
+    It logs in one line if the chat template's calls have no form, or another than the chosen one.
+    """
+    derived, problem = derived_form(tokenizer)
+    form = chosen(derived, server.tool_parser, server.reasoning_parser)
+    if derived.has_tools and form.tool_form is None and server.tool_parser != "none":
+        no_form = (
+            f"no form of tool calls is derived from the model's chat template ({problem}): "
+            "give --tool-parser hermes or llama3_json if the model writes one of these"
+        )
+        logger.warning("%s", no_form)
+        return form, no_form
+    theirs = None if form.tools is None else derived.tools
+    if theirs is not None and form.tools is not None and form.tools.trigger != theirs.trigger:
+        logger.warning(
+            "tool_parser=%s does not fit the model's chat template, which writes calls as %s: "
+            "use --tool-parser auto",
+            server.tool_parser,
+            theirs.name,
+        )
+    return form, None
 
 
 def how_to_ask(address: str, context: ModelContext, *, has_keys: bool, has_page: bool) -> str:

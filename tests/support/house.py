@@ -35,6 +35,7 @@ ROOMS: dict[str, tuple[int, str, set[str]]] = {
     "memory": (1, WEST, set()),
     "scheduling": (1, WEST, {"step", "memory"}),
     "decoding": (1, WEST, {"step", "settings"}),
+    "chat_forms": (1, WEST, set()),
     "speculation": (1, WEST, {"step", "settings"}),
     "layers": (1, EAST, set()),
     "models": (1, EAST, {"layers"}),
@@ -61,6 +62,7 @@ ROOMS |= {
 DOORS = {
     "assembly",
     "bench",
+    "chat_forms",
     "checkpoints",
     "cli",
     "decoding",

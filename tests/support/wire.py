@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import jaxpage
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.checkpoints.tokenizer_files import load_tokenizer
 from jaxpage.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from jaxpage.serving.wire.context import ModelContext
+from jaxpage.serving.wire.derived_forms import chosen, derived_form
 from jaxpage.serving.wire.exchange import Exchange
 
 VOCAB_SIZE = 2048
@@ -49,6 +51,12 @@ def context(**settings: Any) -> ModelContext:
         "vocab_size": VOCAB_SIZE,
     }
     given |= {"tokenizer": chatml(), "system_fingerprint": "fp_0"}
+    parsers = [settings.pop(name, "none") for name in ("tool_parser", "reasoning_parser")]
+    if parsers != ["none", "none"]:
+        derived = ChatFormat()
+        if "auto" in parsers:
+            derived = derived_form(settings.get("tokenizer", given["tokenizer"])).form
+        given["chat_format"] = chosen(derived, *parsers)
     return ModelContext(**{**given, **settings})
 
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from jaxpage.chat_forms import Piece, PieceParser
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.wire.answering import Answer, prompt_logprobs_body
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, quotes
 from jaxpage.serving.wire.logprobs import TokenTexts, chat_logprobs
-from jaxpage.serving.wire.pieces import Piece, PieceParser, Thinking
 from jaxpage.serving.wire.prompt_request import PromptRequest
 from jaxpage.serving.wire.reading import beyond_context, read
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest
@@ -44,8 +44,8 @@ def open_chat(body: dict[str, Any], context: ModelContext) -> ChatAnswer:
         context, max_tokens=request.max_tokens, max_completion_tokens=request.max_completion_tokens
     )
     tools = tool_use(request, context)
-    params = _params(request, context, tools, max_tokens)
     prompt = context.checked_prompt(render(request, context, tools.shown), "messages")
+    params = _params(request, context, tools, max_tokens, str(prompt))
     prompt_request = PromptRequest(
         prompt, params, bool(request.add_special_tokens), context.adapter(request.model)
     )
@@ -68,16 +68,20 @@ def _max_tokens(request: ChatCompletionRequest) -> int | None:
 
 
 def _params(
-    request: ChatCompletionRequest, context: ModelContext, tools: ToolUse, max_tokens: int | None
+    request: ChatCompletionRequest,
+    context: ModelContext,
+    tools: ToolUse,
+    max_tokens: int | None,
+    prompt: str,
 ) -> SamplingParams | BeamSearchParams:
     if request.use_beam_search:
         return beam_params(request, width=request.n or 1, max_tokens=max_tokens)
     own: dict[str, Any] = {"max_tokens": max_tokens}
     if request.logprobs:
         own["logprobs"] = request.top_logprobs or 0
-    if tools.structured_outputs is not None:
-        own["structured_outputs"] = tools.structured_outputs
-    if tools.keeps_special_tokens:
+    if (grammar := tools.structured_outputs(context, prompt)) is not None:
+        own["structured_outputs"] = grammar
+    if context.has_special_marks(context.chat_format.marks(with_tools=bool(tools.callable))):
         own["skip_special_tokens"] = False
     return sampling_params(request, context, **own)
 
@@ -104,7 +108,7 @@ class ChatAnswer(Answer):
             "beam_width": "n",
             "structured_outputs": tools.parameter or format_parameter(request),
         }
-        self._is_named = tools.is_named
+        self._is_named = tools.name is not None
         self._new_reader = self._readers(prompt_request, context, tools)
         self._texts = TokenTexts(context.tokenizer)
         self._readers_by_choice: dict[int, _Reader] = {}  # used by streams only
@@ -132,12 +136,10 @@ class ChatAnswer(Answer):
         self, prompt_request: PromptRequest, context: ModelContext, tools: ToolUse
     ) -> Callable[[], _Reader]:
         several = self._request.parallel_tool_calls is not False
-        # A grammar leaves no room for reasoning, so an answer under one is not searched for it.
-        is_free = getattr(prompt_request.params, "structured_outputs", None) is None
-        if context.reasoning_parser is None or not is_free:
-            return lambda: _Reader(tools.new_parser(), several=several)
-        is_open = str(prompt_request.prompt).rstrip().endswith(Thinking.OPEN)
-        return lambda: _Reader(Thinking(tools.new_parser(), is_open=is_open), several=several)
+        has_grammar = getattr(prompt_request.params, "structured_outputs", None) is not None
+        is_held = has_grammar and not tools.must_call
+        prompt = str(prompt_request.prompt)
+        return lambda: _Reader(tools.parser(context, prompt, is_held=is_held), several=several)
 
     def _stream_choices(
         self, index: int, job_index: int, delta: RequestOutput, position: int

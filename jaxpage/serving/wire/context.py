@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxpage.chat_forms import ChatFormat
 from jaxpage.serving.wire.errors import ApiError
 from jaxpage.settings.argument_checks import shown
 from jaxpage.settings.lora_request import LoRARequest
@@ -41,8 +43,8 @@ class ModelContext:
         sampling_defaults: The fields of SamplingParams where a request does not set them.
         system_fingerprint: The fingerprint of the weights at the start; empty for none.
         model_type: The type of the model in its config.json.
-        tool_parser: The format of tool calls, "hermes" or "llama3_json"; None for no tools.
-        reasoning_parser: The format of reasoning, "think"; None if it is not parsed.
+        chat_format: The form of tool calls and reasoning in answers.
+        no_form: The reason why the chat template's tool calls have no form, or None.
         strict_requests: True if unknown fields are refused.
         limits: The bounds of one request.
     """
@@ -55,8 +57,8 @@ class ModelContext:
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
     system_fingerprint: str = ""
     model_type: str = ""
-    tool_parser: str | None = None
-    reasoning_parser: str | None = None
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    no_form: str | None = None
     strict_requests: bool = False
     limits: RequestLimits = RequestLimits()
 
@@ -89,6 +91,21 @@ class ModelContext:
             if weights_version
             else self.system_fingerprint
         )
+
+    @functools.cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """Returns the ids of the tokens that decoding leaves out, by their texts."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        named = set(getattr(self.tokenizer, "all_special_tokens", ()))
+        return {
+            str(token): token_id
+            for token_id, token in added.items()
+            if token.special or str(token) in named
+        }
+
+    def has_special_marks(self, marks: Iterable[str]) -> bool:
+        """Returns whether leaving out special tokens would leave out any of these marks."""
+        return any(token in mark for mark in marks for token in self.special_tokens)
 
     @functools.cached_property
     def max_prompt_characters(self) -> int:

@@ -151,7 +151,7 @@ def show_ollama(body: dict[str, Any], context: ModelContext) -> Transformed:
         ApiError: The request is refused.
     """
     _, ignored = read(_served(body, context), OllamaShowRequest, context)
-    thinks = context.reasoning_parser is not None and _can_think(context)
+    thinks = context.chat_format.reasoning is not None and _can_think(context)
     kind = context.model_type
     about = {
         "details": {"family": kind},

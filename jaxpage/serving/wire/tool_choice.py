@@ -5,23 +5,17 @@ It also decides what the prompt says about the tools, and which grammar the answ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
 from typing import Any, NamedTuple
 
+from jaxpage.chat_forms import PieceParser, Plain, Tools, grammar_of
+from jaxpage.decoding import json_rule
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError
-from jaxpage.serving.wire.pieces import PieceParser, Plain
 from jaxpage.serving.wire.request_fields import ChatCompletionRequest, NamedTool, TextFormat, Tool
 from jaxpage.serving.wire.schemas import admits_object, check_schema
 from jaxpage.serving.wire.templates import parameters_of, template_of
-from jaxpage.serving.wire.tools import (
-    MARKS,
-    TOOL_PARSERS,
-    NamedCall,
-    named_schema,
-    required,
-    required_schema,
-)
+from jaxpage.serving.wire.tools import NamedCall, named_schema
 from jaxpage.settings.argument_checks import shown
 
 
@@ -29,21 +23,65 @@ class ToolUse(NamedTuple):
     """Holds what the tools of a request mean for its answer.
 
     Attributes:
-        new_parser: Makes the parser of an answer's text.
         shown: The tools that the prompt shows to the model.
-        structured_outputs: The grammar of the answer; None if the tools demand none.
-        parameter: The field that the structured outputs come from, or None.
-        is_named: True if the request names the tool to call.
-        keeps_special_tokens: True if special tokens stay in the text, because the parser's marks
-            are among them.
+        callable: The tools that the answer may call; empty if calls are content.
+        must_call: True if the answer is nothing but calls.
+        several: True if it may have more than one call.
+        name: The tool that the request names, or None.
+        parameter: The field that the answer's grammar comes from, or None.
     """
 
-    new_parser: Callable[[], PieceParser] = Plain
     shown: list[Tool] = []  # noqa: RUF012
-    structured_outputs: dict[str, Any] | None = None
+    callable: list[Tool] = []  # noqa: RUF012
+    must_call: bool = False
+    several: bool = True
+    name: str | None = None
     parameter: str | None = None
-    is_named: bool = False
-    keeps_special_tokens: bool = False
+
+    def structured_outputs(self, context: ModelContext, prompt: str) -> dict[str, Any] | None:
+        """Returns the grammar that the answer keeps to, or None if the tools demand none.
+
+        Args:
+            context: The served model.
+            prompt: The prompt of the answer.
+
+        Raises:
+            ApiError: A grammar cannot hold the model's form of calls to the tool's schema.
+        """
+        if not self.must_call:
+            return None
+        form = context.chat_format
+        if form.tools is None:
+            return {"json": named_schema(parameters_of(self.callable[0]))}
+        schemas = {tool.function.name: named_schema(parameters_of(tool)) for tool in self.callable}
+        try:
+            grammar = grammar_of(
+                form,
+                schemas,
+                lambda schema: json_rule(json.dumps(schema)),
+                several=self.several,
+                is_open=form.is_open(prompt),
+                special_tokens=context.special_tokens,
+            )
+        except ValueError as error:
+            raise ApiError(400, f"{self.parameter}: {error}", param=self.parameter) from None
+        return {"grammar": grammar}
+
+    def parser(self, context: ModelContext, prompt: str, *, is_held: bool) -> PieceParser:
+        """Returns the parser of an answer's text.
+
+        Args:
+            context: The served model.
+            prompt: The prompt of the answer.
+            is_held: True if the answer keeps to a grammar of the request itself.
+        """
+        if is_held:
+            # Such a grammar leaves no room for reasoning and calls.
+            return Plain()
+        if self.must_call and context.chat_format.tools is None:
+            return NamedCall(self.callable[0].function.name)
+        schemas = {tool.function.name: parameters_of(tool) for tool in self.callable}
+        return context.chat_format.parser(Tools(schemas) if schemas else None, prompt)
 
 
 def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
@@ -68,23 +106,27 @@ def tool_use(request: ChatCompletionRequest, context: ModelContext) -> ToolUse:
             "response_format and structured_outputs are not supported with tools that may be called"
         )
         raise ApiError(400, message, param="response_format")
+    several = request.parallel_tool_calls is not False
     if isinstance(choice, NamedTool):
         return _named(tools, choice.function.name)
-    if context.tool_parser is None:
-        message = f"tool_choice {choice or 'auto'!r} is not supported: the server was started without --tool-parser"
-        raise ApiError(400, message, param="tool_choice")
-    names = frozenset(tool.function.name for tool in tools)
+    if context.chat_format.tool_form is None or (
+        choice == "required" and context.chat_format.tools is None
+    ):
+        raise ApiError(400, _no_form(choice or "auto", context), param="tool_choice")
     if choice == "required":
-        schemas = [(tool.function.name, parameters_of(tool)) for tool in tools]
-        schema = required_schema(schemas, several=request.parallel_tool_calls is not False)
         parameter = "tools[0].function.parameters" if len(tools) == 1 else "tools"
-        return ToolUse(lambda: required(names), tools, {"json": schema}, parameter)
+        return ToolUse(tools, tools, True, several, parameter=parameter)
     if "tools" not in template_of(context, tools):
         raise ApiError(400, "The model's chat template does not support tools", param="tools")
-    new_parser = TOOL_PARSERS[context.tool_parser]
-    return ToolUse(
-        lambda: new_parser(names), tools, keeps_special_tokens=_has_special_marks(context)
-    )
+    return ToolUse(tools, tools, several=several)
+
+
+def _no_form(choice: str, context: ModelContext) -> str:
+    """Returns why calls cannot be read, with what the server's owner can do."""
+    refused = f"tool_choice {choice!r} is not supported"
+    if context.no_form is not None:
+        return f"{refused}: {context.no_form}"
+    return f"{refused}: the server reads no tool calls, because its model's chat template writes none or --tool-parser is none"
 
 
 def _check(tools: list[Tool]) -> None:
@@ -113,17 +155,5 @@ def _named(tools: list[Tool], name: str) -> ToolUse:
         raise ApiError(
             400, f"tool_choice names {shown(name)}, which is not in tools", param="tool_choice"
         )
-    schema = named_schema(parameters_of(tools[index]))
     parameter = f"tools[{index}].function.parameters"
-    return ToolUse(lambda: NamedCall(name), tools, {"json": schema}, parameter, is_named=True)
-
-
-def _has_special_marks(context: ModelContext) -> bool:
-    """Returns whether removing special tokens would remove the parser's marks."""
-    special = set(getattr(context.tokenizer, "all_special_tokens", ()))
-    special |= {
-        str(token)
-        for token in getattr(context.tokenizer, "added_tokens_decoder", {}).values()
-        if token.special
-    }
-    return not special.isdisjoint(MARKS[context.tool_parser or ""])
+    return ToolUse(tools, [tools[index]], True, False, name, parameter)

@@ -1,0 +1,35 @@
+"""Reads tool calls and reasoning in the form that a model's chat template writes.
+
+The form is derived from what the template renders, and is no list of known models. Enter by these
+names:
+
+- `derive`: what a template's answers look like (`Derived`), given a `Render`.
+- `ChatFormat`: the form of a model's answers; `MessageReader` reads one answer.
+- `TOOL_FORMS`, `REASONING_FORMS`: forms that can be chosen by name.
+- `Tools`: the tools that an answer may call.
+- `grammar_of`: the grammar of an answer that must call tools, in the model's own form.
+- `Piece`, `PieceParser`, `Plain`: the parts of an answer, and what gives them out.
+"""
+
+from jaxpage.chat_forms.calls import Tools
+from jaxpage.chat_forms.chat_format import ChatFormat, MessageReader
+from jaxpage.chat_forms.deriving import Derived, derive
+from jaxpage.chat_forms.forms import REASONING_FORMS, TOOL_FORMS
+from jaxpage.chat_forms.grammar import grammar_of
+from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
+from jaxpage.chat_forms.probes import Render
+
+__all__ = [
+    "REASONING_FORMS",
+    "TOOL_FORMS",
+    "ChatFormat",
+    "Derived",
+    "MessageReader",
+    "Piece",
+    "PieceParser",
+    "Plain",
+    "Render",
+    "Tools",
+    "derive",
+    "grammar_of",
+]

@@ -1,0 +1,146 @@
+"""Holds the form of a model's answers, and makes readers of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxpage.chat_forms.answer import AnswerReader
+from jaxpage.chat_forms.calls import Tools
+from jaxpage.chat_forms.declared import DeclaredReader, NewResponseParser
+from jaxpage.chat_forms.forms import NO_MARKS, ContentForm, ReasoningForm, ToolForm
+from jaxpage.chat_forms.pieces import Piece, PieceParser, Plain
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Holds the form of a model's answers.
+
+    Attributes:
+        tools: The form of tool calls, or None.
+        reasoning: The form of reasoning, or None.
+        content: The marks around the content.
+        has_tools: True if the chat template renders tool calls, in whatever form.
+        declared: Makes transformers' parser, where the tokenizer declares a response template and
+            no form of calls is derived.
+    """
+
+    tools: ToolForm | None = None
+    reasoning: ReasoningForm | None = None
+    content: ContentForm = NO_MARKS
+    has_tools: bool = False
+    declared: NewResponseParser | None = None
+
+    @property
+    def tool_form(self) -> str | None:
+        """Returns the short name of the form of tool calls, or None."""
+        if self.tools is not None:
+            return self.tools.name
+        return None if self.declared is None else "response_template"
+
+    @property
+    def reasoning_form(self) -> str | None:
+        """Returns the short name of the form of reasoning, or None."""
+        return None if self.reasoning is None else self.reasoning.name
+
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]] | None = None, prompt: str = ""
+    ) -> MessageReader:
+        """Returns the reader of one answer.
+
+        Args:
+            tools: The tools that may be called, as in a request; None for any.
+            prompt: The rendered text that the model continues.
+        """
+        schemas = None
+        if tools is not None:
+            functions = [tool.get("function", tool) for tool in tools]
+            schemas = {str(one.get("name")): one.get("parameters") for one in functions}
+        return MessageReader(self.parser(Tools(schemas), prompt))
+
+    def parser(self, tools: Tools | None, prompt: str) -> PieceParser:
+        """Returns the parser of one answer.
+
+        Args:
+            tools: The tools that may be called; None if calls are content.
+            prompt: The rendered text that the model continues.
+        """
+        form = None if tools is None else self.tools
+        if tools is not None and form is None and self.declared is not None:
+            functions = [
+                {"type": "function", "function": {"name": name, "parameters": schema or {}}}
+                for name, schema in (tools.schemas or {}).items()
+            ]
+            return DeclaredReader(self.declared(functions, prompt))
+        if form is None and self.reasoning is None and not self.content.open:
+            return Plain()
+        return AnswerReader(
+            form,
+            tools,
+            self.reasoning,
+            self.content,
+            is_open=self.is_open(prompt),
+        )
+
+    def marks(self, *, with_tools: bool) -> tuple[str, ...]:
+        """Returns the marks that a reader looks for.
+
+        Args:
+            with_tools: True if it reads calls.
+        """
+        marks = [*self.tools.marks] if with_tools and self.tools is not None else []
+        if self.reasoning is not None:
+            marks += [self.reasoning.open, self.reasoning.close]
+        if self.content.open.strip() or self.content.closes:
+            marks += [self.content.open, *self.content.closes]
+        return tuple(marks)
+
+    def is_open(self, prompt: str) -> bool:
+        """Returns whether a prompt ends within the reasoning."""
+        form = self.reasoning
+        if form is None:
+            return False
+        opened = form.open.strip()
+        if not form.header.strip():
+            return prompt.rstrip().endswith(opened)
+        begin = prompt.rfind(opened)
+        others = (prompt.rfind(form.close.strip()), prompt.rfind(form.header))
+        # The header may end with what the opening mark begins with, so it counts where it begins.
+        return begin >= 0 and begin > max(others)
+
+
+class MessageReader:
+    """Reads one answer as deltas, and as a message at the end."""
+
+    def __init__(self, parser: PieceParser) -> None:
+        self._parser = parser
+        self._said: dict[str, list[str]] = {"content": [], "reasoning": []}
+        self._calls: list[dict[str, str]] = []
+
+    def feed(self, text: str) -> list[dict[str, Any]]:
+        """Returns what is certain with this text, as deltas of a stream.
+
+        A delta has "content", "reasoning_content", or "tool_calls" with the "index", the "name" and
+        the "arguments" of a call.
+        """
+        return [self._delta(piece) for piece in self._parser.push(text)]
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the whole message: "content", "reasoning_content" and "tool_calls"."""
+        for piece in self._parser.finish():
+            self._delta(piece)
+        return {
+            "content": "".join(self._said["content"]),
+            "reasoning_content": "".join(self._said["reasoning"]),
+            "tool_calls": [dict(call) for call in self._calls],
+        }
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind == "call":
+            call = {"name": piece.name, "arguments": piece.text}
+            self._calls.append(call)
+            return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+        self._said[piece.kind].append(piece.text)
+        name = "content" if piece.kind == "content" else "reasoning_content"
+        return {name: piece.text}

@@ -1,0 +1,57 @@
+"""Derives the form of a model's answers from its chat template."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from jaxpage.chat_forms.chat_format import ChatFormat
+from jaxpage.chat_forms.deriving_calls import derive_calls
+from jaxpage.chat_forms.deriving_text import derive_text
+from jaxpage.chat_forms.probes import NAMES, TOOLS, Call, Render, probers
+from jaxpage.chat_forms.proving import PROVING_TOOLS, problem_of
+
+
+class Derived(NamedTuple):
+    """Holds the form that was derived from a template.
+
+    Attributes:
+        form: The form of answers.
+        problem: The reason why the template's tool calls have no form, in one sentence, or None.
+    """
+
+    form: ChatFormat
+    problem: str | None
+
+
+def derive(render: Render, source: str) -> Derived:
+    """Derives the form of answers by what a template renders, and proves it.
+
+    Args:
+        render: Renders a conversation by the template.
+        source: The template.
+    """
+    problem, has_tools = None, False
+    for prober in probers(render, TOOLS):
+        text = derive_text(prober, source)
+        if text is None:
+            continue
+        rendered = prober.body([Call(NAMES[0], {})]) or prober.body([Call(NAMES[0], {"a": "b"})])
+        if rendered is None or NAMES[0] not in rendered:
+            continue
+        has_tools = True
+        found = derive_calls(prober, text)
+        if found is None:
+            problem = problem or "the marks around the name and the arguments of a call are unclear"
+            continue
+        form = ChatFormat(found[0], text.reasoning, found[1], has_tools=True)
+        unproven = problem_of(form, replace(prober, tools=PROVING_TOOLS))
+        if unproven is None:
+            return Derived(form, None)
+        problem = problem or unproven
+    for prober in probers(render, None)[:1]:
+        text = derive_text(prober, source)
+        if text is not None:
+            form = ChatFormat(None, text.reasoning, text.content, has_tools=has_tools)
+            return Derived(form, problem)
+    return Derived(ChatFormat(has_tools=has_tools), problem)

@@ -1,0 +1,264 @@
+"""Chat templates written by hand, one or more for each form in which published ones write tool calls.
+
+`TEMPLATES` has them by name. Each is small: roles are marked in its own way, tools are listed, and
+an answer may have reasoning, content and calls.
+"""
+
+# ruff: noqa: E501  # a template reads best in one line
+
+from __future__ import annotations
+
+_TOOLS = "{% if tools %}<tools>{{ tools | tojson }}</tools>\n{% endif %}"
+
+
+def _template(
+    calls: str,
+    *,
+    user: str = "<|im_start|>user\n{{ m.content }}<|im_end|>\n",
+    header: str = "<|im_start|>assistant\n",
+    said: str = "{{ m.content }}",
+    end: str = "<|im_end|>\n",
+    opened: str = "",
+    macros: str = "",
+) -> str:
+    """Returns a template; `calls` is what an answer's calls are written by."""
+    return (
+        macros
+        + _TOOLS
+        + "{% for m in messages %}{% if m.role != 'assistant' %}"
+        + user
+        + "{% else %}"
+        + header
+        + said
+        + calls
+        + end
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}"
+        + header
+        + opened
+        + "{% endif %}"
+    )
+
+
+def _each(call: str, *, before: str = "", between: str = "", after: str = "") -> str:
+    return (
+        "{% if m.tool_calls %}"
+        + before
+        + "{% for c in m.tool_calls %}{% set f = c.function %}"
+        + call
+        + "{% if not loop.last %}"
+        + between
+        + "{% endif %}{% endfor %}"
+        + after
+        + "{% endif %}"
+    )
+
+
+def _items(item: str, *, between: str = "") -> str:
+    return (
+        "{% for k, v in f.arguments.items() %}"
+        + item
+        + "{% if not loop.last %}"
+        + between
+        + "{% endif %}{% endfor %}"
+    )
+
+
+THOUGHT = "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}"
+EMPTY_THOUGHT = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+BARE = "{{ v if v is string else v | tojson }}"
+_JSON = '{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}}'
+_CODE = (
+    "{% macro lit(v) %}{% if v is string %}{{ v | tojson }}{% elif v is true %}True"
+    "{% elif v is false %}False{% elif v is none %}None{% else %}{{ v }}{% endif %}{% endmacro %}"
+)
+_QUOTED = (
+    "{% macro val(v) %}{% if v is string %}<|q|>{{ v }}<|q|>{% elif v is boolean %}"
+    "{{ 'true' if v else 'false' }}{% elif v is mapping %}{{ '{' }}{% for k, w in v | dictsort %}{{ k }}:{{ val(w) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}{% elif v is none %}null{% elif v is number %}{{ v }}"
+    "{% else %}[{% for w in v %}{{ val(w) }}{% if not loop.last %},{% endif %}{% endfor %}]{% endif %}{% endmacro %}"
+)
+_TAGS = (
+    "{% macro tag(v) %}{% if v is mapping %}{% for k, w in v.items() %}<{{ k }}>{{ tag(w) }}</{{ k }}>{% endfor %}"
+    "{% elif v is string or v is number or v is boolean or v is none %}{{ v if v is string else v | tojson }}"
+    "{% else %}{% for w in v %}<item>{{ tag(w) }}</item>{% endfor %}{% endif %}{% endmacro %}"
+)
+
+TEMPLATES = {
+    # a JSON object a call
+    "object in tags": _template(_each("\n<tool_call>\n" + _JSON + "\n</tool_call>"), said=THOUGHT + "{{ m.content }}"),
+    "object in tags, always thought": _template(
+        _each("\n<call>" + _JSON + "</call>"), said=EMPTY_THOUGHT + "{{ m.content }}", opened="<think>\n"
+    ),
+    "objects in one tag": _template(_each(_JSON, before="<|calls|>", between="\n", after="<|/calls|>")),
+    "object with other keys": _template(
+        _each('<act>{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}</act>')
+    ),
+    "object without a tag, one only": _template(
+        "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}{% set f = m.tool_calls[0].function %}"
+        '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}',
+        said="{% if not m.tool_calls %}{{ m.content }}{% endif %}",
+    ),
+    "object of Python": _template(_each("<t>{{ {'name': f.name, 'arguments': f.arguments} }}</t>")),
+    "arguments as text in an object": _template(_each('<t>{{ {"name": f.name, "arguments": f.arguments | tojson} | tojson }}</t>')),
+    # an array of all calls
+    "array behind a mark": _template(
+        _each('{"name": "{{ f.name }}", "arguments": {{ f.arguments | tojson }}, "id": "{{ c.id }}"}', before="[TOOL_CALLS] [", between=", ", after="]"),
+        user="[INST] {{ m.content }}[/INST]",
+        header="",
+        end="</s>",
+    ),
+    "array in tags": _template(
+        _each(_JSON, before="\n\n<TOOLCALL>[", between=", ", after="]</TOOLCALL>"),
+        user="<S11>User\n{{ m.content }}\n",
+        header="<S11>Assistant\n",
+        end="\n<S12>\n",
+        said="{{ m.content.split('</think>')[-1] }}",
+        opened="{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}",
+    ),
+    "array with names as keys": _template(
+        _each('{"{{ f.name }}": {{ f.arguments | tojson }}}', before="<|tools_prefix|>[", between=", ", after="]<|tools_suffix|>"),
+        header="<|assistant_start|>",
+        end="<|assistant_end|>",
+    ),
+    "array, channels and an open end": _template(
+        "{% if m.tool_calls %}<|START_THINKING|>{{ m.reasoning_content }}<|END_THINKING|><|START_ACTION|>[\n"
+        '{% for c in m.tool_calls %}    {"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+        "{% if not loop.last %},{% endif %}\n{% endfor %}]<|END_ACTION|>{% else %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}",
+        user="<|TURN|><|USER|>{{ m.content }}<|END|>",
+        header="<|TURN|><|CHATBOT|>",
+        said="",
+        end="<|END|>",
+    ),
+    # the name, then JSON
+    "name, mark, JSON": _template(
+        _each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}"),
+        user="[INST]{{ m.content }}[/INST]",
+        header="",
+        said="{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+        "{% if p.type == 'thinking' %}[THINK]{{ p.thinking }}[/THINK]{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}",
+        end="</s>",
+    ),
+    "name, id, JSON": _template(
+        _each(
+            "{% if c.id | length != 9 %}{{ raise_exception('nine letters') }}{% endif %}[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}"
+        ),
+        user="[INST]{{ m.content }}[/INST]",
+        header="",
+        end="</s>",
+    ),
+    "function tag around JSON": _template(_each("<function={{ f.name }}>{{ f.arguments | tojson }}</function>")),
+    "a recipient and a line": _template(
+        _each(">>>{{ f.name }}\n{{ f.arguments | tojson }}").replace(
+            "{% if m.tool_calls %}", "{% if m.tool_calls %}{% set ns.all = m.content %}"
+        ).replace(">>>{{ f.name }}", "{% if ns.all or not loop.first %}>>>{% endif %}{{ f.name }}"),
+        user="<|h|>user<|/h|>\n\n{{ m.content }}<|eot|>",
+        header="<|h|>assistant<|/h|>\n\n>>>",
+        said="{% if m.content %}all\n{{ m.content }}{% endif %}",
+        end="<|eot|>",
+        macros="{% set ns = namespace(all='') %}",
+    ),
+    "the id in place of the name": _template(
+        _each(
+            "<|call_begin|>{{ c.id }}<|args_begin|>{{ f.arguments | tojson }}<|call_end|>",
+            before="<|section_begin|>",
+            after="<|section_end|>",
+        ),
+        said="{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% else %}<think></think>{% endif %}{{ m.content }}",
+    ),
+    "a fenced block": _template(
+        _each("<|call|>function<|sep|>{{ f.name }}\n```json\n{{ f.arguments if f.arguments is string else f.arguments + '' }}\n```<|/call|>", before="<|calls|>", between="\n", after="<|/calls|>"),
+        said="{{ m.content.split('</think>')[-1] }}",
+        opened="<think>\n",
+    ),
+    "channels": _template(
+        "{% if m.tool_calls %}{% if m.reasoning_content %}<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant"
+        "{% elif m.content %}<|channel|>analysis<|message|>{{ m.content }}<|end|><|start|>assistant{% endif %}"
+        "{% set f = m.tool_calls[0].function %} to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
+        "{% else %}{% if m.reasoning_content %}<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|><|start|>assistant{% endif %}"
+        "<|channel|>final<|message|>{{ m.content }}<|return|>{% endif %}",
+        user="<|start|>user<|message|>{{ m.content }}<|end|>",
+        header="<|start|>assistant",
+        said="",
+        end="",
+    ),
+    # tagged arguments
+    "parameters on lines": _template(
+        _each(
+            "\n<tool_call>\n<function={{ f.name }}>\n" + _items("<parameter={{ k }}>\n" + BARE + "\n</parameter>\n") + "</function>\n</tool_call>"
+        ),
+        said=EMPTY_THOUGHT + "{{ m.content }}",
+        opened="<think>\n",
+    ),
+    "values of Python": _template(
+        _each("<tool_call><function={{ f.name }}>" + _items("<parameter={{ k }}>{{ v }}</parameter>") + "</function></tool_call>")
+    ),
+    "keys and values": _template(
+        _each("\n<tool_call>{{ f.name }}\n" + _items("<arg_key>{{ k }}</arg_key>\n<arg_value>" + BARE + "</arg_value>\n") + "</tool_call>"),
+        user="<|user|>\n{{ m.content }}",
+        header="<|assistant|>",
+        said="{% if m.reasoning_content %}\n<think>{{ m.reasoning_content }}</think>{% else %}\n<think></think>{% endif %}{% if m.content %}\n{{ m.content }}{% endif %}",
+        end="",
+    ),
+    "invoke": _template(
+        _each('<invoke name="{{ f.name }}">\n' + _items('<parameter name="{{ k }}">' + BARE + "</parameter>\n") + "</invoke>\n", before="\n<mm:tool_call>\n", after="</mm:tool_call>"),
+        user="]~b]user\n{{ m.content }}[e~[\n",
+        header="]~b]ai\n",
+        said=THOUGHT + "{{ m.content }}",
+        end="[e~[\n",
+        opened="<think>\n",
+    ),
+    "string marked": _template(
+        _each('<DSML_invoke name="{{ f.name }}">\n' + _items('<DSML_parameter name="{{ k }}" string="{{ \'true\' if v is string else \'false\' }}">' + BARE + "</DSML_parameter>", between="\n") + "\n</DSML_invoke>\n", before="\n\n<DSML_calls>\n", after="</DSML_calls>"),
+        user="<U>{{ m.content }}<A><think>",
+        header="",
+        said="{{ m.reasoning_content or '' }}</think>{{ m.content }}",
+        end="<E>",
+    ),
+    "types and numbered calls": _template(
+        _each(
+            '<|open|>call tool="{{ f.name }}" index="{{ loop.index }}"<|sep|>'
+            + _items('<|open|>argument key="{{ k }}" type="{% if v is boolean %}boolean{% elif v is none %}null{% elif v is number %}number{% elif v is string %}string{% elif v is mapping %}object{% else %}array{% endif %}"<|sep|>' + BARE + "<|close|>argument<|sep|>")
+            + "<|close|>call<|sep|>",
+            before="<|open|>tools<|sep|>",
+            after="<|close|>tools<|sep|>",
+        ),
+        user='<|open|>message role="user"<|sep|>{{ m.content }}<|close|>message<|sep|><|eom|>',
+        header='<|open|>message role="assistant"<|sep|>',
+        said="<|open|>think<|sep|>{{ m.reasoning_content }}<|close|>think<|sep|><|open|>response<|sep|>{{ m.content }}<|close|>response<|sep|>",
+        end="<|close|>message<|sep|><|eom|>",
+        opened="<|open|>think<|sep|>",
+    ),
+    "strings in CDATA": _template(
+        _each('<function name="{{ f.name }}">' + _items('<param name="{{ k }}">{% if v is string %}<![CDATA[{{ v }}]]>{% else %}{{ v | tojson }}{% endif %}</param>') + "</function>")
+    ),
+    "tags named after keys": _template(
+        _each('<invoke name="{{ f.name }}">{{ tag(f.arguments) }}</invoke>', before="<calls>", after="</calls>"), macros=_TAGS
+    ),
+    "entities": _template(
+        _each('<call name="{{ f.name }}">' + _items('<arg name="{{ k }}">{% if v is string %}{{ v | e }}{% else %}{{ v | tojson }}{% endif %}</arg>') + "</call>")
+    ),
+    # a call in code
+    "code": _template(
+        _each("{{ f.name }}(" + _items("{{ k }}={{ lit(v) }}", between=", ") + ")", before="<|tool_call_start|>[", between=", ", after="]<|tool_call_end|>"),
+        macros=_CODE,
+    ),
+    "code without a mark": _template(
+        _each("{{ f.name }}(" + _items("{{ k }}={{ lit(v) }}", between=", ") + ")", before="[", between=", ", after="]"), macros=_CODE
+    ),
+    "quotes of its own": _template(
+        _each("<|tool_call>call:{{ f.name }}{{ '{' }}" + _items("{{ k }}:{{ val(v) }}", between=",") + "{{ '}' }}<tool_call|>"), macros=_QUOTED
+    ),
+    # no published form, but easily one
+    "the whole list as it is": _template("{% if m.tool_calls %}<calls>{{ m.tool_calls | tojson }}</calls>{% endif %}"),
+    "attributes": _template(_each('<call name="{{ f.name }}"' + _items(' {{ k }}="{{ (v if v is string else v | tojson) | e }}"') + "/>")),
+    "separators alone": _template(_each("<|fn|>{{ f.name }}<|args|>" + _items("{{ k }}<|is|>" + BARE, between="<|and|>") + "<|end_fn|>")),
+    "lines": _template(_each("<tool>{{ f.name }}\n" + _items("{{ k }}: {{ v | tojson }}\n") + "</tool>")),
+    # reasoning in words
+    "steps": _template(
+        _each("\n<tool_calls>[" + _JSON + "]</tool_calls>"),
+        said="{{ m.content.split('[BEGIN FINAL RESPONSE]')[-1] }}",
+        opened="Here are my reasoning steps:\n",
+    ),
+}  # fmt: skip
+NO_TOOLS = _template("", said="{{ m.content }}")
+UNCLEAR = _template(_each("{{ f.name }} {{ f.arguments | length }}"))

@@ -1,0 +1,398 @@
+"""Forms of tool calls and reasoning that are derived from chat templates: what transformers renders is read back, however it is cut."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxpage.chat_forms import ChatFormat, Derived, derive, grammar_of
+from jaxpage.decoding import json_rule
+from jaxpage.decoding.grammars import matcher_of, problem_of, source_of, tokenizer_of
+from jaxpage.serving.wire.derived_forms import derived_form
+from jaxpage.serving.wire.template_worker import rendered
+from tests.support.chat_templates import NO_TOOLS, TEMPLATES, UNCLEAR
+from tests.support.wire import tokenizer, with_template
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+PROPERTIES = {
+    "city": {"type": "string"},
+    "note": {"type": ["string", "null"]},
+    "days": {"type": "integer"},
+    "share": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    "metric": {"type": "boolean"},
+    "nothing": {"type": "null"},
+    "tags": {"type": "array", "items": {"type": "string"}},
+    "deep": {"$ref": "#/$defs/deep"},
+}
+PARAMETERS = {
+    "type": "object",
+    "properties": PROPERTIES,
+    "$defs": {"deep": {"type": "object", "properties": {"k": {"type": "integer"}}}},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": PARAMETERS}}
+    for name in ("get_weather", "look-up2")
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {"city": "São Paulo", "days": 3, "metric": True},
+    {"city": "3", "note": "true", "days": -7},
+    {"share": 0.25, "metric": False, "nothing": None, "city": "x"},
+    {"tags": ["a b", "c,d"], "city": "it's [1]"},
+    {"deep": {"k": 1, "l": {"m": "n"}}, "city": "y"},
+    {"city": 'two\nlines, "quoted" and \\ and it\'s & so on', "days": 0},
+    {"city": "a </parameter> and <tool_call> {\"name\": \"x\"} in prose", "note": "]"},
+    {},
+]  # fmt: skip
+# Templates that do not render what is asked, or not so that it can be told apart.
+DROPS_CONTENT = {"object without a tag, one only", "array, channels and an open end"}
+KEEPS_CONTENT_AS_REASONING = {"channels"}
+SINGLE = {"object without a tag, one only", "channels"}
+NO_REASONING_RENDERED = {
+    name
+    for name in TEMPLATES
+    if "reasoning_content" not in TEMPLATES[name] and "p.thinking" not in TEMPLATES[name]
+}
+
+
+def render(
+    source: str,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None = TOOLS,
+    *,
+    generates: bool = False,
+    **variables: Any,
+) -> str:
+    """The text of transformers."""
+    asked = {"template": source, "special_tokens": SPECIAL, "messages": list(messages)}
+    asked |= {"tools": tools and list(tools), "add_generation_prompt": generates}
+    return rendered({**asked, "continue_final_message": False, "variables": variables})
+
+
+@functools.cache
+def derived(source: str) -> Derived:
+    def renders(messages: Any, tools: Any, generates: bool, variables: Any) -> str:
+        try:
+            return render(source, messages, tools, generates=generates, **variables)
+        except Exception as error:
+            raise ValueError(str(error)) from None
+
+    return derive(renders, source)
+
+
+def answer(
+    name: str,
+    calls: Sequence[tuple[str, dict[str, Any]]] = (),
+    *,
+    content: str = "",
+    reasoning: str = "",
+) -> tuple[str, str]:
+    """The prompt and the answer that a template renders."""
+    source, asked = TEMPLATES[name], {"role": "user", "content": "Hi"}
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if reasoning and name == "name, mark, JSON":
+        message["content"] = [
+            {"type": "thinking", "thinking": reasoning},
+            {"type": "text", "text": content},
+        ]
+    elif reasoning:
+        message["reasoning_content"] = reasoning
+    as_text = name == "a fenced block"
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"functions.{tool}:{index}" if "id in place" in name else f"abc12345{index}",
+                "type": "function",
+                "function": {"name": tool, "arguments": json.dumps(given) if as_text else given},
+            }
+            for index, (tool, given) in enumerate(calls)
+        ]
+    whole, prompt = render(source, [asked, message]), render(source, [asked], generates=True)
+    if whole.startswith(prompt):
+        return prompt, whole[len(prompt) :]
+    end = next(place for place in range(len(prompt)) if whole[place] != prompt[place])
+    while whole[end - 1] not in ">]\n":
+        end -= 1
+    return whole[:end], whole[end:]
+
+
+def read(form: ChatFormat, texts: Sequence[str], prompt: str, tools: Any = TOOLS) -> dict[str, Any]:
+    """The message, and that the deltas say the same once."""
+    reader = form.reader(tools, prompt)
+    deltas = [delta for text in texts for delta in reader.feed(text)]
+    message = reader.finish()
+    for field in ("content", "reasoning_content"):
+        assert message[field].startswith("".join(delta.get(field, "") for delta in deltas))
+    said = [call for delta in deltas for call in delta.get("tool_calls", [])]
+    assert [call["index"] for call in said] == list(range(len(said)))
+    assert [{"name": call["name"], "arguments": call["arguments"]} for call in said] == message[
+        "tool_calls"
+    ][: len(said)]
+    return message
+
+
+def calls_of(message: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    return [(call["name"], json.loads(call["arguments"])) for call in message["tool_calls"]]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_a_template_renders_is_read_back(name: str) -> None:
+    form, problem = derived(TEMPLATES[name])
+    assert problem is None and form.tool_form
+    for arguments in ARGUMENTS:
+        prompt, text = answer(name, [("look-up2", arguments)])
+        message = read(form, [text], prompt)
+        assert calls_of(message) == [("look-up2", arguments)], text
+        assert (message["content"], message["reasoning_content"]) == ("", "")
+        assert read(form, text, prompt) == message
+    two = [("get_weather", ARGUMENTS[0]), ("look-up2", ARGUMENTS[1])]
+    if name not in SINGLE:
+        prompt, text = answer(name, two)
+        assert calls_of(read(form, text, prompt)) == two, text
+    if name not in DROPS_CONTENT | KEEPS_CONTENT_AS_REASONING:
+        prompt, text = answer(name, two, content="I look. 1 < 2 [a] {b}")
+        message = read(form, text, prompt)
+        assert (message["content"], calls_of(message)) == ("I look. 1 < 2 [a] {b}", two), text
+    prompt, text = answer(name, content="No <tool_call> here:\n\nnothing {}.")
+    message = read(form, text, prompt)
+    assert (message["content"], message["tool_calls"]) == (
+        "No <tool_call> here:\n\nnothing {}.",
+        [],
+    ), text
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - NO_REASONING_RENDERED))
+def test_reasoning_is_read_back(name: str) -> None:
+    form, _ = derived(TEMPLATES[name])
+    one = [("get_weather", ARGUMENTS[1])]
+    for calls, content in (((), "So: 4."), (one, "")):
+        if not calls and name in DROPS_CONTENT:
+            continue
+        prompt, text = answer(name, calls, content=content, reasoning="Two and two.\nIs <x> four?")
+        message = read(form, text, prompt)
+        wanted = {"content": content, "reasoning_content": "Two and two.\nIs <x> four?"}
+        assert {field: message[field] for field in wanted} == wanted, text
+        assert calls_of(message) == list(calls)
+
+
+def cut(text: str, data: st.DataObject) -> list[str]:
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=9)))
+    return [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text("ab<>\"'\\{}[],:= \n\té", max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("kl", min_size=1, max_size=3), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+WRITES_ANY_JSON = [
+    name
+    for name in TEMPLATES
+    if derived(TEMPLATES[name]).form.tools.payload != "items"  # type: ignore[union-attr]  # each has one
+    and name not in ("object of Python", "a fenced block")
+]
+
+
+@pytest.mark.parametrize("name", WRITES_ANY_JSON)
+@settings(max_examples=10, deadline=None)
+@given(value=JSON_VALUES, data=st.data())
+def test_any_json_is_read_back_however_it_is_cut(
+    name: str, value: Any, data: st.DataObject
+) -> None:
+    form = derived(TEMPLATES[name]).form
+    prompt, text = answer(name, [("get_weather", {"x": value})])
+    message = read(form, cut(text, data), prompt, None)
+    assert calls_of(message) == [("get_weather", {"x": value})]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_what_does_not_fit_is_content_however_it_is_cut(name: str, data: st.DataObject) -> None:
+    """The marks of the form in any order, with calls among them."""
+    form = derived(TEMPLATES[name]).form
+    assert form.tools is not None
+    _, call = answer(name, [("look-up2", {"city": "x", "days": 1})])
+    marks = [
+        mark for mark in form.tools.marks if not any("\ue000" <= one <= "\ue004" for one in mark)
+    ]
+    bits = st.sampled_from(
+        [*marks, *(mark[:3] for mark in marks), call, "look-up2", "{", '"', "}", " ", "\n", "x"]
+    )
+    text = "a" + "".join(data.draw(st.lists(bits, max_size=9)))
+    whole = read(form, [text], "")
+    assert read(form, cut(text, data), "") == whole
+    if not whole["tool_calls"]:
+        kept = text
+        for mark in sorted((*form.content.tails, *form.content.closes), key=len, reverse=True):
+            kept = kept.removesuffix(mark.rstrip()).removesuffix(mark.strip())
+        assert "".join(whole["content"].split()).startswith("".join(kept.split())[:1])
+        if not form.content.tails and not form.content.closes:
+            assert whole["content"] == text
+
+
+@pytest.mark.parametrize(
+    ("name", "begin", "unit"),
+    [
+        (
+            "parameters on lines",
+            "",
+            "<tool_call>\n<function=look-up2>\n<parameter=k>\n</parameter>",
+        ),
+        ("quotes of its own", "<|tool_call>call:look-up2{a:", "["),
+        ("name, mark, JSON", '[TOOL_CALLS]look-up2[ARGS]{"a":', "["),
+        ("code", "", '<|tool_call_start|>[look-up2(a="'),
+    ],
+)
+@pytest.mark.timeout(60)  # a reader that is not linear takes longer
+def test_a_long_text_of_marks_is_content_in_little_time(name: str, begin: str, unit: str) -> None:
+    form, text = derived(TEMPLATES[name]).form, begin + unit * (120_000 // len(unit))
+    message = read(form, [text[place : place + 3] for place in range(0, len(text), 3)], "")
+    assert (message["content"], message["tool_calls"]) == (text, [])
+    assert read(form, [text], "") == message
+
+
+def test_a_template_without_a_form_says_so() -> None:
+    form, problem = derived(UNCLEAR)
+    assert form.tool_form is None and form.has_tools and problem
+    form, problem = derived(NO_TOOLS)
+    assert form.tool_form is None and not form.has_tools and problem is None
+
+
+def test_the_schema_decides_what_a_bare_value_is() -> None:
+    form = derived(TEMPLATES["parameters on lines"]).form
+    given = {"city": "3", "days": "3", "metric": "True", "deep": "{'k': 1}", "tags": '["a"]', "note": "None"}  # fmt: skip
+    prompt, text = answer("parameters on lines", [("get_weather", given)])
+    wanted = {"city": "3", "days": 3, "metric": True, "deep": {"k": 1}, "tags": ["a"], "note": None}
+    assert calls_of(read(form, text, prompt)) == [("get_weather", wanted)]
+    ((_, without),) = calls_of(read(form, text, prompt, None))
+    assert without == {**wanted, "city": 3}, "what reads as JSON is JSON where no schema says more"
+
+
+@pytest.mark.parametrize("kept", [3, 30, 60])
+def test_a_call_that_is_cut_off_is_content(kept: int) -> None:
+    for name in ("object in tags", "parameters on lines", "code", "name, mark, JSON"):
+        form = derived(TEMPLATES[name]).form
+        _, text = answer(name, [("look-up2", {"city": "a long name of a city", "days": 1})])
+        text = text[text.index(form.tools.trigger) :]  # type: ignore[union-attr]
+        message = read(form, text[:kept], "")
+        assert (message["content"], message["tool_calls"]) == (text[:kept], [])
+
+
+def test_a_template_that_changes_values_has_no_form() -> None:
+    """Long strings are written backwards, so that the probes are read and the proofs are not."""
+    reverses = "{{ (v | reverse if v | length > 8 else v) if v is string"
+    form, problem = derived(
+        TEMPLATES["parameters on lines"].replace("{{ v if v is string", reverses)
+    )
+    assert form.tool_form is None and problem and "look_up" in problem and "yadnoM" in problem
+
+
+def test_a_mistake_in_the_reader_is_found_by_the_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpage.chat_forms.calls.value_of", lambda text, form, allowed: text[:-1])
+    derived.cache_clear()
+    try:
+        form, problem = derived(TEMPLATES["parameters on lines"])
+    finally:
+        derived.cache_clear()
+    assert form.tool_form is None and problem
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|assistant|>",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {
+            "open": "<<<",
+            "close": ">>>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_a_declared_response_template_is_read_where_no_form_is_derived() -> None:
+    """By transformers' own parser; what it cannot read is content."""
+    declares = with_template(NO_TOOLS)
+    declares.response_template = RESPONSE_TEMPLATE
+    form, problem = derived_form(declares)
+    assert (form.tool_form, problem) == ("response_template", None)
+    text = '<think>Hm.</think>Well <<<{"name": "look-up2", "arguments": {"city": "x"}}>>>'
+    message = read(form, text, "<|assistant|>")
+    assert (message["reasoning_content"], message["content"].strip()) == ("Hm.", "Well")
+    assert calls_of(message) == [("look-up2", {"city": "x"})]
+    assert "{no}" in read(form, "Well <<<{no}>>> then", "<|assistant|>")["content"]
+
+
+HELD = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "deep": {"type": "object", "properties": {"k": {"type": "integer"}}, "required": ["k"]},
+    },
+    "required": ["city"],
+}
+# Their grammars write JSON where the template writes Python, or there is none.
+OTHERWISE = {"object of Python", "values of Python", "code", "code without a mark", "attributes"}
+NO_GRAMMAR = "arguments as text in an object"
+
+
+@pytest.mark.parametrize("name", sorted(set(TEMPLATES) - OTHERWISE - {NO_GRAMMAR}))
+def test_required_calls_are_held_to_the_form_and_the_schema(name: str) -> None:
+    form = derived(TEMPLATES[name]).form
+    tools = form.tools
+    assert tools is not None
+    known, end_id = tokenizer_of(tokenizer().backend_tokenizer.to_str())
+    schemas = {"look-up2": HELD, "get_weather": {"type": "object", "properties": {}}}
+    grammar = grammar_of(
+        form,
+        schemas,
+        lambda schema: json_rule(json.dumps(schema)),
+        several=True,
+        is_open=False,
+        special_tokens={},
+    )
+    source = source_of("grammar", json.dumps(grammar))
+    assert problem_of(matcher_of(known, source), end_id) is None
+
+    def may_write(*calls: tuple[str, dict[str, Any]]) -> bool:
+        _, text = answer(name, calls)
+        for tail in form.content.tails:
+            text = text.removesuffix(tail)
+        opened = tools.begin + tools.open if tools.first is None else tools.first
+        text = text[text.index(opened.strip()) :]
+        text = opened[: len(opened) - len(opened.lstrip())] + text.lstrip()
+        tokens, matcher = known.tokenize_str(text), matcher_of(known, source)
+        return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+    everything = {"city": "it's (x)", "days": 3, "tags": ["a", "b"], "deep": {"k": 1}}
+    assert may_write(("look-up2", {"city": "x y"})) and may_write(("look-up2", everything))
+    assert may_write(("get_weather", {}))
+    if name not in SINGLE:
+        assert may_write(("look-up2", {"city": "x"}), ("get_weather", {}))
+    assert not may_write(("look-up2", {"city": "x", "days": "no"}))
+    assert not may_write(("look-up2", {"days": 1}))
+    assert not may_write(("another", {"city": "x"}))
+
+
+def test_a_form_that_no_grammar_can_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="as text"):
+        grammar_of(
+            derived(TEMPLATES[NO_GRAMMAR]).form,
+            {"f": HELD},
+            lambda schema: json_rule(json.dumps(schema)),
+            several=False,
+            is_open=False,
+            special_tokens={},
+        )
