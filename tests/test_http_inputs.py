@@ -61,7 +61,10 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 KEY = "a-key-of-this-test"
 VOCAB, MAX_LEN = 2048, 512
 CONFIG = ServerConfig(
-    served_model_name=("demo", "other-name"), max_queued_requests=12, body_timeout_seconds=3.0
+    served_model_name=("demo", "other-name"),
+    max_queued_requests=12,
+    tool_parser="none",
+    body_timeout_seconds=3.0,
 )
 REFUSING = "{% if messages[0].content == 'Refuse' %}{{ raise_exception('roles at 0xdead in /home/me/x must alternate') }}{% endif %}"
 TEMPLATE = REFUSING + CHATML
