@@ -9,43 +9,27 @@ Needs torch and the test packages (`pip install '.[test]'` on Python 3.11).
 
 from __future__ import annotations
 
-import argparse
-import random
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.fuzz_engine import prepare_jax
+from tools.fuzz_engine import fuzz_parser, prepare_jax, printed_seed
 from tools.needed import need
 
 
 def main() -> int:
     """Runs the fuzzer and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="seed of the cases; default: a new one, which is printed",
-    )
+    parser = fuzz_parser(__doc__)
     parser.add_argument(
         "--family",
         metavar="NAME",
         help="a module of jaxpage.models, such as qwen3, or an architecture; default: all",
     )
     arguments = parser.parse_args()
-    if arguments.minutes <= 0:
-        parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")
     need("pytest", "torch", "transformers", extra="test")
-    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    print(f"seed {seed}", flush=True)
+    seed = printed_seed(parser, arguments)
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), optimized=False)
         from tests.support.checkpoint_cases import bases

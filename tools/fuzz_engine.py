@@ -26,29 +26,15 @@ TOLERANCE = 1e-4
 
 def main() -> int:
     """Runs the fuzzer and returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        metavar="S",
-        help="seed of the cases; default: a new one, which is printed",
-    )
+    parser = fuzz_parser(__doc__)
     parser.add_argument(
         "--optimized",
         action="store_true",
         help="compile as for users, which takes five times as long, and compare log probabilities to the last bit",
     )
     arguments = parser.parse_args()
-    if arguments.minutes <= 0:
-        parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")
     need("pytest", "hypothesis", extra="test")
-    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
-    print(f"seed {seed}", flush=True)
+    seed = printed_seed(parser, arguments)
     with tempfile.TemporaryDirectory(prefix="jaxpage-fuzz-cache-") as cache:
         prepare_jax(Path(cache), arguments.optimized)
         from tests.support.executables import SharedExecutables
@@ -62,6 +48,32 @@ def main() -> int:
                 tolerance=tolerance,
                 tell=lambda text: print(text, flush=True),
             )
+
+
+def fuzz_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser with the flags that both fuzzers have, `--minutes` and `--seed`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, metavar="N", help="time for new cases; default: 3"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        metavar="S",
+        help="seed of the cases; default: a new one, which is printed",
+    )
+    return parser
+
+
+def printed_seed(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Checks `--minutes`, and returns the seed of the cases, which it prints."""
+    if arguments.minutes <= 0:
+        parser.error(f"--minutes must be above 0, got {arguments.minutes:g}")
+    seed = random.SystemRandom().randrange(2**31) if arguments.seed is None else arguments.seed
+    print(f"seed {seed}", flush=True)
+    return seed
 
 
 def prepare_jax(cache: Path, optimized: bool) -> None:
