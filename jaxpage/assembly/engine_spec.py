@@ -33,7 +33,7 @@ from jaxpage.device.step_inputs import TableShape
 from jaxpage.errors import ConfigError
 from jaxpage.layers.sharding import Sharding
 from jaxpage.memory import pool_ids
-from jaxpage.models.packing import Packing, pack_modules
+from jaxpage.models.packing import Packing
 from jaxpage.models.replacing import Path
 from jaxpage.models.sharding import LOGICAL_SHARDS, kv_of_shard, make_sharding
 from jaxpage.settings.engine_config import EngineConfig
@@ -88,9 +88,7 @@ class EngineSpec:
             What `pack_modules` returns.
         """
         kernels = self.described.kernels
-        if kernels is None or not kernels.in_cpp:
-            return {}
-        return pack_modules(module, kernels.numbers_of_word)
+        return {} if kernels is None else kernels.pack_modules(module)
 
     @property
     def vocab_size(self) -> int:

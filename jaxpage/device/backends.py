@@ -7,11 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
+from jaxpage.models.packing import Packing, pack_modules
+from jaxpage.models.replacing import Path
 from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
 from pallas_kernels.cpu.library import DOT, TILES
 from pallas_kernels.cpu.library import load as load_cpu_library
@@ -33,10 +36,15 @@ class Backend(NamedTuple):
         """Returns the keyword arguments of every operation of `pallas_kernels`."""
         return {"backend": self.name, "interpret": self.interpret}
 
-    @staticmethod
-    def numbers_of_word(dtype: DTypeLike) -> int | None:
-        """Returns the numbers of a word of a weight in panels; None if it cannot be in panels."""
-        return NUMBERS.get(jnp.dtype(dtype).name)
+    def pack_modules(self, module: nnx.Module) -> dict[Path, Packing]:
+        """Puts layers with weights in panels into a module, where kernels multiply by such.
+
+        Returns:
+            What `models.packing.pack_modules` returns.
+        """
+        if not self.in_cpp:
+            return {}
+        return pack_modules(module, lambda dtype: NUMBERS.get(jnp.dtype(dtype).name))
 
 
 def choose_backend(name: str, device: Any, kv_cache_dtype: str = "auto") -> Backend:
