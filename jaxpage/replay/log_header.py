@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxpage.assembly import EngineSpec, shards_of_weights
 from jaxpage.checkpoints import ModelFiles, load_shards
+from jaxpage.device.backends import cpu_kernels
 from jaxpage.device.packing import Packings, unpacked_weight
 from jaxpage.engine import Engine
 from jaxpage.errors import EventLogError, JaxpageError
@@ -74,7 +75,7 @@ def engine_header(
         "event": "header",
         "format": FORMAT,
         "versions": package_versions(),
-        "device": f"{spec.memory.device} of {platform.machine()}",
+        "device": _device(spec),
         "config": config.model_dump(),
         "config_hash": config_hash(config.model_dump()),
         "weights_hash": weights_hash(
@@ -83,6 +84,13 @@ def engine_header(
         ),
         "engine": spec.record(),
     }
+
+
+def _device(spec: EngineSpec) -> str:
+    """Returns the device with all that decides its bits: on a CPU, the kernels' instructions."""
+    place = spec.described.device
+    kernels = f", kernels {cpu_kernels()}" if place.is_cpu else ""
+    return f"{place.name} of {platform.machine()}{kernels}"
 
 
 def package_versions() -> dict[str, str]:
