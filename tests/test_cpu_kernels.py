@@ -564,6 +564,22 @@ PACKED_MISTAKES = {
         "std::memcpy(words, x, p.num_in * 2 - 2);",
     ),
 }
+ROW_MISTAKES = {
+    "gates and ups change places": ("load<Stored>(gates + p.width", "load<Stored>(gates"),
+    "a sigmoid of gates": ("return x / (splat", "return splat(1.0f) / (splat"),
+    "gates without their last vector": (
+        "store<Stored>(out, i, p.width, activated",
+        "if (i + kLanes <= p.width) store<Stored>(out, i, p.width, activated",
+    ),
+    "a norm without its offset": (
+        "(load(p.scale_type, p.scale, i, p.width) + offset)",
+        "load(p.scale_type, p.scale, i, p.width)",
+    ),
+    "the mean of another width": ("/ p.width;", "/ (p.width / 16 * 16);"),
+    "another row's angles": ("token = row / p.num_heads", "token = row / p.width"),
+    "pairs that turn back": ("second * cos + first * sin", "second * cos - first * sin"),
+    "what is not turned is lost": ("(p.width - 2 * pairs) * sizeof(Number)", "0"),
+}
 MISTAKES = {
     "a window that is one too wide": ("unit.last + 1 - a.window", "unit.last - a.window"),
     "the last position is left out": (
@@ -583,7 +599,7 @@ MISTAKES = {
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mistake", [*MISTAKES, *PACKED_MISTAKES])
+@pytest.mark.parametrize("mistake", [*MISTAKES, *PACKED_MISTAKES, *ROW_MISTAKES])
 def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
     sources = tmp_path / "src"
     sources.mkdir()
@@ -592,6 +608,7 @@ def test_a_planted_mistake_is_seen(mistake: str, tmp_path: Path) -> None:
         mistakes = {
             "attention.cc": MISTAKES,
             "packed.cc": PACKED_MISTAKES,
+            "rows.cc": ROW_MISTAKES,
         }.get(source.name, {})
         if mistake in mistakes:
             assert text.count(mistakes[mistake][0]) == 1
@@ -669,6 +686,7 @@ def _in_process(change: str, cache: Path, **more: str) -> subprocess.CompletedPr
         "-p",
         "another_library",
         "tests/test_cpu_kernels.py",
+        "tests/test_cpu_rows.py",
         "-k",
         "one_call",
     )

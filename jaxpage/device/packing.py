@@ -28,7 +28,7 @@ Packings = Mapping[Path, Packing]
 def multiply_packed(
     x_TI: jax.Array, weight: Packed | PackedCodes, result: DTypeLike, count_E: jax.Array | None
 ) -> jax.Array:
-    """Multiplies as `ProductKernels.multiply_packed`."""
+    """Multiplies as `LayerKernels.multiply_packed`."""
     made = jnp.bfloat16 if result == jnp.bfloat16 else jnp.float32
     if isinstance(weight, PackedCodes):
         codes = QuantizedWeight(*weight.codes)

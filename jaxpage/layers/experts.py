@@ -23,7 +23,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxpage.layers.activations import ACTIVATIONS
+from jaxpage.layers.activations import gated
 from jaxpage.layers.expert_linear import ExpertLinear
 from jaxpage.layers.mlp import MLP, GatedMLP
 from jaxpage.layers.parameter import parameter, tensor
@@ -183,8 +183,7 @@ class Experts(nnx.Module):
     def _between(self, both_PF: Float[Array, "P F2"]) -> Float[Array, "P F"]:
         if self.swiglu is not None:
             return self.swiglu(both_PF)
-        gate, up = jnp.split(both_PF, 2, axis=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+        return gated(both_PF, self.activation)
 
 
 def _sorted(

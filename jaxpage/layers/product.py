@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8, Int32
 
-from jaxpage.layers.trace_scope import ProductKernels, trace_scope
+from jaxpage.layers.trace_scope import LayerKernels, trace_scope
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes, Scaled, StoredWeight
 
 TOKENS_BY_HEAD = 16  # the tokens of a tile: see `product_by_head`
@@ -44,7 +44,7 @@ def product(
     return jnp.einsum("TI,OI->TO", x_TI, weight, precision=precision, preferred_element_type=result)
 
 
-def _kernels() -> ProductKernels:
+def _kernels() -> LayerKernels:
     kernels = trace_scope().kernels
     assert kernels is not None, "bound where a model with such weights is traced"
     return kernels

@@ -21,8 +21,26 @@ from jaxtyping import Array, Int
 from jaxpage.layers.weight_kinds import Grouped, Packed, PackedCodes
 
 
-class ProductKernels(NamedTuple):
-    """Holds the kernels for products with weights, which `jaxpage/device/` binds.
+class RowKernels(NamedTuple):
+    """Holds kernels for what layers compute between products, row by row.
+
+    Each is one call in place of what the layer says in jnp. See `pallas_kernels.cpu.rows`.
+
+    Attributes:
+        takes: Returns whether there are kernels for numbers of a type.
+        gate: Returns an activation of gates times ups; its name is one of `rows.ACTIVATIONS`.
+        rms_norm: Returns rows with an RMS norm, of x, the scale, epsilon and the offset of scales.
+        rotate: Returns x with its pairs turned, of x, cosines and sines.
+    """
+
+    takes: Callable[[DTypeLike], bool]
+    gate: Callable[[jax.Array, str], jax.Array]
+    rms_norm: Callable[[jax.Array, jax.Array, float, float], jax.Array]
+    rotate: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+class LayerKernels(NamedTuple):
+    """Holds the kernels of layers, which `jaxpage/device/` binds: most multiply by weights.
 
     Attributes:
         multiply: Returns `x @ weight.T` in the type that is given.
@@ -33,6 +51,7 @@ class ProductKernels(NamedTuple):
         by_group: Returns `pallas_kernels.grouped_product` of x, weight and counts, in the type that
             is given, or None for a product that it does not take. It is None where there is no such
             kernel.
+        rows: The kernels for what is between products; None where XLA computes it.
     """
 
     multiply: Callable[[jax.Array, Grouped, DTypeLike], jax.Array]
@@ -44,6 +63,7 @@ class ProductKernels(NamedTuple):
     by_group: (
         Callable[[jax.Array, jax.Array | Grouped, jax.Array, DTypeLike], jax.Array | None] | None
     )
+    rows: RowKernels | None = None
 
 
 class Adapters(NamedTuple):
@@ -66,14 +86,14 @@ class TraceScope:
     """Holds what all layers share that are traced in one pass of a model. It belongs to that trace.
 
     Attributes:
-        kernels: The kernels for products; None where there are none: then no weight may be a
+        kernels: The kernels of layers; None where there are none: then no weight may be a
             `Grouped` one.
         adapters: The adapters of the tokens; None for a model without LoRA layers.
         divided_logits: True if each device keeps the logits of its part of the vocabulary, and none
             gathers them.
     """
 
-    kernels: ProductKernels | None = None
+    kernels: LayerKernels | None = None
     adapters: Adapters | None = None
     divided_logits: bool = False
 
@@ -94,3 +114,11 @@ _scope: ContextVar[TraceScope] = ContextVar("trace_scope", default=TraceScope())
 def trace_scope() -> TraceScope:
     """Returns the scope that was opened last; an empty one if none is open."""
     return _scope.get()
+
+
+def row_kernels(dtype: DTypeLike) -> RowKernels | None:
+    """Returns the kernels for rows of this type; None where XLA computes what they would."""
+    kernels = trace_scope().kernels
+    if kernels is None or kernels.rows is None or not kernels.rows.takes(dtype):
+        return None
+    return kernels.rows

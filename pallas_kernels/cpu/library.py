@@ -33,6 +33,9 @@ FUNCTIONS = (
     "jaxpage_write_and_attend",
     "jaxpage_multiply_packed",
     "jaxpage_multiply_coded",
+    "jaxpage_gate",
+    "jaxpage_rms_norm",
+    "jaxpage_rotate",
 )
 
 

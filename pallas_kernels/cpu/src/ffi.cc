@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "packed.h"
+#include "rows.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
@@ -26,6 +27,7 @@ namespace jaxpage {
 namespace JAXPAGE_ISA {
 extern const Kernels kKernels;
 extern const PackedKernels kPacked;
+extern const RowKernels kRows;
 }
 
 namespace {
@@ -374,6 +376,45 @@ ffi::Error multiply_coded(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::An
   return ffi::Error::Success();
 }
 
+constexpr int64_t kNumbersOfUnit = 8192;  // fewer are not worth another thread
+
+ffi::Error each_row(ffi::ThreadPool& pool, Rows& p, void (*function)(const Rows&, int64_t), int64_t num_rows, ffi::AnyBuffer& x,
+                    ffi::Result<ffi::AnyBuffer>& out) {
+  if (!type_of(x.element_type(), false, &p.type) || p.type == Type::kF16 || out->element_type() != x.element_type())
+    return ffi::Error::InvalidArgument("no kernel for rows of these types");
+  p.x = x.untyped_data(), p.out = out->untyped_data();
+  in_parallel(pool, num_rows, std::max<int64_t>(1, kNumbersOfUnit / std::max<int64_t>(1, p.width)), [&](int64_t row) { function(p, row); });
+  return ffi::Error::Success();
+}
+
+ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> out, int64_t activation) {
+  Rows p{};
+  const auto xd = x.dimensions(), od = out->dimensions();
+  if (xd.size() != 2 || od.size() != 2 || xd[0] != od[0] || xd[1] != 2 * od[1]) return ffi::Error::InvalidArgument("the shapes of gates do not fit");
+  p.width = od[1], p.activation = static_cast<Activation>(activation);
+  return each_row(pool, p, JAXPAGE_ISA::kRows.gate, xd[0], x, out);
+}
+
+ffi::Error rms_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer scale, ffi::Result<ffi::AnyBuffer> out, float epsilon, float offset) {
+  Rows p{};
+  const auto xd = x.dimensions();
+  if (xd.size() != 2 || out->element_count() != x.element_count() || scale.element_count() != static_cast<size_t>(xd[1]) ||
+      !type_of(scale.element_type(), false, &p.scale_type))
+    return ffi::Error::InvalidArgument("the shapes of a norm do not fit");
+  p.width = xd[1], p.scale = scale.untyped_data(), p.epsilon = epsilon, p.offset = offset;
+  return each_row(pool, p, JAXPAGE_ISA::kRows.rms_norm, xd[0], x, out);
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::Result<ffi::AnyBuffer> out) {
+  Rows p{};
+  const auto xd = x.dimensions(), cd = cos.dimensions();
+  if (xd.size() != 3 || cd.size() != 2 || cd[0] != xd[0] || 2 * cd[1] > xd[2] || sin.element_count() != cos.element_count() ||
+      out->element_count() != x.element_count())
+    return ffi::Error::InvalidArgument("the shapes of a rotation do not fit");
+  p.num_heads = xd[1], p.width = xd[2], p.num_pairs = cd[1], p.cos = cos.typed_data(), p.sin = sin.typed_data();
+  return each_row(pool, p, JAXPAGE_ISA::kRows.rotate, xd[0] * xd[1], x, out);
+}
+
 }  // namespace
 
 extern "C" int jaxpage_instructions(bool of_int8) { return best(of_int8 ? Type::kI8 : Type::kBF16); }
@@ -442,5 +483,26 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_multiply_coded, multiply_coded,
                                   .Ret<ffi::AnyBuffer>()
                                   .Attr<int64_t>("code")
                                   .Attr<int64_t>("group_size"));
+
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_gate, gate,
+                              ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Attr<int64_t>("activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rms_norm, rms_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Attr<float>("epsilon")
+                                  .Attr<float>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxpage_rotate, rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>());
 
 }  // namespace jaxpage
