@@ -275,6 +275,7 @@ def test_the_engine_does_what_was_planned(
         "max_num_batched_tokens": 16,
         "max_model_len": 64,
         "num_blocks": None,
+        "dtype": "auto",
     }
     with make_llm(model, **settings) as llm:
         memory = llm.memory
