@@ -35,7 +35,20 @@ PREFIX = (
 )
 SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
-WORDS = ["yes", "no", "the", "cat", "is", "here", "where", "dog", "find", "Instruct", "Query", "Document"]
+WORDS = [
+    "yes",
+    "no",
+    "the",
+    "cat",
+    "is",
+    "here",
+    "where",
+    "dog",
+    "find",
+    "Instruct",
+    "Query",
+    "Document",
+]
 
 
 def small_tokenizer(marks: tuple[str, ...] = ("<|im_start|>", "<|im_end|>")) -> Any:
@@ -65,7 +78,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """The two have one architecture. The names of tensors are those of Qwen3-Embedding, without "model."."""
     tokenizer = small_tokenizer()
     directory = tmp_path_factory.mktemp("model")
-    model = make_model("qwen3-grouped", vocab_size=len(tokenizer), tie_word_embeddings=True)
+    model = make_model(
+        "qwen3-grouped",
+        vocab_size=len(tokenizer),
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        head_dim=16,
+    )
     model.model.save_pretrained(directory)
     config = {**model.config.to_dict(), "architectures": ["Qwen3ForCausalLM"]}
     (directory / "config.json").write_text(json.dumps(config))
@@ -110,7 +129,7 @@ def check(results: Any, wanted: list[float]) -> None:
     assert [one.index for one in results] == order
     assert [one.document for one in results] == [DOCUMENTS[index] for index in order]
     np.testing.assert_allclose(results_of(results), wanted, atol=1e-4)
-    assert len({round(score, 3) for score in wanted}) == 3  # the first document is there twice
+    assert len({round(score, 4) for score in wanted}) == 3  # the first document is there twice
 
 
 def results_of(results: Any) -> list[float]:
@@ -125,6 +144,17 @@ def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
         results = llm.rerank(QUERY, DOCUMENTS, instruction=instruction)
         check(results, wanted)
         assert llm.rerank(QUERY, DOCUMENTS, 2, instruction=instruction) == results[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "mistake"), [("_BEHIND", "<|im_end|>\n"), ("DEFAULT_INSTRUCTION", "Rank")]
+)
+def test_a_mistake_in_the_template_would_be_seen(
+    saved: Any, llm: LLM, monkeypatch: pytest.MonkeyPatch, name: str, mistake: str
+) -> None:
+    monkeypatch.setattr(f"jaxpage.engine.reranking.{name}", mistake)
+    with pytest.raises(AssertionError):
+        check(llm.rerank(QUERY, DOCUMENTS), by_yes_and_no(saved[1], saved[2], TASK))
 
 
 def test_vectors_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:
