@@ -217,7 +217,15 @@ ASKED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**GREEDY, "logprobs": 2}),
     ("/v1/completions", {**GREEDY, "temperature": 0.9, "seed": 3, "n": 2}),
     ("/v1/completions", {**GREEDY, "max_tokens": -1}),
-    ("/v1/chat/completions", {"model": "demo", "messages": [{"role": "user", "content": "a"}]}),
+    (
+        "/v1/chat/completions",
+        {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "a"}],
+            "max_tokens": 6,
+            "seed": 1,
+        },
+    ),
     ("/v1/embeddings", {"model": "demo", "input": [PROMPT, "a"]}),
     ("/v1/score", {"model": "demo", "prompt": PROMPT, "continuation": [" girl", " boy"]}),
     ("/v1/rerank", {"model": "demo", "query": PROMPT, "documents": ["a girl", "a boy"]}),
