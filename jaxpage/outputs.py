@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Logprob:
     decoded_token: str | None = None
 
 
-class RerankResult(NamedTuple):
+@dataclass(frozen=True)
+class RerankResult:
     """Holds a document of `LLM.rerank`.
 
     Attributes:

@@ -133,7 +133,7 @@ def check(results: Any, wanted: list[float]) -> None:
 
 
 def results_of(results: Any) -> list[float]:
-    return [one.relevance_score for one in sorted(results)]
+    return [one.relevance_score for one in sorted(results, key=lambda one: one.index)]
 
 
 def test_yes_and_no_are_those_of_the_model_card(saved: Any, llm: LLM) -> None:

@@ -148,6 +148,7 @@ class DrivenModel(BuiltModel):
 
     def _prompt_of(self, text: str) -> dict[str, Any]:
         """Returns a text that has all its special tokens in itself, as a prompt."""
+        assert self.tokenizer is not None  # `_reranker` needs one
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 

@@ -134,11 +134,12 @@ def _logprobs(output: RequestOutput) -> dict[int, float]:
         RuntimeError: The step failed.
     """
     [drawn] = output.outputs
-    if drawn.finish_reason in ("error", "abort") or not drawn.logprobs:
+    entries = drawn.logprobs[0] if drawn.logprobs else None
+    if drawn.finish_reason in ("error", "abort") or entries is None:
         raise RuntimeError(
             f"the engine failed during reranking: {drawn.stop_reason or drawn.finish_reason}"
         )
-    return {token: entry.logprob for token, entry in drawn.logprobs[0].items()}
+    return {token: entry.logprob for token, entry in entries.items()}
 
 
 def _sigmoid(value: float) -> float:
@@ -180,7 +181,7 @@ def reranker_of(
     return YesNo(vocabulary["yes"], vocabulary["no"])
 
 
-def checked_documents(query: Any, documents: Any, top_n: Any, instruction: Any) -> list[str]:
+def checked_documents(query: Any, documents: Any, top_n: int | None, instruction: Any) -> list[str]:
     """Returns the documents of a call as a list.
 
     Raises:
@@ -189,16 +190,16 @@ def checked_documents(query: Any, documents: Any, top_n: Any, instruction: Any) 
     """
     if isinstance(documents, str) or not isinstance(documents, Iterable):
         raise TypeError(f"documents must be a list of strings; got {documents!r:.80}")
-    documents = list(documents)
-    if wrong := [one for one in (query, *documents) if not isinstance(one, str)]:
+    texts: list[str] = list(documents)
+    if wrong := [one for one in (query, *texts) if not isinstance(one, str)]:
         raise TypeError(f"query and documents must be strings; got {wrong[0]!r:.80}")
     if instruction is not None and not isinstance(instruction, str):
         raise TypeError(f"instruction must be a string or None; got {instruction!r:.80}")
-    if not documents:
+    if not texts:
         raise ValueError("rerank needs at least one document")
     if top_n is not None and (isinstance(top_n, bool) or not isinstance(top_n, int) or top_n < 1):
         raise ValueError(f"top_n must be an integer of at least 1, or None; got {shown(top_n)}")
-    return documents
+    return texts
 
 
 def ranked(

@@ -67,11 +67,13 @@ class InProcess:
         messages = [{"type": "http.request", "body": body, "more_body": False}]
         sent: list[Message] = []
 
+        never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+
         async def receive() -> Message:
             if messages:
                 return messages.pop()
             # This client never leaves; a request that is no longer wanted is cancelled.
-            return await asyncio.get_running_loop().create_future()
+            return await never
 
         async def send(message: Message) -> None:
             sent.append(message)

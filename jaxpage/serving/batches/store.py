@@ -131,7 +131,7 @@ class Store:
     @property
     def num_bytes(self) -> int:
         """Returns the bytes of all contents, those of batches that run included."""
-        files = sum(record["bytes"] for record in self.every("file"))
+        files: int = sum(record["bytes"] for record in self.every("file"))
         return files + sum(path.stat().st_size for path in self._directory.glob("*.answers"))
 
     def check_room(self, num_bytes: int) -> None:
