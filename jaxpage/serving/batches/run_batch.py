@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Hooks
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.errors import ConfigError
+from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.replay import open_engine
 from jaxpage.serving.app import Server, build_app
 from jaxpage.serving.batches.in_process import InProcess
@@ -53,12 +53,17 @@ def run_batch(
 
     Raises:
         ConfigError: A file cannot be read or written, or the input has changed.
+        UnsupportedError: The settings ask for several hosts.
         EngineFailed: The engine has ended. The other errors are those of `LLM`.
     """
     if not source.is_file():
         raise ConfigError(f"there is no file {source}")
     if target.exists() and target.samefile(source):
         raise ConfigError(f"{target} is the input: give another file for the answers")
+    if server.num_hosts > 1:
+        raise UnsupportedError(f"num_hosts = {server.num_hosts} is not supported by run-batch")
+    # What a file of settings says of directories is for a server.
+    server = server.model_copy(update={"batch_directory": None, "weights_directory": None})
     max_line_bytes = server.max_body_bytes + LINE_EXTRA_BYTES
     with OutputFile(target) as output:
         total = num_lines(source, max_line_bytes, output.done)
