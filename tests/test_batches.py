@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import random
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -384,4 +383,18 @@ def test_a_batch_goes_on_when_the_server_starts_again(built: Any, tmp_path: Path
         failed = ended(client, gone.id)
         assert failed.status == "failed"
         assert failed.errors.data[0].message == "The input file does not exist any more"
-        assert threading.active_count() < 60
+    # A file of answers that is damaged is told without a path of the machine.
+    with serving(built, **settings) as running:
+        client = client_of(running, "any")
+        new = uploaded(client, lines)
+    record = json.loads((tmp_path / f"{batch.id}.json").read_text())
+    record["record"] |= {"status": "in_progress", "input_file_id": new.id}
+    (tmp_path / f"{batch.id}.json").write_text(json.dumps(record))
+    (tmp_path / f"{batch.id}.answers").write_text("what is this\n")
+    with serving(built, **settings) as running:
+        failed = ended(client_of(running, "any"), batch.id)
+        assert failed.status == "failed"
+        assert (
+            failed.errors.data[0].message
+            == "..., line 1 is not an answer of a batch: give another file"
+        )

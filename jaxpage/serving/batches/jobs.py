@@ -30,6 +30,7 @@ from jaxpage.serving.batches.store import OPEN, Record, Store
 from jaxpage.serving.config import ServerConfig
 from jaxpage.serving.in_flight import InFlightRequests
 from jaxpage.serving.metrics import ServerMetrics
+from jaxpage.serving.wire.errors import scrubbed
 
 logger = logging.getLogger(__name__)
 MAX_LINES = 50_000  # OpenAI's limit
@@ -200,7 +201,7 @@ class Batches:
         answers.unlink(missing_ok=True)
 
     def _fail(self, record: Record, code: str, message: str) -> None:
-        problem = {"code": code, "message": message, "line": None, "param": None}
+        problem = {"code": code, "message": scrubbed(message), "line": None, "param": None}
         record["errors"] = {"object": "list", "data": [problem]}
         with contextlib.suppress(OSError):
             self._change(record, "failed")
