@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpage.device import executables
-from jaxpage.device.cpu_products import CPUProducts, remember, remembered
 from jaxpage.device.stored_executables import StoredExecutables
+from jaxpage.device.xla_products import CPUProducts, remember, remembered
 from tests.support.engines import LLAMA, make_llm
 from tests.support.random_checkpoints import random_checkpoint
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxpage.assembly.described import Described, DeviceSpec, ModelLayout, device_spec_of
+from jaxpage.assembly.described import Described, ModelLayout
 from jaxpage.assembly.drafting import open_drafting
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.assembly.sampling_defaults import read_sampling_defaults
@@ -21,16 +21,19 @@ from jaxpage.checkpoints import (
     resolve_model,
     resolve_tokenizer,
 )
-from jaxpage.device.backends import choose_backend
-from jaxpage.device.cpu_products import NUM_ROWS, cpu_products
-from jaxpage.device.executables import use_compile_cache
-from jaxpage.device.gpu_memory import open_devices
-from jaxpage.device.mesh import DeviceMesh, make_mesh
-from jaxpage.device.stored_executables import compile_cache_directory
+from jaxpage.device import (
+    DeviceMesh,
+    DeviceSpec,
+    choose_backend,
+    compile_cache_directory,
+    cpu_products,
+    make_mesh,
+    open_devices,
+    use_compile_cache,
+)
 from jaxpage.errors import CheckpointError, ConfigError, UnsupportedError
-from jaxpage.models.base import Family, ModelSpec
-from jaxpage.models.lora import LoRASpec, lora_targets
-from jaxpage.models.quantization.scheme import Scheme
+from jaxpage.models import Family, LoRASpec, ModelSpec, lora_targets
+from jaxpage.models.quantization import Scheme
 from jaxpage.settings.engine_config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -71,7 +74,7 @@ def describe(
     cache_dtype = choose_kv_cache_dtype(config.kv_cache_dtype, files.spec, files.quantization)
     kernels = choose_backend(config.attention_backend, mesh.first, cache_dtype)
     drafting = open_drafting(config.speculative_config, files)
-    device = device_spec_of(mesh.first, config.gpu_memory_utilization, mesh.size)
+    device = DeviceSpec.of(mesh.first, config.gpu_memory_utilization, mesh.size)
     stored = files.plan.stored_dtype()
     dtype = choose_dtype(config.dtype, device, stored, files.family)
     described = Described(
@@ -164,13 +167,12 @@ def _dtype_reason(asked: str, device: DeviceSpec, stored: str) -> str:
     if stored != "bfloat16":
         return f"the checkpoint is in {stored}"
     products = cpu_products()
-    times = ", ".join(f"{ratio:.1f}" for ratio in products.time_of_bfloat16)
     hint = (
         ""
         if products.prefer_bfloat16 or sys.version_info >= (3, 12)
         else "; with Python 3.12 a newer JAX is faster"
     )
-    return f"bfloat16 matrix products take {times} times as long as float32 ones here, for {' and '.join(map(str, NUM_ROWS))} rows{hint}"
+    return products.compared() + hint
 
 
 def lora_spec(config: EngineConfig, family: Family, spec: ModelSpec) -> LoRASpec | None:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpage.device.cpu_products import fastest
+from jaxpage.device import fastest
 from jaxpage.layers.product import product
 
 WIDTH = 4096  # the width of the arrays that are read

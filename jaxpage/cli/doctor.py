@@ -154,7 +154,7 @@ def _tensor_parallel() -> Iterator[str]:
 
 
 def _several_hosts() -> Iterator[str]:
-    from jaxpage.device.mesh import find_job
+    from jaxpage.serving import find_job
 
     job = find_job(DETECTION_SECONDS)
     if job is None:
@@ -170,7 +170,7 @@ def _host_memory() -> Iterator[str]:
 
 
 def _cpu_products() -> Iterator[str]:
-    from jaxpage.device.cpu_products import cpu_products
+    from jaxpage.device import cpu_products
 
     found = cpu_products()
     yield found.described() + (
@@ -179,15 +179,14 @@ def _cpu_products() -> Iterator[str]:
 
 
 def _cpu_kernels() -> Iterator[str]:
-    from jaxpage.device.backends import cpu_kernels
-    from jaxpage.device.few_rows import described
+    from jaxpage.device import cpu_kernels, few_rows_described
 
     yield cpu_kernels()
-    yield described()
+    yield few_rows_described()
 
 
 def _compile_cache() -> Iterator[str]:
-    from jaxpage.device.stored_executables import compile_cache_directory
+    from jaxpage.device import compile_cache_directory
 
     directory = compile_cache_directory()
     if not directory.is_dir():
@@ -255,14 +254,14 @@ def _chat_form(model: str) -> Iterator[str]:
 
 
 def _architectures() -> Iterator[str]:
-    from jaxpage.models.registry import FAMILIES
+    from jaxpage.models import FAMILIES
 
     yield ", ".join(FAMILIES)
 
 
 def families_of_packages() -> Iterator[str]:
     """Yields the model families that other installed packages add."""
-    from jaxpage.models.registry import ENTRY_POINTS
+    from jaxpage.models import ENTRY_POINTS
 
     found = importlib.metadata.entry_points(group=ENTRY_POINTS)
     described = [
@@ -273,11 +272,9 @@ def families_of_packages() -> Iterator[str]:
 
 
 def _quantizations() -> Iterator[str]:
-    from jaxpage.models.quantization.gguf import FORMATS
-    from jaxpage.models.quantization.on_load import SCHEMES
-    from jaxpage.models.quantization.scheme_choice import METHODS
+    from jaxpage.models.quantization import GGUF_FORMATS, METHODS, SCHEMES
 
-    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(FORMATS)}"
+    yield f"checkpoints of {', '.join(METHODS)}; at load {', '.join(SCHEMES)}; kept of GGUF files {', '.join(GGUF_FORMATS)}"
 
 
 def _gib(num_bytes: int) -> str:

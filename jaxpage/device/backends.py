@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxpage.device.buckets import Bucket
 from jaxpage.device.kv_pages import QUANTIZED, LayerPages
 from jaxpage.errors import UnsupportedError
-from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, candidates, set_for
+from pallas_kernels import SETS, XLA_ADVICE, Arguments, AttentionOptions, Call, set_for
 from pallas_kernels.cpu.library import load as load_cpu_library
 from pallas_kernels.kernel_set import capability
 
@@ -165,24 +165,6 @@ def _attention_set(
     return chosen
 
 
-def unaddressable_blocks(
-    name: str, platform: str, block_elements: int, dtype: DTypeLike
-) -> tuple[int, int]:
-    """Returns the numbers of blocks with which a kernel set cannot address a layer's keys.
-
-    Args:
-        name: The kernel set; of "auto", the one that is tried first.
-        platform: The platform of the device.
-        block_elements: The elements of one block in one layer's keys.
-        dtype: The type of the pages.
-
-    Returns:
-        The first such number, and the next number of blocks that it can address.
-    """
-    elements = candidates(name, platform)[0].unaddressable(dtype)
-    return -(-elements.start // block_elements), -(-elements.stop // block_elements)
-
-
 def has_bfloat16(device: Any) -> bool:
     """Returns whether the device, a `jax.Device`, multiplies in bfloat16."""
     found = capability(device) or (0, 0)
@@ -196,12 +178,3 @@ def cpu_kernels() -> str:
         library.instruction_set
         or f"none: {library.reason}. Plain XLA takes their place, which is slow"
     )
-
-
-def prefers_mixed_steps(name: str, platform: str) -> bool:
-    """Returns whether a kernel set computes decodes and prompt chunks best in one step.
-
-    "auto" is here the kernel set that is tried first.
-    """
-    chosen = candidates(name, platform)[0]
-    return chosen.prefers_mixed_steps and chosen.runs_on(platform)

@@ -81,7 +81,7 @@ def has_xlas_bits(num_in: int, num_out: int, dtype: str, result: str) -> bool:
     return True
 
 
-def described() -> str:
+def few_rows_described() -> str:
     """Returns a sentence on which types the kernel takes.
 
     For another shape of a weight the answer may be another one.
