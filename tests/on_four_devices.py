@@ -97,7 +97,10 @@ SWEPT = {
         **KEY_HEADS,
     },
 }
-INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short")
+INDIVISIBLE = (
+    *("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short"),
+    *("granitemoehybrid-mixed", "granitemoehybrid-dense"),
+)
 DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
 
 

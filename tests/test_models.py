@@ -308,6 +308,10 @@ def _routed(name: str, **changes: Any) -> Any:
     return dataclasses.replace(experts, routing=dataclasses.replace(experts.routing, **changes))
 
 
+def _mamba(name: str, **changes: Any) -> Any:
+    return dataclasses.replace(read_spec(name)[1].recurrent, **changes)
+
+
 PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "query and key products swapped": (
         "llama-tied-bias",
@@ -381,6 +385,23 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "betas of other key heads": (
         "qwen3-next-mixed",
         lambda: {"state": roll("in_proj_ba.weight", 0)},
+    ),
+    "skips of other heads": ("granitemoehybrid-mixed", lambda: {"state": roll("mamba.D", 0)}),
+    "bias of the convolution dropped": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": zero("conv1d.bias")},
+    ),
+    "outputs of other experts": (
+        "granitemoehybrid-mixed",
+        lambda: {"state": roll("experts.down_proj", 0)},
+    ),
+    "ups for gates": (
+        "granitemoehybrid-dense",
+        lambda: {"state": roll("shared_mlp.input_linear.weight", 0)},
+    ),
+    "time steps without limits": (
+        "granitemoehybrid-dense",
+        lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
     ),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": (

@@ -19,7 +19,15 @@ from jaxpage.device.step_inputs import StepInputs
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.layers.context import Recurrence, StateSpec
 from jaxpage.outputs import CompletionOutput
-from tests.support.engines import BLOCKS_OF_4, LLAMA, QWEN3_5, invariants, make_llm, run_giving_way
+from tests.support.engines import (
+    BLOCKS_OF_4,
+    GRANITE_4,
+    LLAMA,
+    QWEN3_5,
+    invariants,
+    make_llm,
+    run_giving_way,
+)
 from tests.support.random_checkpoints import random_checkpoint, write_tensors
 from tests.support.sweeps import few
 from tests.test_plan import planned
@@ -58,9 +66,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
+MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4}
+
+
+@pytest.fixture(scope="module", params=few(MODELS, ["qwen3_5"]))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
-_MAMBA = {"mamba_n_heads": 6, "mamba_d_state": 12, "mamba_n_groups": 2}
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 12, "mamba_n_groups": 2}
 _VISION = {
     **{
         "depth": 1,
@@ -239,6 +239,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {
             **{"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"], **_MAMBA},
+            "hidden_size": 64,
             **{"num_local_experts": 6, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
             **{"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 2.0},
             **{"residual_multiplier": 0.6, "position_embedding_type": "nope"},

@@ -141,6 +141,18 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         {"layer_types": ["sliding_attention"] * 3},
     ),
     (CheckpointError, "qwen3-5-mixed", "linear_num_key_heads", {"linear_num_key_heads": 3}),
+    *(
+        (kind, f"granitemoehybrid-{name}", field, {field: value})
+        for kind, name, field, value in (
+            (UnsupportedError, "mixed", "position_embedding_type", "alibi"),
+            (UnsupportedError, "mixed", "layer_types", ["sliding_attention"] * 3),
+            (CheckpointError, "mixed", "mamba_n_heads", 7),
+            (CheckpointError, "mixed", "mamba_d_head", 5),
+            (CheckpointError, "mixed", "mamba_n_groups", 3),
+            (CheckpointError, "dense", "time_step_limit", [2.0, 1.0]),
+            (CheckpointError, "dense", "time_step_limit", None),
+        )
+    ),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
