@@ -403,6 +403,11 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "granitemoehybrid-dense",
         lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
     ),
+    "gates after the convolution before it": (
+        "lfm2-mixed",
+        lambda: {"state": roll("conv.in_proj.weight", 0)},
+    ),
+    "a short convolution shifted": ("lfm2-plain", lambda: {"state": roll("conv.conv.weight", 2)}),
     "gates for queries": ("qwen3-5-mixed", lambda: {"state": roll("q_proj.weight", 0)}),
     "positions without offset": (
         "opt-norm-first",

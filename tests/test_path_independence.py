@@ -17,6 +17,7 @@ from tests.support.engines import (
     BLOCKS_OF_1,
     BLOCKS_OF_4,
     GRANITE_4,
+    LFM2,
     LLAMA,
     QWEN3_5,
     SMALL_POOL,
@@ -116,6 +117,7 @@ FAMILIES = {
     },
     "qwen3_5": QWEN3_5,
     "granite_4": GRANITE_4,
+    "lfm2": LFM2,
     "mixtral": {
         **LLAMA,
         "architectures": ["MixtralForCausalLM"],
@@ -125,7 +127,7 @@ FAMILIES = {
 }
 NEWER = (
     *("qwen3", "gemma2", "cohere2", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_5"),
-    "granite_4",
+    *("granite_4", "lfm2"),
 )
 # Engines that differ in everything that must not matter.
 ENGINES = {

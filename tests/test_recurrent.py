@@ -22,6 +22,7 @@ from jaxpage.outputs import CompletionOutput
 from tests.support.engines import (
     BLOCKS_OF_4,
     GRANITE_4,
+    LFM2,
     LLAMA,
     QWEN3_5,
     invariants,
@@ -66,11 +67,20 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4}
+MODELS = {"qwen3_5": QWEN3_5, "granite_4": GRANITE_4, "lfm2": LFM2}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_checkpoint(tmp_path_factory.mktemp("qwen"), QWEN3_5)
 
 
 @pytest.fixture(scope="module", params=few(MODELS, ["qwen3_5"]))
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(
+    request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    if request.param == "qwen3_5":
+        return qwen
     return random_checkpoint(tmp_path_factory.mktemp(request.param), MODELS[request.param])
 
 
@@ -135,12 +145,12 @@ def bits(outputs: list[CompletionOutput]) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(engines: Callable[[str], LLM]) -> list[Any]:
+def expected(engines: Callable[[str], LLM], model: Path) -> list[Any]:
     """Each request by itself, with blocks of 16 and nothing cached."""
     llm = engines("alone")
     assert [(group.sliding_window, group.is_state, group.layers) for group in llm.spec.groups] == [
         (None, False, (2,)),
-        (16 + 3, True, (0, 1)),
+        (1 + 3 if "lfm2" in model.name else 16 + 3, True, (0, 1)),  # LFM2 has no states
     ]
     found = []
     for index in range(len(PROMPTS)):
@@ -310,6 +320,8 @@ MISTAKES: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 def test_a_planted_mistake_is_seen(
     mistake: str, model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "lfm2" in model.name and "window" not in mistake:
+        pytest.skip("it has no states")
     name, plant = MISTAKES[mistake]
     plant(monkeypatch)
     with make_llm(model, **ENGINES[name]) as llm:
@@ -348,11 +360,21 @@ def test_what_is_not_honoured_is_refused_by_name(case: str, model: Path) -> None
         make_llm(model, **settings)
 
 
-def test_key_heads_that_shards_cannot_share_are_refused(model: Path) -> None:
+def test_key_heads_that_shards_cannot_share_are_refused(qwen: Path) -> None:
     with pytest.raises(
         ConfigError, match="2 key heads of linear attention cannot be divided into 4 equal parts"
     ):
-        make_llm(model, tensor_parallel_reduction="invariant")
+        make_llm(qwen, tensor_parallel_reduction="invariant")
+
+
+@pytest.mark.parametrize(("name", "part"), [("granite_4", "mamba"), ("lfm2", "conv")])
+def test_layers_that_are_not_divided_are_refused_by_name(
+    name: str, part: str, tmp_path: Path
+) -> None:
+    directory = random_checkpoint(tmp_path, MODELS[name])
+    text = rf"tensor_parallel_size: model.layers.0.{part}.in_proj.weight is of a layer that .* not divide"
+    with pytest.raises(UnsupportedError, match=text):
+        make_llm(directory, tensor_parallel_reduction="invariant")
 
 
 def test_a_checkpoint_that_asks_for_quantised_pages_gets_others_and_says_so(
@@ -383,10 +405,10 @@ def test_a_draft_model_with_states_is_refused(model: Path) -> None:
         make_llm(model, speculative_config=drafts)
 
 
-def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_counts_states(qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By hand: of a block of 4, for each layer that attends 2 heads of keys and values; for each other one 4 inputs and a state."""
     plan = planned(
-        capsys, str(model), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
+        capsys, str(qwen), "--block-size", "4", "--num-blocks", "81", "--max-num-seqs", "1"
     )
     attention = 4 * 2 * 2 * 16 * 4
     inputs, state = 4 * (2 * 2 * 16 + 4 * 16 + 2 * 4) * 4, 4 * 16 * 16 * 4 + 4
@@ -395,7 +417,7 @@ def test_the_plan_counts_states(model: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_pool_that_states_keep_small_says_so(
-    model: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    qwen: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = (
         "--block-size",
@@ -409,5 +431,5 @@ def test_a_pool_that_states_keep_small_says_so(
     )
     for chunk, said in (("128", 1), ("16", 0)):
         caplog.clear()
-        planned(capsys, str(model), *words, "--max-num-batched-tokens", chunk)
+        planned(capsys, str(qwen), *words, "--max-num-batched-tokens", chunk)
         assert caplog.text.count("a lower max_num_batched_tokens leaves room for more") == said

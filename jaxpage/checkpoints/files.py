@@ -100,9 +100,7 @@ def read_object(
         raise CheckpointError(f"{quoted(name)} {error}") from error
 
 
-def parse_object(
-    data: bytes, constant: Callable[[str], Any] = _refuse_constant
-) -> dict[str, Any]:
+def parse_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:
     """Returns the JSON object in `data`, in UTF-8 with or without a byte order mark.
 
     This is stricter than `json.loads`: duplicate keys, NaN, infinities and numbers that overflow

@@ -51,9 +51,7 @@ class Spec(RotaryDecoderSpec):
             types = fields.layer_types((LINEAR,) * num_layers, kinds=(FULL, LINEAR), older=OLDER)
             mamba = read_mamba(fields)
             head_width = head_width_or_quotient(fields)
-            rope, longest = fields.rope(
-                head_width, fields.integer("max_position_embeddings", 2048)
-            )
+            rope, longest = fields.rope(head_width, fields.integer("max_position_embeddings", 2048))
             positions = fields.get("position_embedding_type", None)
             if positions not in (None, "nope", "rope"):
                 text = f"position_embedding_type = {positions!r} is not one of rope, nope, null"

@@ -6,13 +6,15 @@ from typing import TypeAlias
 
 from jax.typing import DTypeLike
 
+from jaxpage.layers.convolution import ConvolutionSpec, GatedConvolution
 from jaxpage.layers.delta_net import DeltaWidths, GatedDeltaNet
+from jaxpage.layers.linear import Part, linear
 from jaxpage.layers.mamba import Mamba2, MambaSpec
 from jaxpage.models.delta_config import make_delta_net
 from jaxpage.models.mamba_config import make_mamba
 
-RecurrentSpec: TypeAlias = DeltaWidths | MambaSpec
-RecurrentLayer: TypeAlias = GatedDeltaNet | Mamba2
+RecurrentSpec: TypeAlias = DeltaWidths | MambaSpec | ConvolutionSpec
+RecurrentLayer: TypeAlias = GatedDeltaNet | Mamba2 | GatedConvolution
 
 
 def make_recurrent(
@@ -38,6 +40,37 @@ def make_recurrent(
         return make_mamba(
             spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.mamba", dtype=dtype
         )
+    if isinstance(spec, ConvolutionSpec):
+        return make_convolution(spec, layer_index, name=f"{layer}.conv", dtype=dtype)
     return make_delta_net(
         spec, layer_index, width=width, epsilon=epsilon, name=f"{layer}.linear_attn", dtype=dtype
     )
+
+
+def make_convolution(
+    spec: ConvolutionSpec, layer_index: int, *, name: str, dtype: DTypeLike
+) -> GatedConvolution:
+    """Returns LFM2's module, with the names of its checkpoint.
+
+    Args:
+        spec: The description of the layer.
+        layer_index: The layer's place in its model.
+        name: The module's name in the checkpoint.
+        dtype: The type of the parameters.
+    """
+    width = spec.width
+    input = linear(
+        width,
+        Part(3 * width, "heads", f"{name}.in_proj", each=(width,) * 3),
+        input_axis="embed",
+        bias=spec.bias,
+        dtype=dtype,
+    )
+    output = linear(
+        width,
+        Part(width, "embed", f"{name}.out_proj"),
+        input_axis="heads",
+        bias=spec.bias,
+        dtype=dtype,
+    )
+    return GatedConvolution(layer_index, spec, input, output, name=f"{name}.conv", dtype=dtype)

@@ -35,6 +35,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",
     "StableLmForCausalLM": "stablelm",

@@ -54,6 +54,8 @@ class BlockForm:
         head_scales: Norms of queries and keys have one scale for all heads where it is "shared". A
             `HeadNorm` has one for each: in one tensor if "stacked", in a tensor each if "apart".
         parallel: True if both halves take the output of the norm before attention.
+        head_norms: The names of the norms of queries and keys.
+        final_norm: The name of the norm after the last layer.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -66,6 +68,8 @@ class BlockForm:
     together: bool = False
     head_scales: str = "shared"
     parallel: bool = False
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    final_norm: str = "norm"
 
     def norm(
         self, width: int, *, name: str, epsilon: float, axis: str | None = "embed", dtype: DTypeLike
@@ -96,6 +100,7 @@ class RotaryDecoderSpec:
     tie_word_embeddings: bool
     attention_input_bias: bool = False
     attention_output_bias: bool = False
+    attention_output: str = "o_proj"  # the name of the product for the output
     mlp_bias: bool = False
     mlp_names: MLPNames = LLAMA_NAMES
     # The names of the two products of a feed-forward half without gates; None for one with gates.
@@ -142,7 +147,7 @@ class RotaryDecoderSpec:
         attention_input_bias: bool = False,
         rope: tuple[Rope, int] | None = None,
         epsilon: tuple[str, float] | float = ("rms_norm_eps", 1e-6),
-        activation: tuple[str, str] = ("hidden_act", "silu"),
+        activation: tuple[str, str] | str = ("hidden_act", "silu"),
         feed_forward_width: int | None = None,
         tied: bool = False,
         **knobs: Any,
@@ -162,7 +167,8 @@ class RotaryDecoderSpec:
             rope: The rotation and the number of positions for which it holds; None to call
                 `Fields.rope`.
             epsilon: The field of the norms' epsilon, and its default; a number if it has no field.
-            activation: The field of the activation, and its default.
+            activation: The field of the activation, and its default; the activation itself if it
+                has no field.
             feed_forward_width: The width of the feed-forward half; None for `intermediate_size`.
             tied: The default of `tie_word_embeddings`.
             **knobs: Further fields of the spec.
@@ -191,7 +197,9 @@ class RotaryDecoderSpec:
             ),
             rope=turned,
             norm_epsilon=fields.number(*epsilon) if isinstance(epsilon, tuple) else epsilon,
-            activation=fields.activation(*activation),
+            activation=activation
+            if isinstance(activation, str)
+            else fields.activation(*activation),
             tie_word_embeddings=fields.flag("tie_word_embeddings", tied),
             attention_input_bias=attention_bias or attention_input_bias,
             attention_output_bias=attention_bias,
@@ -313,7 +321,7 @@ def make_attention(
         ),
         linear(
             queries,
-            Part(width, "embed", f"{name}.o_proj"),
+            Part(width, "embed", f"{name}.{spec.attention_output}"),
             input_axis="heads",
             bias=spec.attention_output_bias,
             dtype=dtype,
@@ -322,8 +330,8 @@ def make_attention(
         sliding_window=spec.kv.sliding_windows[layer_index],
         rope=spec.rope_of(layer_index),
         scale=spec.attention_scale,
-        query_norm=norm("q_norm", queries, "heads"),
-        key_norm=norm("k_norm", keys, "kv_heads"),
+        query_norm=norm(spec.form.head_norms[0], queries, "heads"),
+        key_norm=norm(spec.form.head_norms[1], keys, "kv_heads"),
         norm_together=spec.form.together,
         logit_softcap=spec.attention_softcap,
         query_growth=spec.query_growth,
@@ -494,7 +502,10 @@ class RotaryDecoder(nnx.Module):
             for index in range(spec.kv.num_layers)
         )
         self.norm = spec.form.norm(
-            width, name=f"{spec.name}.norm", epsilon=spec.norm_epsilon, dtype=dtype
+            width,
+            name=f"{spec.name}.{spec.form.final_norm}",
+            epsilon=spec.norm_epsilon,
+            dtype=dtype,
         )
         self.embedding_scale = spec.embedding_scale
         self.logit_scale = spec.logit_scale

@@ -96,6 +96,9 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, 0.4], [0.2, 1.5]),
     "mamba_n_heads": (2, 4, 8),
     "mamba_n_groups": (1, 2),
+    "full_attn_idxs": (None, [], [0], [1, 2]),
+    "block_ffn_dim_multiplier": (None, 0.5, 1.3),
+    "block_multiple_of": (4, 8),
     "partial_rotary_factor": (0.25, 0.5, 1.0),
     "rope_theta": (100, 500.0, 1e6),
     "rope_local_base_freq": (100, 5000.0),
@@ -236,6 +239,8 @@ def random_value(chance: random.Random, name: str, default: Any, config: Config)
     if name == "layer_types" and {"linear_num_key_heads", "mamba_n_heads"} & config.keys():
         kinds: tuple[Any, ...] = ("full_attention", "linear_attention")
         return [chance.choice(kinds) for _ in range(num_layers)]
+    if name == "layer_types" and "conv_L_cache" in config:
+        return [chance.choice(("full_attention", "conv")) for _ in range(num_layers)]
     if name in _KINDS:
         return [chance.choice(_KINDS[name]) for _ in range(num_layers)]
     if name == "mlp_only_layers":

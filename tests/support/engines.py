@@ -66,6 +66,11 @@ GRANITE_4 = {
     "attention_multiplier": 0.25,
 }
 
+LFM2 = {
+    **{**LLAMA, "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"},
+    **{"num_hidden_layers": 3, "full_attn_idxs": [2], "conv_L_cache": 4},
+}
+
 # The geometries of the tests. Engines of a model share what is compiled for one, also those with
 # fewer blocks (see `make_llm`) or with 16 tokens, whose shapes are among those of 64. Other numbers
 # are shapes of their own: a test needs a reason for them.

@@ -255,6 +255,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "lfm2-mixed": (
+        "lfm2",
+        {
+            **{"num_hidden_layers": 3, "full_attn_idxs": [1], "conv_bias": True, "hidden_size": 64},
+            **{"block_multiple_of": 12, "block_ffn_dim_multiplier": 1.5, "block_ff_dim": 90},
+        },
+    ),
+    "lfm2-plain": (
+        "lfm2",
+        {
+            **{"layer_types": ["full_attention", "conv"], "block_auto_adjust_ff_dim": False},
+            **{"conv_L_cache": 2, "tie_embedding": False, "rope_theta": 500.0},
+        },
+    ),
     "arcee-grouped": ("arcee", {}),
     "arcee-biases": (
         "arcee",

@@ -153,6 +153,8 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
             (CheckpointError, "dense", "time_step_limit", None),
         )
     ),
+    (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
+    (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
     (UnsupportedError, "deepseek-v2-greedy", "topk_method", {"topk_method": "noaux_tc"}),
     (UnsupportedError, "deepseek-v3-groups", "moe_layer_freq", {"moe_layer_freq": 2}),
