@@ -403,6 +403,14 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
         "granitemoehybrid-dense",
         lambda: {"spec": {"recurrent": _mamba("granitemoehybrid-dense", time_steps=(0.0, 9.0))}},
     ),
+    "factors of other parts": (
+        "falcon-h1-factors",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-factors", factors=(1.0,) * 5)}},
+    ),
+    "gates before the norm": (
+        "falcon-h1-first",
+        lambda: {"spec": {"recurrent": _mamba("falcon-h1-first", norm="gated")}},
+    ),
     "gates after the convolution before it": (
         "lfm2-mixed",
         lambda: {"state": roll("conv.in_proj.weight", 0)},
@@ -590,7 +598,7 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
         assert ours.kv.head_width == width, name
         window = getattr(theirs, "sliding_window", None)
         types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * ours.kv.num_layers
-        assert ours.kv.sliding_windows == tuple(
+        assert ours.kv.sliding_windows[:: ours.kv.per_decoder_layer] == tuple(
             window if kind == "sliding_attention" else None for kind in types
         )
         if ropes and (parameters := getattr(theirs, "rope_parameters", None)):

@@ -226,39 +226,57 @@ SUM = Recurrence(
 )
 
 
-def summed(inputs: np.ndarray) -> np.ndarray:
-    """What `SUM` gives behind each token of a whole sequence, by its definition."""
+STATELESS = SUM._replace(update=None, state=StateSpec(None, input_width=3, lookback=2))
+
+
+def summed(inputs: np.ndarray, recurrence: Recurrence) -> np.ndarray:
+    """What `SUM` or `STATELESS` gives behind each token of a whole sequence, by its definition."""
     padded, state, found = np.pad(inputs, ((2, 0), (0, 0))), np.zeros((2, 3)), []
     for place in range(len(inputs)):
         x = 0.25 * padded[place] - 0.5 * padded[place + 1] + padded[place + 2]
+        if recurrence is STATELESS:
+            found.append(x)
+            continue
         state = 0.5 * state + np.stack([x, 2 * x])
         found.append(state.reshape(-1))
     return np.array(found)
 
 
-@pytest.mark.parametrize("by_row", [True, False], ids=["row by row", "all at once"])
-def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
+@pytest.mark.parametrize(
+    ("recurrence_", "by_row"),
+    [(SUM, True), (SUM, False), (STATELESS, True)],
+    ids=["row by row", "all at once", "without a state"],
+)
+def test_steps_over_pages_are_the_recurrence(recurrence_: Recurrence, by_row: bool) -> None:
     """Of three sequences in steps of 1 to 6 tokens each, some of which are rejected and come once more; as on CPUs and as on GPUs."""
     size, num_tokens, longest, rng = 4, 16, 48, np.random.default_rng(2)
     sequences = rng.standard_normal((3, longest, 3)).astype(np.float32)
-    wanted = [summed(inputs) for inputs in sequences]
+    wanted = [summed(inputs, recurrence_) for inputs in sequences]
     table_BM = 1 + rng.permutation(3 * 12).reshape(3, 12)
-    pages = StatePages(
-        jnp.full((37, size, 3), jnp.nan), jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32)
-    )
+    states = (jnp.full((37, 2, 3), jnp.nan), jnp.zeros(37, jnp.int32))
+    states = (None, None) if recurrence_ is STATELESS else states
+    pages = StatePages(jnp.full((37, size, 3), jnp.nan), *states)
 
     @jax.jit
     def step(
-        x_TE: Any, slots_T: Any, context_len_B: Any, query_start: Any, table_BM: Any, pages: Any
+        x_TE: Any,
+        slots_T: Any,
+        positions_T: Any,
+        context_len_B: Any,
+        query_start: Any,
+        table_BM: Any,
+        pages: Any,
     ) -> Any:
         used = {
+            "positions_T": positions_T,
             "slots_ZT": slots_T[None],
             "context_len_B": context_len_B,
             "query_start": query_start,
         }
         unused = dict.fromkeys(StepInputs._fields)
         inputs = StepInputs(**{**unused, **used, "block_table_ZBM": table_BM[None]})
-        return recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)(0, x_TE, SUM, pages)
+        recur = recurrence.make_recur(inputs, layer_groups=(0,), by_row=by_row)
+        return recur(0, x_TE, recurrence_, pages)
 
     computed = [0, 0, 0]
     while min(computed) < longest:
@@ -267,24 +285,22 @@ def test_steps_over_pages_are_the_recurrence(by_row: bool) -> None:
             min(int(rng.integers(1, 8 - len(rows))), longest - computed[index]) for index in rows
         ]
         right = [int(rng.integers(1, count + 1)) for count in counts]
-        x_TE, slots_T, start = (
-            np.full((num_tokens, 3), np.nan, np.float32),
-            np.zeros(num_tokens, np.int32),
-            0,
-        )
+        x_TE = np.full((num_tokens, 3), np.nan, np.float32)
+        slots_T, positions_T = np.zeros((2, num_tokens), np.int32)
+        start = 0
         for index, count, num_right in zip(rows, counts, right, strict=True):
             at = np.arange(computed[index], computed[index] + count)
             x_TE[start : start + count] = sequences[index][at]
             x_TE[start + num_right : start + count] = 7.0
             slots_T[start : start + count] = table_BM[index][at // size] * size + at % size
+            positions_T[start : start + count] = at
             start += count
         padding = 3 - len(rows)
         starts = np.cumsum([0, *counts, *[0] * padding])
         lengths = [computed[index] + count for index, count in zip(rows, counts, strict=True)]
         tables = np.concatenate([table_BM[rows], np.zeros((padding, 12), np.int64)])
-        out_TO, pages = step(
-            x_TE, slots_T, np.array([*lengths, *[0] * padding]), starts, tables, pages
-        )
+        lengths += [0] * padding
+        out_TO, pages = step(x_TE, slots_T, positions_T, np.array(lengths), starts, tables, pages)
         for row, index in enumerate(rows):
             at = slice(computed[index], computed[index] + right[row])
             np.testing.assert_allclose(

@@ -44,7 +44,12 @@ class MambaSpec:
         activation: The name of the function after the convolution.
         time_steps: The least and the largest time step.
         convolution_bias: True if the convolution has a bias.
-        bias: True if both products have biases.
+        input_bias: True if the product for the input has a bias.
+        output_bias: True if the product for the output has a bias.
+        norm: "gated" if the norm is over the gated output, "first" if the gates come after it,
+            "none" if there is no norm.
+        factors: The factors of gates, inputs, vectors B, vectors C and time steps, as they come out
+            of the product; empty if there are none.
     """
 
     heads: int
@@ -55,7 +60,10 @@ class MambaSpec:
     activation: str = "silu"
     time_steps: tuple[float, float] = (0.0, float("inf"))
     convolution_bias: bool = True
-    bias: bool = False
+    input_bias: bool = False
+    output_bias: bool = False
+    norm: str = "gated"
+    factors: tuple[float, ...] = ()
 
     @property
     def inner(self) -> int:
@@ -71,6 +79,11 @@ class MambaSpec:
     def convolved(self) -> int:
         """Returns the width of the convolution: inputs, vectors B and vectors C."""
         return self.inner + 2 * self.vectors
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Returns the widths of gates, inputs, vectors B, vectors C and time steps."""
+        return self.inner, self.inner, self.vectors, self.vectors, self.heads
 
     @property
     def state(self) -> StateSpec:
@@ -89,7 +102,7 @@ class Mamba2(nnx.Module):
         layer_index: The layer's place in its model.
         spec: The description of the layer.
         input: The product for gates, then for what is convolved, then for time steps.
-        norm: The norm over the gated output, in groups.
+        norm: The norm, in groups, or None.
         output: The product for the output.
         convolution: The kernel of the convolution.
         convolution_bias: The bias of the convolution, or None.
@@ -103,7 +116,7 @@ class Mamba2(nnx.Module):
         layer_index: int,
         spec: MambaSpec,
         input: Linear,
-        norm: RMSNorm,
+        norm: RMSNorm | None,
         output: Linear,
         *,
         name: str,
@@ -135,11 +148,24 @@ class Mamba2(nnx.Module):
     ) -> tuple[Float[Array, "T D"], LayerPages]:
         """Returns the output of the layer and its pages."""
         spec = self.spec
-        gate, input_TE = jnp.split(self.input(x_TD), [spec.inner], axis=1)
+        projected = self.input(x_TD)
+        if spec.factors:
+            factors = jnp.repeat(
+                jnp.array(spec.factors, projected.dtype),
+                jnp.array(spec.parts),
+                total_repeat_length=sum(spec.parts),
+            )
+            projected = projected * factors[None]
+        gate, input_TE = jnp.split(projected, [spec.inner], axis=1)
         recurrence = Recurrence(self._prepare, self._update, spec.state)
         out, layer_pages = context.recur(self.layer_index, input_TE, recurrence, layer_pages)
-        gated = out.astype(x_TD.dtype).astype(jnp.float32) * jax.nn.silu(gate.astype(jnp.float32))
-        return self.output(self.norm(gated).astype(x_TD.dtype)), layer_pages
+        out = out.astype(x_TD.dtype).astype(jnp.float32)
+        gate = jax.nn.silu(gate.astype(jnp.float32))
+        if self.norm is None:
+            out = out * gate
+        else:
+            out = self.norm(out) * gate if spec.norm == "first" else self.norm(out * gate)
+        return self.output(out.astype(x_TD.dtype)), layer_pages
 
     def _prepare(self, inputs_BWE: Float[Array, "B W E"]) -> tuple[jax.Array, ...]:
         """Returns a token's x, time step, decay, B and C for each head, in float32."""

@@ -17,24 +17,31 @@ from jaxpage.models.fields import Fields
 _INFINITE: tuple[Any, ...] = (math.inf, {"__float__": "Infinity"})
 
 
-def read_mamba(fields: Fields) -> MambaSpec:
-    """Reads the fields that Granite 4 and Bamba have for their layers of Mamba 2."""
+def read_mamba(fields: Fields, inner: int | None = None, **more: Any) -> MambaSpec:
+    """Reads the fields that Granite 4, Bamba and Falcon-H1 have for their layers of Mamba 2.
+
+    Args:
+        fields: The fields of the config.
+        inner: The width of the inputs of all heads; None for `mamba_expand * hidden_size`.
+        **more: Further fields of `MambaSpec`.
+    """
     heads = fields.integer("mamba_n_heads", 128)
-    inner = fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
+    inner = inner or fields.integer("mamba_expand", 2) * fields.integer("hidden_size")
     if inner % heads:
-        text = f"mamba_n_heads = {heads} must divide mamba_expand * hidden_size = {inner}"
+        text = f"mamba_n_heads = {heads} must divide the {inner} inputs of all heads (mamba_expand * hidden_size, or mamba_d_ssm)"
         fields.note(WrongField(text), mamba_n_heads=1, mamba_d_head="auto")
         heads = 1
     width = fields.get("mamba_d_head", "auto")
     head = inner // heads
     if width not in ("auto", head):
-        text = f'mamba_d_head must be "auto" or {head}, which is mamba_expand * hidden_size / mamba_n_heads, not {width!r}'
+        text = f'mamba_d_head must be "auto" or {inner} / mamba_n_heads = {head}, not {width!r}'
         fields.note(WrongField(text), mamba_d_head="auto")
     groups = fields.integer("mamba_n_groups", 1)
     if heads % groups:
         text = f"mamba_n_groups = {groups} must divide mamba_n_heads = {heads}"
-        fields.note(WrongField(text), mamba_n_groups=1)
+        fields.note(WrongField(text), mamba_n_groups=1, mamba_n_heads=heads)
         groups = 1
+    more.setdefault("output_bias", fields.flag("mamba_proj_bias", False))
     return MambaSpec(
         heads=heads,
         head=head,
@@ -44,7 +51,8 @@ def read_mamba(fields: Fields) -> MambaSpec:
         activation=fields.activation("hidden_act", "silu"),
         time_steps=read_time_steps(fields),
         convolution_bias=fields.flag("mamba_conv_bias", True),
-        bias=fields.flag("mamba_proj_bias", False),
+        input_bias=fields.flag("mamba_proj_bias", False),
+        **more,
     )
 
 
@@ -74,32 +82,18 @@ def make_mamba(
         name: The module's name in the checkpoint.
         dtype: The type of the parameters.
     """
-    rows = spec.inner + spec.convolved + spec.heads
-    return Mamba2(
-        layer_index,
-        spec,
-        linear(
-            width,
-            Part(rows, "heads", f"{name}.in_proj"),
-            input_axis="embed",
-            bias=spec.bias,
-            dtype=dtype,
-        ),
-        RMSNorm(
+    part = Part(sum(spec.parts), "heads", f"{name}.in_proj")
+    input = linear(width, part, input_axis="embed", bias=spec.input_bias, dtype=dtype)
+    part = Part(width, "embed", f"{name}.out_proj")
+    output = linear(spec.inner, part, input_axis="heads", bias=spec.output_bias, dtype=dtype)
+    norm = None
+    if spec.norm != "none":
+        norm = RMSNorm(
             spec.inner,
             name=f"{name}.norm",
             epsilon=epsilon,
             axis=None,
             groups=spec.groups,
             dtype=dtype,
-        ),
-        linear(
-            spec.inner,
-            Part(width, "embed", f"{name}.out_proj"),
-            input_axis="heads",
-            bias=spec.bias,
-            dtype=dtype,
-        ),
-        name=name,
-        dtype=dtype,
-    )
+        )
+    return Mamba2(layer_index, spec, input, norm, output, name=name, dtype=dtype)

@@ -35,6 +35,8 @@ FAMILIES = {
     "Gemma3ForCausalLM": "gemma3",
     "GraniteForCausalLM": "granite",
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
+    "FalconH1ForCausalLM": "falcon_h1",
+    "BambaForCausalLM": "bamba",
     "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",

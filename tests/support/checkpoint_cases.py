@@ -30,7 +30,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "ffn_dim"),
     *("n_embd", "n_layer", "num_experts", "num_local_experts", "n_routed_experts"),
     *("num_attention_heads", "n_head", "experts_per_token", "num_experts_per_tok"),
-    *("mamba_n_heads", "shared_intermediate_size"),
+    *("mamba_n_heads", "mamba_d_ssm", "shared_intermediate_size"),
     "pad_token_id",  # which has to be one of the vocabulary's
     *("moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
 )
@@ -96,6 +96,10 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "time_step_limit": ([0.0, 0.4], [0.2, 1.5]),
     "mamba_n_heads": (2, 4, 8),
     "mamba_n_groups": (1, 2),
+    "mamba_d_ssm": (None, 32, 96),
+    "mlp_multipliers": (None, [0.5, 1.5]),
+    "ssm_multipliers": (None, [0.9, 1.1, 0.8, 1.3, 0.7]),
+    "attn_layer_indices": (None, [0], [1, 2]),
     "full_attn_idxs": (None, [], [0], [1, 2]),
     "block_ffn_dim_multiplier": (None, 0.5, 1.3),
     "block_multiple_of": (4, 8),

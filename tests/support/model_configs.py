@@ -255,6 +255,29 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "position_embedding_type": "rope",
         },
     ),
+    "falcon-h1-factors": (
+        "falcon_h1",
+        {
+            **{"hidden_size": 64, "mamba_d_ssm": 96, "projectors_bias": True, **_MAMBA},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False, "key_multiplier": 0.7},
+            **{"mlp_multipliers": [0.8, 1.2], "ssm_multipliers": [0.9, 1.1, 0.8, 1.3, 0.7]},
+            **{"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9},
+            **{"ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.8},
+            **{"embedding_multiplier": 3.0, "lm_head_multiplier": 0.6},
+        },
+    ),
+    "falcon-h1-first": (
+        "falcon_h1",
+        {**{"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_proj_bias": True}, **_MAMBA},
+    ),
+    "falcon-h1-plain": ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 96, **_MAMBA}),
+    "bamba-mixed": (
+        "bamba",
+        {
+            **{"num_hidden_layers": 3, "attn_layer_indices": [1], "hidden_size": 64, **_MAMBA},
+            **{"mlp_bias": True, "attention_bias": True, "rope_theta": 500.0},
+        },
+    ),
     "lfm2-mixed": (
         "lfm2",
         {
