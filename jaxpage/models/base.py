@@ -32,8 +32,8 @@ class KVSpec:
             kept apart (latents); None if values are kept, as wide as keys.
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
-        per_decoder_layer: The number of these layers, one after another, in a layer of the decoder:
-            two where a recurrent one and attention stand side by side (Falcon-H1).
+        decoder_layers: The number of layers of the decoder, where some have two of these layers
+            (Falcon-H1) or none (Nemotron-H); None if it is `num_layers`.
     """
 
     num_layers: int
@@ -42,12 +42,12 @@ class KVSpec:
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
-    per_decoder_layer: int = 1
+    decoder_layers: int | None = None
 
     @property
     def num_decoder_layers(self) -> int:
         """Returns the number of layers of the decoder."""
-        return self.num_layers // self.per_decoder_layer
+        return self.decoder_layers or self.num_layers
 
     def state_of(self, layer: int) -> StateSpec | None:
         """Returns the state of a layer; None if it keeps keys and values."""
@@ -143,7 +143,7 @@ class Family(Protocol):
 
     Spec: SpecFactory
     Model: ModelFactory
-    prefix: str  # the prefix of names in the checkpoint; see `weights_of`
+    prefix: str | tuple[str, ...]  # the prefix of names in the checkpoint; see `weights_of`
     ignored: tuple[str, ...]  # globs over names of checkpoint tensors that carry nothing
 
 

@@ -82,7 +82,12 @@ class Spec(RotaryDecoderSpec):
         count = spec.kv.num_layers
         states = (mamba.state, None) * count
         kv = KVSpec(
-            2 * count, spec.kv.num_kv_heads, head_width, (None,) * 2 * count, None, states, 2
+            2 * count,
+            spec.kv.num_kv_heads,
+            head_width,
+            (None,) * 2 * count,
+            states=states,
+            decoder_layers=count,
         )
         return replace(spec, kv=kv)
 

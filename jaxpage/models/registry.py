@@ -37,6 +37,7 @@ FAMILIES = {
     "GraniteMoeHybridForCausalLM": "granitemoehybrid",
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
+    "NemotronHForCausalLM": "nemotron_h",
     "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",

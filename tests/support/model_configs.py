@@ -271,6 +271,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**{"mamba_rms_norm": True, "mamba_d_ssm": None, "mamba_proj_bias": True}, **_MAMBA},
     ),
     "falcon-h1-plain": ("falcon_h1", {"num_hidden_layers": 1, "mamba_d_ssm": 96, **_MAMBA}),
+    "nemotron-h-mixed": (
+        "nemotron_h",
+        {
+            **{"hybrid_override_pattern": "M-*-M", "num_hidden_layers": 5, "hidden_size": 64},
+            **{"mamba_num_heads": 8, "mamba_head_dim": 12, "n_groups": 2, "ssm_state_size": 12},
+            **{"head_dim": 16, "use_bias": True, "mlp_bias": True, "time_step_min": 0.3},
+        },
+    ),
     "bamba-mixed": (
         "bamba",
         {
