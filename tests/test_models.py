@@ -581,6 +581,8 @@ def test_absent_fields_mean_what_they_mean_to_transformers():
             .get_text_config()
         )
         ours = load_family(config).Spec.from_config(config)
+        if name.startswith("mamba2"):  # no attention, and no length
+            continue
         if "longrope" not in name:
             assert ours.max_position_embeddings == theirs.max_position_embeddings, name
         width = (

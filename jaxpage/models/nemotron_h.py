@@ -181,7 +181,11 @@ class Model(nnx.Module):
     def __init__(self, spec: Spec, *, dtype: DTypeLike):
         width = spec.model_width
         self.tokens, self.head = token_tables(
-            spec.vocab_size, width, name=f"{spec.name}.embeddings", tied=False, dtype=dtype
+            spec.vocab_size,
+            width,
+            name=f"{spec.name}.embeddings",
+            tied=spec.tie_word_embeddings,
+            dtype=dtype,
         )
         kept = [kind != MLP for kind in spec.types]
         self.layers = nnx.List(
@@ -205,5 +209,4 @@ class Model(nnx.Module):
 
     def logits(self, hidden_BD: Float[Array, "B D"]) -> Float[Array, "B V"]:
         """Returns the logits in float32."""
-        assert self.head is not None
-        return self.head.logits(hidden_BD)
+        return (self.head or self.tokens).logits(hidden_BD)

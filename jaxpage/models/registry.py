@@ -38,6 +38,7 @@ FAMILIES = {
     "FalconH1ForCausalLM": "falcon_h1",
     "BambaForCausalLM": "bamba",
     "NemotronHForCausalLM": "nemotron_h",
+    "Mamba2ForCausalLM": "mamba2",
     "Lfm2ForCausalLM": "lfm2",
     "ArceeForCausalLM": "arcee",
     "Starcoder2ForCausalLM": "starcoder2",

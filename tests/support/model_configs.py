@@ -279,6 +279,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"head_dim": 16, "use_bias": True, "mlp_bias": True, "time_step_min": 0.3},
         },
     ),
+    "mamba2-tied": (
+        "mamba2",
+        {
+            **{"num_heads": 8, "head_dim": 16, "state_size": 12, "n_groups": 2, "hidden_size": 64},
+            **{"use_bias": True, "time_step_limit": [0.1, 1.5], "tie_word_embeddings": True},
+        },
+    ),
     "bamba-mixed": (
         "bamba",
         {
@@ -615,6 +622,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "opt": _OPT,
     "gpt2": _GPT2,
     "falcon": {"vocab_size": 131, **_OPT},
+    "mamba2": {"vocab_size": 131, "num_hidden_layers": 2},
 }
 _ARCHITECTURES = {
     **{module: architecture for architecture, module in FAMILIES.items()},

@@ -158,6 +158,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (CheckpointError, "falcon-h1-plain", "ssm_multipliers", {"ssm_multipliers": [1.0] * 4}),
     (UnsupportedError, "nemotron-h-mixed", "moe", {"hybrid_override_pattern": "ME*"}),
     (CheckpointError, "nemotron-h-mixed", "n_groups", {"n_groups": 3}),
+    (CheckpointError, "mamba2-tied", "num_heads", {"num_heads": 6}),
     (CheckpointError, "lfm2-plain", "conv_L_cache", {"conv_L_cache": 0}),
     (CheckpointError, "lfm2-mixed", "full_attn_idxs", {"full_attn_idxs": 1}),
     (UnsupportedError, "deepseek-v2-greedy", "norm_topk_prob", {"norm_topk_prob": True}),
