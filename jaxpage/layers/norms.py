@@ -72,7 +72,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*any D"]) -> Float[Array, "*any D"]:
         """Returns the normalised numbers in the type of the input."""
-        if (kernels := row_kernels(x.dtype)) is not None:
+        kernels = row_kernels(x.dtype)
+        # The kernel takes one mean for a row, and a scale of the row's type.
+        if kernels is not None and self.groups == 1 and self.scale[...].dtype == x.dtype:
             rows = x.reshape(-1, x.shape[-1])
             normed = kernels.rms_norm(rows, self.scale[...], self.epsilon, self.offset)
             return normed.reshape(x.shape)
