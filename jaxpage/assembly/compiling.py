@@ -12,18 +12,27 @@ from jaxpage.assembly.describing import Opened
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.assembly.hooks import PHASES, Hooks
 from jaxpage.checkpoints import ModelFiles, insert, load_shards, load_weights
-from jaxpage.device.executables import Executables
-from jaxpage.device.kv_pages import KVPages
-from jaxpage.device.mesh import DeviceMesh
-from jaxpage.device.packing import Packings, pack_weights
-from jaxpage.device.steps import StepOptions
-from jaxpage.device.stored_executables import stored_executables
+from jaxpage.device import (
+    DeviceMesh,
+    Executables,
+    KVPages,
+    Packings,
+    StepOptions,
+    open_stored_executables,
+    pack_weights,
+)
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.base import abstract, abstract_model, make_model
-from jaxpage.models.lora import adapter_weights
-from jaxpage.models.packing import Packing
-from jaxpage.models.replacing import Path
-from jaxpage.models.sharding import ShardedWeight, sharded_weights, with_sharding
+from jaxpage.models import (
+    Packing,
+    Path,
+    ShardedWeight,
+    abstract,
+    abstract_model,
+    adapter_weights,
+    make_model,
+    sharded_weights,
+    with_sharding,
+)
 
 
 @dataclass(frozen=True)
@@ -77,7 +86,7 @@ def compile_steps(opened: Opened, spec: EngineSpec, hooks: Hooks) -> Compiled:
             options,
             mesh=mesh,
             target_only=drafting.may_be_off,
-            stored=stored_executables(mesh),
+            stored=open_stored_executables(mesh),
             progress=hooks.progress,
         )
     except NotImplementedError as refusal:  # the message has every backend's reason

@@ -12,10 +12,9 @@ from jaxpage.checkpoints import (
     check_all_finite,
     with_parameters,
 )
-from jaxpage.device.mesh import make_mesh
-from jaxpage.device.packing import unpacked_weights
+from jaxpage.device import make_mesh, unpacked_weights
 from jaxpage.errors import UnsupportedError
-from jaxpage.models.sharding import joined
+from jaxpage.models import joined
 from jaxpage.settings.argument_checks import check_choice
 
 Mode = Literal["wait", "abort"]  # what happens to running requests
