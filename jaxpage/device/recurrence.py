@@ -177,6 +177,7 @@ def _updated(
         state, out_TO, _ = jax.lax.fori_loop(0, jnp.max(to_B - from_B), token, carry)
         # A row without tokens in this turn writes to the null block.
         block_B = jnp.where(to_B > from_B, _block_at(rows.table_BM, number_B), 0)
+        assert pages.state is not None and pages.num_seen is not None
         pages = pages._replace(
             state=pages.state.at[block_B].set(state), num_seen=pages.num_seen.at[block_B].set(to_B)
         )

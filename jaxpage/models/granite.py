@@ -44,7 +44,7 @@ class Spec(RotaryDecoderSpec):
             )
 
 
-def factors(fields: Fields) -> dict[str, float]:
+def factors(fields: Fields) -> dict[str, Any]:
     """Returns arguments of `RotaryDecoderSpec._from_fields`."""
     return {
         "embedding_scale": fields.number("embedding_multiplier", 1.0),
