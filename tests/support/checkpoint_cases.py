@@ -42,6 +42,7 @@ _IDLE = (
     *("use_cache", "output_router_logits", "pad_token_id", "bos_token_id", "eos_token_id"),
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "add_cross_attention"),
+    *("mamba_chunk_size", "chunk_size"),  # the order of transformers' sums
 )
 _ACTIVATIONS = (
     *("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "quick_gelu"),
