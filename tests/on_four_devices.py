@@ -97,7 +97,18 @@ SWEPT = {
         **KEY_HEADS,
     },
 }
-INDIVISIBLE = ("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short")
+INDIVISIBLE = (
+    *("opt-350m-form", "qwen3-moe-mixed", "qwen2-moe-shared", "qwen3-5-short"),
+    *("granitemoehybrid-mixed", "granitemoehybrid-dense", "lfm2-mixed", "lfm2-plain"),
+    *(
+        "nemotron-h-mixed",
+        "mamba2-tied",
+        "bamba-mixed",
+        "falcon-h1-factors",
+        "falcon-h1-first",
+        "falcon-h1-plain",
+    ),
+)
 DIVISIBLE = [name for name in MODELS if name not in INDIVISIBLE and not name.endswith("images")]
 
 

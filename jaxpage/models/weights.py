@@ -40,13 +40,14 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
+def weights_of(module: nnx.Module, prefix: str | tuple[str, ...] = "") -> list[Weight]:
     """Returns every parameter of a module that a checkpoint has.
 
     Args:
         module: The module.
         prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
-            files that were saved from the headless model lack it.
+            files that were saved from the headless model lack it. Several prefixes are those that
+            files may have, the modules' first.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -76,11 +77,18 @@ def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
 
 
-def _also_without(prefix: str, source: Source) -> Source:
+def other_names(name: str, prefix: str | tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the names that files may have in the place of one; see `weights_of`."""
+    own, *others = (prefix,) if isinstance(prefix, str) else prefix
+    if not own or not name.startswith(own):
+        return ()
+    stem = name.removeprefix(own)
+    return (stem, *(f"{other}{stem}" for other in others))
+
+
+def _also_without(prefix: str | tuple[str, ...], source: Source) -> Source:
     pieces = (
-        piece._replace(aliases=(piece.name.removeprefix(prefix), *piece.aliases))
-        if prefix and piece.name.startswith(prefix)
-        else piece
+        piece._replace(aliases=(*other_names(piece.name, prefix), *piece.aliases))
         for piece in source.pieces
     )
     return replace(source, pieces=tuple(pieces))
