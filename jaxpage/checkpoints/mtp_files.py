@@ -6,6 +6,7 @@ say that modules are quantised which are not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from jaxpage.checkpoints.problems import Problems
 from jaxpage.checkpoints.safetensors_files import read_tensors
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.errors import UnsupportedError
+from jaxpage.models.base import other_names
 from jaxpage.models.mtp import TABLES, MtpHead
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.quantization.scheme import Scheme
@@ -86,7 +88,8 @@ def open_mtp(target: ModelFiles) -> MtpFiles:
         scheme = scheme.of_stored({name for name, info in stored.items() if info.dtype in CODES})
     files = MtpFiles(spec, names, scheme, LoadPlan(target.directory, "safetensors"))
     with problems.collect():
-        weights = weights_of(files.make("float32"), target.family.prefix)
+        names_of = functools.partial(other_names, target.family)
+        weights = weights_of(files.make("float32"), names_of)
         plan = fit_stored(files.plan, stored, weights, names.shared, problems, scheme=files.scheme)
         files = replace(files, plan=plan)
     problems.raise_if_any()

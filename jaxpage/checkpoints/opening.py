@@ -22,6 +22,7 @@ from jaxpage.models.config_fields import FieldError
 from jaxpage.models.quantization.gguf import NAME as GGUF
 from jaxpage.models.quantization.scheme import Scheme
 from jaxpage.models.quantization.scheme_choice import FIELDS, quantization_of, without_quantization
+from jaxpage.models.multimodal import leaves_tying_open
 from jaxpage.models.registry import load_family
 from jaxpage.models.replacing import Rule
 
@@ -189,6 +190,10 @@ def _describe(
     config = check_config(directory, problems)
     if not config:
         return None
+    if leaves_tying_open(config):
+        _, stored = read_layout(directory, Problems(directory))
+        has_head = any("lm_head." in name for name in stored)
+        config["tie_word_embeddings"] = bool(stored) and not has_head
     if quantization == GGUF and is_gguf(directory):
         return describe_config(config, lambda: gguf_scheme(directory), problems)
     return describe_config(config, lambda: quantization_of(config, quantization), problems)

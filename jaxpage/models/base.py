@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
@@ -167,7 +168,21 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
         spec: The spec of the model.
         rule: Gives the modules that replace those of the family; None if none are replaced.
     """
-    return weights_of(make_model(family, spec, "float32", rule), family.prefix)
+    module = make_model(family, spec, "float32", rule)
+    return weights_of(module, functools.partial(other_names, family))
+
+
+def other_names(family: Family, name: str) -> tuple[str, ...]:
+    """Returns the other names that a tensor, or a module, may have in a checkpoint of the family.
+
+    Files that were saved from the headless model lack the prefix. A family may have `older_names`:
+    beginnings of names, each with those that older files have in its place.
+    """
+    found = [name.removeprefix(family.prefix)] if name.startswith(family.prefix) else []
+    for begin, others in getattr(family, "older_names", ()):
+        if name.startswith(begin):
+            found += [other + name.removeprefix(begin) for other in others]
+    return tuple(found)
 
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:

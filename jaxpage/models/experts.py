@@ -33,6 +33,7 @@ class ExpertNames:
         router: The router, in the mixture.
         shared: The expert of all tokens, in the mixture, and the weight of its gate or None.
         only_stacked: True if no file has the experts apart. The stacked ones are then [in, out].
+        in_rows_too: True if some files have those as [out, in].
     """
 
     module: str = "mlp"
@@ -42,6 +43,7 @@ class ExpertNames:
     router: str = "gate"
     shared: tuple[str, str | None] = ("shared_expert", "shared_expert_gate.weight")
     only_stacked: bool = False
+    in_rows_too: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
@@ -139,11 +141,8 @@ def make_experts(
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        return ExpertLinear(
-            ExpertLinearSpec(
-                *sizes, input_axis, output_axis, name, names.only_stacked, modules, bias, dtype
-            )
-        )
+        form = (names.only_stacked, modules, bias, dtype, names.in_rows_too)
+        return ExpertLinear(ExpertLinearSpec(*sizes, input_axis, output_axis, name, *form))
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     gate_up = stacked(

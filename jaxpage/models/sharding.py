@@ -28,7 +28,7 @@ from jaxpage.layers.sharding import (
     Sharding,
     parts_of,
 )
-from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model
+from jaxpage.models.base import Family, KVSpec, ModelSpec, make_model, other_names
 from jaxpage.models.replacing import Path, Rule, replace_modules
 from jaxpage.models.weights import Weight, weights_of
 
@@ -226,7 +226,8 @@ class Divisions:
                 layers[path] = module, replacement or module
             return replacement
 
-        self.weights = weights_of(make_model(family, spec, "float32", note), family.prefix)
+        model = make_model(family, spec, "float32", note)
+        self.weights = weights_of(model, functools.partial(other_names, family))
         layer_of = [_inside(weight.path, layers) for weight in self.weights]
         shapes: dict[Path, list[Any]] = {path: [] for path in layers}
         for weight, layer in zip(self.weights, layer_of, strict=True):

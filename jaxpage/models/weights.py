@@ -42,13 +42,14 @@ class Weight:
         return math.prod(self.shape)
 
 
-def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
+def weights_of(
+    module: nnx.Module, others: Callable[[str], Iterable[str]] = lambda _: ()
+) -> list[Weight]:
     """Returns every parameter of a module that a checkpoint has.
 
     Args:
         module: The module.
-        prefix: The prefix of names in the checkpoint. Each name is accepted without it too, because
-            files that were saved from the headless model lack it.
+        others: Gives the other names that a tensor may have in a checkpoint.
     """
     found = []
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -60,7 +61,7 @@ def weights_of(module: nnx.Module, prefix: str = "") -> list[Weight]:
                 if metadata["keeps_dtype"] or struct.dtype.name not in FLOATS
                 else None
             )
-            sources = tuple(_also_without(prefix, source) for source in found_sources)
+            sources = tuple(_with_names(others, source) for source in found_sources)
             found.append(
                 Weight(
                     cast("tuple[str | int, ...]", path),
@@ -92,11 +93,9 @@ def add_missing(
             add_missing(parameters[key], other, take)
 
 
-def _also_without(prefix: str, source: Source) -> Source:
-    pieces = (
-        piece._replace(aliases=(piece.name.removeprefix(prefix), *piece.aliases))
-        if prefix and piece.name.startswith(prefix)
-        else piece
-        for piece in source.pieces
-    )
+def _with_names(others: Callable[[str], Iterable[str]], source: Source) -> Source:
+    pieces = []
+    for piece in source.pieces:
+        names = [other for name in piece.names for other in others(name)]
+        pieces.append(piece._replace(aliases=(*names, *piece.aliases)))
     return replace(source, pieces=tuple(pieces))

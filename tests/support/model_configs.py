@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from jaxpage.models.multimodal import MULTIMODAL
 from jaxpage.models.registry import FAMILIES
 
 _DIMENSIONS = {
@@ -50,8 +51,15 @@ _DELTA = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 12, "linear_value_head_dim": 20},
 }
+_INTERLEAVED = {"mrope_interleaved": True, "mrope_section": [4, 2, 2]}
 _VISION = {
     **{
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "head_dim": 16,
+        "embed_dim": 32,
+        "deepstack_visual_indexes": [0],
         "depth": 1,
         "hidden_size": 32,
         "num_heads": 2,
@@ -541,6 +549,43 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_norm_epsilon": 1e-3,
         },
     ),
+    # The text models of checkpoints that take images; sections of a rotation turn by other axes.
+    "qwen2-vl": ("qwen2_vl", {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 3]}}),
+    "qwen2-5-vl": (
+        "qwen2_5_vl",
+        {
+            **{**_QWEN_WINDOWS, "max_window_layers": 1, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", "mrope_section": [2, 2, 2], **_YARN},
+        },
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_type": "default"}},
+    ),
+    "qwen3-vl-moe": (
+        "qwen3_vl_moe",
+        {
+            **{"head_dim": 16, "rope_parameters": {**_INTERLEAVED, "rope_theta": 1000.0}},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20},
+            "mlp_only_layers": [0],
+        },
+    ),
+    "gemma3-images": (
+        "gemma3",
+        {
+            **{"head_dim": 16, "sliding_window": 7, "sliding_window_pattern": 2},
+            **{"query_pre_attn_scalar": 16, "tie_word_embeddings": True},
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
+    "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
+    "mistral3-growth": (
+        "mistral3",
+        {
+            **{"model_type": "ministral3", "head_dim": 16, "tie_word_embeddings": True},
+            "rope_parameters": {"rope_type": "yarn", **_YARN, "llama_4_scaling_beta": 0.3},
+        },
+    ),
 }
 
 _OPT = {"num_hidden_layers": 2, "max_position_embeddings": 128}
@@ -551,11 +596,23 @@ _SHARED: dict[str, dict[str, Any]] = {
     "falcon": {"vocab_size": 131, **_OPT},
 }
 _ARCHITECTURES = {
-    **{module: architecture for architecture, module in FAMILIES.items()},
+    **{
+        module: architecture
+        for architecture, module in FAMILIES.items()
+        if architecture not in MULTIMODAL
+    },
     # Families whose model type is not the name of their module.
     "gemma3_text": "Gemma3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "mistral3": "Mistral3ForConditionalGeneration",
 }
 
 
@@ -567,7 +624,7 @@ def config_json(name: str, **overrides: Any) -> dict[str, Any]:
     family, fields = copy.deepcopy(MODELS[name])
     tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     shared = _SHARED.get(family, _DIMENSIONS)
-    if _ARCHITECTURES[family].endswith("ForConditionalGeneration"):
+    if _ARCHITECTURES[family] in MULTIMODAL:
         text = {**shared, **tokens, **fields, **overrides}
         return {
             **{
