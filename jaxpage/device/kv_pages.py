@@ -79,8 +79,9 @@ def page_shapes(
             num_seen = jax.ShapeDtypeStruct((count,), jnp.int32)
             shapes.append(StatePages(inputs, states, num_seen))  # type: ignore[arg-type]
             continue
-        slots = (count, block_size, kv.num_kv_heads)
-        page = jax.ShapeDtypeStruct((*slots, kv.head_width), dtype)
+        num_kv_heads, head_width = kv.heads_of(layer)
+        slots = (count, block_size, num_kv_heads)
+        page = jax.ShapeDtypeStruct((*slots, head_width), dtype)
         scale = jax.ShapeDtypeStruct(slots, jnp.float32) if is_quantized(dtype) else None
         if kv.value_width is not None:
             shapes.append(LayerPages(page, None, scale, None))  # type: ignore[arg-type]

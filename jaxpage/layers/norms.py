@@ -47,7 +47,7 @@ class RMSNorm(nnx.Module):
     """Computes `scale * x / sqrt(mean(x^2) + epsilon)` (Zhang and Sennrich, 2019).
 
     Attributes:
-        scale: The scale, a parameter of the checkpoint's module.
+        scale: The scale, a parameter of the checkpoint's module; None for a factor of one.
         epsilon: The number that is added to the mean of squares.
         offset: The number that is added to the stored scale (Gemma stores it less 1).
     """
@@ -56,13 +56,13 @@ class RMSNorm(nnx.Module):
         self,
         width: int,
         *,
-        name: str,
+        name: str | None,
         epsilon: float,
         axis: str | None = "embed",
         offset: float = 0.0,
         dtype: DTypeLike,
     ):
-        self.scale = _declare(f"{name}.weight", width, axis, dtype)
+        self.scale = None if name is None else _declare(f"{name}.weight", width, axis, dtype)
         self.epsilon = epsilon
         self.offset = offset
 
@@ -71,6 +71,8 @@ class RMSNorm(nnx.Module):
         # Two axes: with three, XLA of jax 0.12 on CPU rounds differently for each shape.
         wide = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         normed = wide * jax.lax.rsqrt(_mean(jnp.square(wide)) + self.epsilon)
+        if self.scale is None:
+            return normed.astype(x.dtype).reshape(x.shape)
         scale = _along_last_axis(self.scale, 2)
         if self.offset:
             # XLA moves this sum out of a loop over steps, and rounds the product in another way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -24,7 +24,7 @@ class KVSpec:
     """Describes what a sequence keeps for each position: keys and values, or a state.
 
     Attributes:
-        num_layers: The number of layers.
+        num_layers: The number of layers that keep something; others may read what these keep.
         num_kv_heads: The number of key/value heads.
         head_width: The width of a head.
         sliding_windows: For each layer, how many positions a token sees, its own included (see
@@ -33,6 +33,8 @@ class KVSpec:
             kept apart (latents); None if values are kept, as wide as keys.
         states: For each layer, the state that a recurrent layer keeps in place of keys and values;
             None for other layers. Empty if no layer is recurrent.
+        heads: For each layer, its number of key/value heads and their width, in a model whose
+            layers differ in them; empty if all have `num_kv_heads` of `head_width`.
     """
 
     num_layers: int
@@ -41,10 +43,15 @@ class KVSpec:
     sliding_windows: tuple[int | None, ...]
     value_width: int | None = None
     states: tuple[StateSpec | None, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
 
     def state_of(self, layer: int) -> StateSpec | None:
         """Returns the state of a layer; None if it keeps keys and values."""
         return self.states[layer] if self.states else None
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Returns the number of key/value heads of a layer, and their width."""
+        return self.heads[layer] if self.heads else (self.num_kv_heads, self.head_width)
 
 
 @runtime_checkable
@@ -148,14 +155,24 @@ def run_layers(
     hidden_TD: jax.Array,
     pages: Pages,
     context: ForwardContext,
+    places: Sequence[int] | None = None,
 ) -> Hidden:
-    """Runs layers and a final norm, and returns what `Model.__call__` returns."""
+    """Runs layers and a final norm, and returns what `Model.__call__` returns.
+
+    Args:
+        layers: The layers.
+        norm: The norm; None if there is none.
+        hidden_TD: The input of the first layer.
+        pages: The pages of all layers that keep something.
+        context: The context.
+        places: For each layer, the place of its pages, which layers may share; None if each has its
+            own.
+    """
     entering = [hidden_TD]
-    new_pages = []
-    for layer, layer_pages in zip(layers, pages, strict=True):
-        hidden_TD, layer_pages = layer(hidden_TD, layer_pages, context)
+    new_pages = list(pages)
+    for layer, place in zip(layers, places or range(len(pages)), strict=True):
+        hidden_TD, new_pages[place] = layer(hidden_TD, new_pages[place], context)
         entering.append(hidden_TD)
-        new_pages.append(layer_pages)
     output_TD = hidden_TD if norm is None else norm(hidden_TD)
     return output_TD, tuple(new_pages), tuple(entering[index] for index in context.aux_layers)
 
@@ -188,7 +205,8 @@ def other_names(family: Family, name: str) -> tuple[str, ...]:
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
     heads = getattr(spec, "mtp_names", None)
-    return family.ignored if heads is None else (*family.ignored, *heads.globs)
+    own = () if heads is None else heads.globs
+    return (*family.ignored, *own, *getattr(spec, "idle_tensors", ()))
 
 
 def abstract_model(

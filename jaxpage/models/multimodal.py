@@ -69,6 +69,11 @@ MULTIMODAL = {
         # The published config of the 4B model has neither.
         {"num_attention_heads": 8, "vocab_size": 262_208},
     ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        {"gemma4_text": "gemma4"},
+        ("vision_tower.", "audio_tower.", "embed_vision.", "embed_audio."),
+        "images, videos and sound",
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         {"mistral": "mistral", "ministral3": "ministral3"}, _LLAVA, "images", tied_by_files=True
     ),

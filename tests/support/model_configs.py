@@ -72,6 +72,16 @@ _VISION = {
 _FALCON = {"hidden_size": 48, "num_attention_heads": 4}
 _QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 
+_GEMMA4 = {
+    **{"head_dim": 8, "global_head_dim": 16, "sliding_window": 7, "num_hidden_layers": 5},
+    **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "tie_word_embeddings": True},
+    **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 140},
+    "layer_types": [
+        *("sliding_attention", "full_attention", "sliding_attention"),
+        *("sliding_attention", "full_attention"),
+    ],
+}
+
 # name: (model type, what config.json says beyond _DIMENSIONS or the entry of _SHARED)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-grouped": ("llama", {}),
@@ -578,6 +588,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         },
     ),
+    "gemma4-shared": ("gemma4_text", _GEMMA4),
+    "gemma4-keys-are-values": (
+        "gemma4_text",
+        {
+            **{"head_dim": 8, "global_head_dim": 20, "sliding_window": 7},
+            **{"num_kv_shared_layers": 0, "num_global_key_value_heads": 1},
+            **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+            **{"moe_intermediate_size": 24, "final_logit_softcapping": 20.0},
+            "use_bidirectional_attention": "vision",
+        },
+    ),
+    "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True}),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-growth": (
         "mistral3",
@@ -613,6 +636,8 @@ _ARCHITECTURES = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "gemma3": "Gemma3ForConditionalGeneration",
     "mistral3": "Mistral3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }
 
 
