@@ -600,7 +600,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "use_bidirectional_attention": "vision",
         },
     ),
-    "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True}),
+    "gemma4-images": ("gemma4", {**_GEMMA4, "attention_bias": True, "pad_token_id": 0}),
     "mistral3-images": ("mistral3", {"model_type": "mistral", "head_dim": 16}),
     "mistral3-growth": (
         "mistral3",
