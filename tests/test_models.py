@@ -74,7 +74,10 @@ def fill(family: Any, spec: Any, state: Mapping[str, np.ndarray]) -> Parameters:
             source
             for source in weight.sources
             if all(
-                any(name in state and state[name].shape == piece.stored_shape for name in piece.names)
+                any(
+                    name in state and state[name].shape == piece.stored_shape
+                    for name in piece.names
+                )
                 for piece in source.pieces
             )
         )
@@ -409,6 +412,20 @@ PLANTED: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
     "tensors of norms of heads swapped": (
         "stablelm-parallel",
         lambda: {"state": swap("norms.0.", "norms.1.")},
+    ),
+    "pages of another layer": ("gemma4-shared", lambda: {"spec": {"places": (0, 1, 2, 0, 1)}}),
+    "inputs of other layers": (
+        "gemma4-shared",
+        lambda: {"state": roll("embed_tokens_per_layer.weight", 1)},
+    ),
+    "scalar of a layer dropped": ("gemma4-shared", lambda: {"state": zero("layer_scalar")}),
+    "factors of other experts": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("per_expert_scale", 0)},
+    ),
+    "scales of the router shifted": (
+        "gemma4-keys-are-values",
+        lambda: {"state": roll("router.scale", 0)},
     ),
     "limit forgotten": ("olmo-limits", lambda: {"spec": {"attention_limit": None}}),
     "another limit": ("olmoe-many", lambda: {"spec": {"attention_limit": 2.0}}),

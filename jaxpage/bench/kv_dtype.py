@@ -72,8 +72,8 @@ def run_kv_dtype(arguments: argparse.Namespace, config: EngineConfig) -> None:
         )
         if kv_cache_dtype == "auto":
             exact_TV = logits_TV
-        block_bytes = files.spec.kv.num_layers * kv_pages.bytes_per_layer(
-            files.spec.kv, config.block_size, page_dtype
+        block_bytes = kv_pages.num_bytes(
+            kv_pages.page_shapes(files.spec.kv, 1, config.block_size, page_dtype)
         )
         columns[kv_cache_dtype] = {
             **differences(exact_TV, logits_TV, token_ids),

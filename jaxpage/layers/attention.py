@@ -169,9 +169,7 @@ class Attention(nnx.Module):
             out_TNH = out_TNH * jax.nn.sigmoid(gate_TNH)
         return self.output(out_TNH.reshape(q.shape[0], -1)), layer_pages
 
-    def _normed(
-        self, q: jax.Array, k: jax.Array | None
-    ) -> tuple[jax.Array, jax.Array | None]:
+    def _normed(self, q: jax.Array, k: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         if self.query_norm is not None:
             q = self.query_norm(q)
         return q, k if k is None or self.key_norm is None else self.key_norm(k)

@@ -98,9 +98,7 @@ class Spec(Gemma4Spec):
             return dataclasses.replace(spec, kv=kv)
 
 
-def _heads(
-    fields: Fields, types: tuple[str, ...], by_layer: Any
-) -> dict[str, tuple[int, int]]:
+def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, tuple[int, int]]:
     """Returns the number of key/value heads, and their width, of each type of layer.
 
     Args:
@@ -134,9 +132,7 @@ def _heads(
     return heads
 
 
-def _ropes(
-    fields: Fields, heads: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Rope], int]:
+def _ropes(fields: Fields, heads: Mapping[str, tuple[int, int]]) -> tuple[dict[str, Rope], int]:
     """Returns the rotation of each type of layer, and the number of positions.
 
     A proportional rotation turns the first pairs of a head, with the frequencies of the whole head.

@@ -172,4 +172,6 @@ def text_family(architecture: str, family: Family) -> TextFamily:
 def leaves_tying_open(config: Mapping[str, Any]) -> bool:
     """Returns whether only the files say if the head is tied to the token table."""
     wrapper = MULTIMODAL.get(next(iter(config.get("architectures") or ()), ""))
-    return bool(wrapper and wrapper.tied_by_files and "tie_word_embeddings" not in text_part(config))
+    return bool(
+        wrapper and wrapper.tied_by_files and "tie_word_embeddings" not in text_part(config)
+    )
