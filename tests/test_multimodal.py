@@ -134,7 +134,7 @@ def test_tensors_for_images_are_counted_in_one_line(
     idle = {"model.language_model.layers.4.self_attn.k_proj.weight": np.zeros(3, np.float32)}
     save_file({**tensors, **others, **idle}, file, {"format": "pt"})
     count = sum("language_model" not in name for name in {**tensors, **others})
-    with caplog.at_level(logging.WARNING), make_llm(tmp_path, block_size=16):
+    with caplog.at_level(logging.WARNING), make_llm(tmp_path, max_model_len=60):
         pass
     found = [line for line in caplog.messages if "text model alone" in line]
     assert found == [

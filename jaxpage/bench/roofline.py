@@ -28,8 +28,8 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
+from jaxpage.device import kv_pages
 from jaxpage.device.cpu_products import cpu_products
-from jaxpage.device.kv_pages import num_bytes, page_shapes
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
 from jaxpage.models.base import Family, ModelSpec, model_weights
@@ -80,9 +80,9 @@ def work_of(
         context: The tokens of each row before these.
     """
     longest = context + num_tokens
-    slots = page_shapes(spec.kv, 1, 1, page_dtype)
+    slots = kv_pages.page_shapes(spec.kv, 1, 1, page_dtype)
     pages_bytes = num_rows * sum(
-        min(longest, window or longest) * num_bytes((slot,))
+        min(longest, window or longest) * kv_pages.num_bytes((slot,))
         for window, slot in zip(spec.kv.sliding_windows, slots, strict=True)
     )
     # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.

@@ -21,11 +21,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
 from jaxpage.layers.context import ForwardContext
+from jaxpage.layers.experts import ExpertsSpec
 from jaxpage.layers.rope import Rope
+from jaxpage.layers.routing import Routing
 from jaxpage.models.base import Hidden, KVSpec, Pages, run_layers
 from jaxpage.models.config_fields import RefusedField, WrongField
-from jaxpage.models.experts import read_experts
-from jaxpage.models.fields import REQUIRED, Fields
+from jaxpage.models.fields import Fields
 from jaxpage.models.gemma import ACTIVATION
 from jaxpage.models.gemma4_layer import FULL, SLIDING, Gemma4Layer, Gemma4Spec, PerLayerInputs
 from jaxpage.models.rotary_decoder import (
@@ -40,7 +41,6 @@ from jaxpage.models.rotary_decoder import (
 __all__ = ["OVERFLOWS_FLOAT16", "Model", "Spec", "ignored", "prefix"]
 
 OVERFLOWS_FLOAT16 = True
-ALIASES = {"num_experts_per_tok": "top_k_experts"}
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
     FULL: {
@@ -59,7 +59,7 @@ class Spec(Gemma4Spec):
         """Returns the spec of a config.json."""
         config = dict(config)
         by_layer = config.pop("per_layer_config", None)
-        with Fields(config, "gemma4_text", ALIASES) as fields:
+        with Fields(config, "gemma4_text") as fields:
             if fields.get("use_bidirectional_attention", None) not in (None, "vision"):
                 text = "use_bidirectional_attention (attention to later tokens) is not supported"
                 fields.note(RefusedField(text), use_bidirectional_attention=None)
@@ -113,22 +113,32 @@ def _heads(fields: Fields, types: tuple[str, ...], by_layer: Any) -> dict[str, t
         few = own[0]
     heads = {SLIDING: own, FULL: (few, fields.integer("global_head_dim", 512))}
     if by_layer is not None:
-        heads[FULL] = own
-        names = {"num_key_value_heads": own[0], "head_dim": own[1]}
-        for layer, kind in enumerate(types):
-            given = by_layer.get(str(layer), by_layer.get(layer)) or {}
-            found = tuple({**names, **given}[name] for name in names)
-            if layer == types.index(kind):
-                heads[kind] = found
-            if {*given} - {*names} or found != heads[kind]:
-                text = "per_layer_config is supported for num_key_value_heads and head_dim alone, "
-                fields.note(
-                    RefusedField(text + "alike in all layers of a type"), per_layer_config=None
-                )
-    for count, _ in heads.values():
-        if (num_heads := fields.integer("num_attention_heads")) % count:
-            text = f"{count} key/value heads must divide num_attention_heads = {num_heads}"
-            fields.note(WrongField(text), num_global_key_value_heads=None)
+        heads = _heads_by_layer(fields, types, by_layer, own)
+    few = heads[FULL][0]
+    num_heads = fields.integer("num_attention_heads")
+    if few != own[0] and num_heads % few:
+        text = f"num_global_key_value_heads = {few} must divide num_attention_heads = {num_heads}"
+        fields.note(WrongField(text), num_global_key_value_heads=None)
+    return heads
+
+
+def _heads_by_layer(
+    fields: Fields, types: tuple[str, ...], by_layer: Any, own: tuple[int, int]
+) -> dict[str, tuple[int, int]]:
+    """Returns what `_heads` does; the keys of `by_layer` are the numbers of layers, as in "05"."""
+    heads = {SLIDING: own, FULL: own}
+    changes = {int(layer): each for layer, each in by_layer.items()}
+    default = dict(zip(("num_key_value_heads", "head_dim"), own, strict=True))
+    alike = True
+    for layer, kind in enumerate(types):
+        of_layer = {**default, **changes.get(layer, {})}
+        found = tuple(of_layer.values())
+        if layer == types.index(kind) and len(found) == 2:
+            heads[kind] = found
+        alike = alike and found == heads[kind]
+    if not alike:
+        text = "per_layer_config is supported for num_key_value_heads and head_dim alone, alike in"
+        fields.note(RefusedField(f"{text} all layers of a type"), per_layer_config=None)
     return heads
 
 
@@ -187,14 +197,14 @@ def _experts(fields: Fields) -> dict[str, Any]:
     """Returns the fields of the spec about experts."""
     if not fields.flag("enable_moe_block", False):
         return {}
-    experts = read_experts(
-        fields,
-        count=("num_experts", REQUIRED),
-        per_token=None,
-        width=("moe_intermediate_size", REQUIRED),
-        normalized=True,
-    )
-    return {"experts": experts}
+    num_experts = fields.integer("num_experts")
+    per_token = fields.integer("top_k_experts")
+    if per_token > num_experts:
+        text = f"top_k_experts = {per_token} of num_experts = {num_experts} experts cannot be"
+        fields.note(WrongField(text), top_k_experts=1, num_experts=num_experts)
+        per_token = 1
+    routing = Routing(num_experts=num_experts, per_token=per_token, normalized=True)
+    return {"experts": ExpertsSpec(routing, fields.integer("moe_intermediate_size"))}
 
 
 class Model(RotaryDecoder):

@@ -264,4 +264,4 @@ class Gemma4Layer(nnx.Module):
         out_TD = added_TD + self.behind_mlp(fed_TD)
         if self.input is not None and input_TI is not None:
             out_TD = out_TD + self.input(out_TD, input_TI)
-        return out_TD * self.scale[...], layer_pages
+        return out_TD * self.scale[...][None], layer_pages
