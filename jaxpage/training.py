@@ -27,7 +27,7 @@ from jaxpage.checkpoints import (
 from jaxpage.errors import UnsupportedError
 from jaxpage.layers.context import Attend, AttentionOptions, ForwardContext, Recur, Recurrence
 from jaxpage.layers.experts import Experts
-from jaxpage.models.base import abstract, make_model
+from jaxpage.models import abstract, make_model
 
 # A nested dict of arrays; some of them join several arrays of the checkpoint.
 Parameters = dict[Any, Any]

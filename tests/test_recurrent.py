@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jaxpage import LLM, BeamSearchParams, SamplingParams
-from jaxpage.device import cache_groups, executables, recurrence, steps
+from jaxpage.assembly import cache_groups
+from jaxpage.device import executables, recurrence, steps
 from jaxpage.device.kv_pages import StatePages
 from jaxpage.device.step_inputs import StepInputs
 from jaxpage.errors import ConfigError, UnsupportedError

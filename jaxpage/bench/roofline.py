@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
@@ -28,13 +27,10 @@ from jaxpage.bench.report import environment, print_result
 from jaxpage.bench.step_profile import OTHER, SCOPES, profiled
 from jaxpage.bench.throughput import check_writable
 from jaxpage.checkpoints import describe_model, resolve_model
-from jaxpage.device import kv_pages
-from jaxpage.device.cpu_products import cpu_products
+from jaxpage.device import bytes_per_layer
 from jaxpage.engine import Batch, Engine, Reporter
 from jaxpage.errors import UsageError
-from jaxpage.models.base import Family, ModelSpec, model_weights
-from jaxpage.models.replacing import Rule
-from jaxpage.models.weights import Weight, num_bytes
+from jaxpage.models import Family, ModelSpec, Rule, Weight, model_weights, num_bytes
 from jaxpage.replay import open_engine
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.tables import aligned
@@ -80,9 +76,9 @@ def work_of(
         context: The tokens of each row before these.
     """
     longest = context + num_tokens
-    slots = kv_pages.page_shapes(spec.kv, 1, 1, page_dtype)
+    slots = bytes_per_layer(spec.kv, 1, page_dtype)
     pages_bytes = num_rows * sum(
-        min(longest, window or longest) * kv_pages.num_bytes((slot,))
+        min(longest, window or longest) * slot
         for window, slot in zip(spec.kv.sliding_windows, slots, strict=True)
     )
     # A token attends to so many positions in the mean. In windows it sees fewer: this is a bound.
@@ -180,10 +176,7 @@ def run_roofline(arguments: argparse.Namespace, config: EngineConfig) -> None:
     )
     rate = product_rate(built.spec.layout.dtype)
     rows = [_as_dict(one, bandwidth(int(one.work.num_bytes)), rate) for one in measured]
-    library = f", {cpu_products().library or 'plain XLA'}" if jax.default_backend() == "cpu" else ""
-    print(
-        f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s{library}\n\n{_table(rows)}\n"
-    )
+    print(f"Products in {built.spec.layout.dtype}: {rate * 1e-9:.0f} GFLOP/s\n\n{_table(rows)}\n")
     result = {
         "steps": rows,
         "context": arguments.context,

@@ -17,7 +17,7 @@ from jaxpage.checkpoints.gguf_config import gguf_config, gguf_generation_config
 from jaxpage.checkpoints.gguf_header import is_gguf
 from jaxpage.checkpoints.problems import Problems, quoted
 from jaxpage.errors import CheckpointError
-from jaxpage.models.fields import text_part
+from jaxpage.models import text_part
 
 logger = logging.getLogger(__name__)
 

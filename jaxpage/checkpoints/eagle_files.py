@@ -21,9 +21,7 @@ from jaxpage.checkpoints.safetensors_files import INDEX, NUMPY_DTYPES, SINGLE, r
 from jaxpage.checkpoints.safetensors_header import TensorInfo
 from jaxpage.checkpoints.token_map import read_token_map
 from jaxpage.errors import CheckpointError
-from jaxpage.models.eagle import Eagle3Spec, EagleSpec
-from jaxpage.models.rotary_decoder import RotaryDecoderSpec, ignored
-from jaxpage.models.weights import weights_of
+from jaxpage.models import Eagle3Spec, EagleSpec, RotaryDecoderSpec, ignored, weights_of
 
 logger = logging.getLogger(__name__)
 

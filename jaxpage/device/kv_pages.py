@@ -8,7 +8,7 @@ Block 0 is the null block, which takes padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxpage.device.mesh import DeviceMesh
-from jaxpage.models.base import KVSpec
+from jaxpage.models import KVSpec
 from pallas_kernels import is_quantized
 
 KV_HEAD_AXIS = 2  # the axis of K in pages and in their scales
@@ -49,12 +49,12 @@ def page_dtype(kv_cache_dtype: str, model_dtype: DTypeLike) -> jnp.dtype:
     return jnp.dtype(QUANTIZED.get(kv_cache_dtype, model_dtype))
 
 
-def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> int:
-    """Returns the bytes of one block in the first layer, scales included."""
-    return num_bytes(page_shapes(kv, 1, block_size, dtype)[:1])
+def bytes_per_layer(kv: KVSpec, block_size: int, dtype: DTypeLike) -> tuple[int, ...]:
+    """Returns the bytes of one block in each layer, scales included."""
+    return tuple(bytes_of_pages((layer,)) for layer in page_shapes(kv, 1, block_size, dtype))
 
 
-def num_bytes(pages: KVPages) -> int:
+def bytes_of_pages(pages: KVPages) -> int:
     """Returns the bytes of pages, or of their shapes."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(pages))
 
@@ -105,3 +105,25 @@ def divided_shapes(of_shard: KVPages, num_local: int, mesh: DeviceMesh) -> KVPag
             each,
         )
     )
+
+
+def in_groups(
+    pages: KVPages, layer_groups: tuple[int, ...], move: Callable[[int, KVPages], KVPages]
+) -> KVPages:
+    """Moves the pages of each cache group that has layers, and returns the pages of all layers.
+
+    Args:
+        pages: The pages of all layers.
+        layer_groups: The cache group of each layer.
+        move: Takes the place of a group and the pages of its layers, and returns their new pages.
+    """
+    if len(set(layer_groups)) == 1:
+        return move(layer_groups[0], pages)
+    moved = list(pages)
+    for group in sorted(set(layer_groups)):
+        layers = [layer for layer, of_layer in enumerate(layer_groups) if of_layer == group]
+        for layer, new in zip(
+            layers, move(group, tuple(pages[layer] for layer in layers)), strict=True
+        ):
+            moved[layer] = new
+    return tuple(moved)

@@ -24,8 +24,6 @@ from jaxpage.models.base import KVSpec, Pages, run_layers
 from jaxpage.models.mtp_names import MtpNames
 from jaxpage.models.rotary_decoder import DecoderLayer, RotaryDecoderSpec
 
-TABLES = ("tokens", "head")  # They are the model's.
-
 
 def layer_spec(spec: RotaryDecoderSpec) -> RotaryDecoderSpec:
     """Returns the spec of the head's one layer.

@@ -323,7 +323,7 @@ def _refuse_heads(weight: Weight) -> None:
         )
 
 
-def at(tree: Mapping[Any, Any], path: Path) -> Any:
+def entry_at(tree: Mapping[Any, Any], path: Path) -> Any:
     """Returns the entry of a tree at that path."""
     return functools.reduce(lambda branch, key: branch[key], path, tree)
 
@@ -334,7 +334,7 @@ def joined(weights: Iterable[ShardedWeight], parameters: Mapping[Any, Any]) -> d
     for sharded in weights:
         whole: Any = None
         for place in sharded.places:
-            array = np.asarray(at(parameters, place.path))
+            array = np.asarray(entry_at(parameters, place.path))
             if whole is None:
                 whole = (
                     array if sharded.axis is None else np.empty(sharded.weight.shape, array.dtype)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpage.layers.parameter import Axis, Piece, Source, sources_of, tensor
-
-__all__ = ["Piece", "Source", "Weight", "num_bytes", "tensor", "weights_of"]
+from jaxpage.layers.parameter import Axis, Source, sources_of
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -77,20 +75,6 @@ def weights_of(
 def num_bytes(weights: Iterable[Weight], dtype: str) -> int:
     """Returns the bytes of all weights, in a model of this type."""
     return sum(weight.size * jnp.dtype(weight.dtype or dtype).itemsize for weight in weights)
-
-
-def add_missing(
-    parameters: dict[Any, Any], others: dict[Any, Any], take: Callable[[Any], Any]
-) -> None:
-    """Adds the parameters of another tree that these lack, each as `take` returns it.
-
-    No checkpoint has these parameters.
-    """
-    for key, other in others.items():
-        if key not in parameters:
-            parameters[key] = take(other)
-        elif isinstance(other, dict):
-            add_missing(parameters[key], other, take)
 
 
 def _with_names(others: Callable[[str], Iterable[str]], source: Source) -> Source:
