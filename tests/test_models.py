@@ -224,7 +224,8 @@ def test_every_parameter_says_its_axes_and_where_it_is_stored(name):
                 size for _, size in parts
             ) == size, weight
         alternatives = [
-            {name for piece in source.pieces for name in piece.names} for source in weight.sources
+            {(name, piece.stored_shape) for piece in source.pieces for name in piece.names}
+            for source in weight.sources
         ]
         assert sum(map(len, alternatives)) == len(set().union(*alternatives)), weight
     names = [
