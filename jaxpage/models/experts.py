@@ -37,6 +37,7 @@ class ExpertNames:
         together: The modules that have the gates and ups, and the downs, of all experts, in a
             family that never has experts apart; empty for others. transformers keeps them in memory
             in the same mixture.
+        in_rows_too: True if some files have those as [out, in].
     """
 
     module: str = "mlp"
@@ -47,6 +48,7 @@ class ExpertNames:
     shared: tuple[str | None, str | None] = ("shared_expert", "shared_expert_gate.weight")
     only_stacked: bool = False
     together: tuple[str, ...] = ()
+    in_rows_too: bool = False
 
 
 PLAIN_NAMES = ExpertNames()
@@ -146,19 +148,8 @@ def make_experts(
         bias = spec.swiglu is not None
         sizes = (count, num_in, num_out)
         output_axis, input_axis = axes
-        return ExpertLinear(
-            ExpertLinearSpec(
-                *sizes,
-                input_axis,
-                output_axis,
-                name,
-                names.only_stacked,
-                modules,
-                bias,
-                dtype,
-                aliases,
-            )
-        )
+        form = (names.only_stacked, modules, bias, dtype, aliases, names.in_rows_too)
+        return ExpertLinear(ExpertLinearSpec(*sizes, input_axis, output_axis, name, *form))
 
     both: Axis = "ffn" if spec.swiglu else (("ffn", inner), ("ffn", inner))
     gate_up = stacked(

@@ -6,9 +6,9 @@ configs. Their files say so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,11 @@ class RotaryDecoderSpec:
     name: str = "model"  # the name of the decoder in the checkpoint
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
+
+    @property
+    def num_layers(self) -> int:
+        """Returns the number of layers."""
+        return self.kv.num_layers
 
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
@@ -486,7 +491,13 @@ def _normed(norm: Norm | None, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]
 
 
 class RotaryDecoder(nnx.Module):
-    """Computes a model of one of these families; see `models.base.Model`."""
+    """Computes a model of one of these families; see `models.base.Model`.
+
+    Attributes:
+        layer: The class of the layers.
+    """
+
+    layer: ClassVar[Callable[..., nnx.Module]] = DecoderLayer
 
     def __init__(self, spec: RotaryDecoderSpec, *, dtype: DTypeLike):
         width = spec.model_width
@@ -498,8 +509,8 @@ class RotaryDecoder(nnx.Module):
             dtype=dtype,
         )
         self.layers = nnx.List(
-            DecoderLayer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
-            for index in range(spec.kv.num_layers)
+            self.layer(spec, index, name=f"{spec.name}.layers.{index}", dtype=dtype)
+            for index in range(spec.num_layers)
         )
         self.norm = spec.form.norm(
             width,
