@@ -13,7 +13,6 @@ from tqdm import tqdm
 
 from jaxpage.assembly import Built, Hooks, Mode
 from jaxpage.checkpoints import ModelConfig, Parameters
-from jaxpage.device.embedder import Pooling
 from jaxpage.driver import DrivenModel, Driver, Handle, PinnedPrefix, RequestStream, Update, stacked
 from jaxpage.engine import (
     SCORING,
@@ -29,7 +28,7 @@ from jaxpage.engine import (
 )
 from jaxpage.errors import JaxpageError
 from jaxpage.memory import MemoryReport
-from jaxpage.outputs import RequestOutput, RerankResult
+from jaxpage.outputs import Pooling, RequestOutput, RerankResult
 from jaxpage.replay import open_engine, open_in_memory
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.engine_settings import AnyPath, EngineSettings, LLMSettings, engine_config

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from jaxpage.errors import ConfigError, JaxpageError, UnsupportedError
 from jaxpage.serving.origins import checked_origin
-from jaxpage.settings.base import ByteSize, Problem, Settings, setting
+from jaxpage.settings.checked_settings import ByteSize, Problem, Settings, setting
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sources import Resolved, read_file, resolve_settings
 

@@ -9,7 +9,7 @@ import numpy as np
 from starlette.types import Receive, Scope, Send
 
 from jaxpage.async_driver import AsyncDriver
-from jaxpage.device.embedder import normalized
+from jaxpage.driver import normalized
 from jaxpage.engine import ByVectors, PreparedRequest, YesNo
 from jaxpage.outputs import RequestOutput
 from jaxpage.serving.embedding_requests import Embedding

@@ -6,9 +6,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpage.device.embedder import Pooling
 from jaxpage.engine import ByVectors, YesNo, ranked
-from jaxpage.outputs import RequestOutput
+from jaxpage.outputs import Pooling, RequestOutput
 from jaxpage.serving.wire.answering import check_finished
 from jaxpage.serving.wire.context import ModelContext
 from jaxpage.serving.wire.errors import ApiError, as_api_error, quotes
