@@ -257,8 +257,19 @@ def test_run_batch_answers_as_the_server_does(
     assert capsys.readouterr().out.startswith(f"{len(ASKED)} lines, {failed} errors, {len(ASKED)} ")
 
 
-def client_of(running: Any, key: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{running.address}/v1", api_key=key, timeout=300, max_retries=0)
+@pytest.fixture
+def client_of() -> Any:
+    """Makes clients of a server, each with its key."""
+    made: list[openai.OpenAI] = []
+
+    def client(running: Any, key: str = "any") -> openai.OpenAI:
+        address = f"{running.address}/v1"
+        made.append(openai.OpenAI(base_url=address, api_key=key, timeout=300, max_retries=0))
+        return made[-1]
+
+    yield client
+    for one in made:
+        one.close()
 
 
 def ended(client: openai.OpenAI, batch_id: str) -> Any:
@@ -274,7 +285,7 @@ def uploaded(client: openai.OpenAI, lines: list[str]) -> Any:
     return client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
 
 
-def test_openais_client_runs_a_batch(built: Any, tmp_path: Path) -> None:
+def test_openais_client_runs_a_batch(built: Any, client_of: Any, tmp_path: Path) -> None:
     with serving(built, api_keys=("one", "two"), batch_directory=str(tmp_path)) as running:
         client, other = client_of(running, "one"), client_of(running, "two")
         wanted = client.completions.create(**GREEDY).choices[0].text
@@ -326,13 +337,13 @@ def test_openais_client_runs_a_batch(built: Any, tmp_path: Path) -> None:
 
 
 def test_a_batch_is_cancelled_and_bounds_are_kept(
-    built: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    built: Any, client_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {**GREEDY, "max_tokens": 400, "ignore_eos": True}
     monkeypatch.setattr("jaxpage.serving.batches.store.MAX_FILES", 3)
     settings: Any = {"batch_directory": str(tmp_path), "batch_directory_bytes": 1 << 20}
     with serving(built, **settings) as running:
-        client = client_of(running, "any")
+        client = client_of(running)
         file = uploaded(client, [line(number, long) for number in range(60)])
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
@@ -352,11 +363,13 @@ def test_a_batch_is_cancelled_and_bounds_are_kept(
             uploaded(client, ["x"])
 
 
-def test_a_batch_goes_on_when_the_server_starts_again(built: Any, tmp_path: Path) -> None:
+def test_a_batch_goes_on_when_the_server_starts_again(
+    built: Any, client_of: Any, tmp_path: Path
+) -> None:
     lines = [line(number, {**GREEDY, "max_tokens": 24}) for number in range(30)]
     settings: Any = {"batch_directory": str(tmp_path), "shutdown_timeout_seconds": 0.0}
     with serving(built, **settings) as running:
-        client = client_of(running, "any")
+        client = client_of(running)
         file = uploaded(client, lines)
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
@@ -373,7 +386,7 @@ def test_a_batch_goes_on_when_the_server_starts_again(built: Any, tmp_path: Path
     assert 0 < kept < 30
     (tmp_path / f"{gone.input_file_id}.jsonl").unlink()
     with serving(built, **settings) as running:
-        client = client_of(running, "any")
+        client = client_of(running)
         done = ended(client, batch.id)
         assert done.status == "completed" and done.request_counts.completed == 30
         content = client.files.content(done.output_file_id).read().splitlines()
@@ -385,14 +398,14 @@ def test_a_batch_goes_on_when_the_server_starts_again(built: Any, tmp_path: Path
         assert failed.errors.data[0].message == "The input file does not exist any more"
     # A file of answers that is damaged is told without a path of the machine.
     with serving(built, **settings) as running:
-        client = client_of(running, "any")
+        client = client_of(running)
         new = uploaded(client, lines)
     record = json.loads((tmp_path / f"{batch.id}.json").read_text())
     record["record"] |= {"status": "in_progress", "input_file_id": new.id}
     (tmp_path / f"{batch.id}.json").write_text(json.dumps(record))
     (tmp_path / f"{batch.id}.answers").write_text("what is this\n")
     with serving(built, **settings) as running:
-        failed = ended(client_of(running, "any"), batch.id)
+        failed = ended(client_of(running), batch.id)
         assert failed.status == "failed"
         assert (
             failed.errors.data[0].message
