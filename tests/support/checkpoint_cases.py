@@ -43,6 +43,7 @@ _IDLE = (
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "add_cross_attention"),
     *("mamba_chunk_size", "chunk_size"),  # the order of transformers' sums
+    "rescale_prenorm_residual",  # Mamba 2's class draws weights anew with it, stored ones too
 )
 _ACTIVATIONS = (
     *("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu", "relu2", "quick_gelu"),
