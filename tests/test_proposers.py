@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
 from jaxpage.settings.draft_settings import SuffixDecoding
-from jaxpage.settings.speculative_config import ON_DEVICE, SpeculativeConfig
+from jaxpage.settings.speculative_config import SpeculativeConfig
+from jaxpage.settings.speculative_methods import METHODS
 from jaxpage.speculation import Proposer, ProposingSpeculator, make_proposer
-from jaxpage.speculation.methods import METHODS, DraftedModel
+from jaxpage.speculation.ahead import AheadProposer
+from jaxpage.speculation.methods import _PROPOSERS, DraftedModel
 from jaxpage.speculation.ngram import NGramProposer
 from jaxpage.speculation.recycling import RecyclingProposer
 from jaxpage.speculation.suffix import SuffixProposer
@@ -614,9 +616,11 @@ def test_every_method_that_is_supported_has_a_proposer_with_its_settings() -> No
     assert isinstance(recycling, RecyclingProposer) and ask(recycling, group, 3) is None
     recycling.on_top_k([None] * 2, [1, 2], np.array([[3] * 8, [1] * 8], np.int32))
     assert ask(recycling, group, 3) == chain((1, 3))
-    known = set(get_args(SpeculativeConfig.model_fields["method"].annotation))
-    assert set(METHODS) == known - {"auto"}  # one of the others
-    assert {name for name, method in METHODS.items() if method.drafter} == set(ON_DEVICE) - {"auto"}
+    heads = make_proposer(SpeculativeConfig(method="mtp"), target)
+    assert isinstance(heads, AheadProposer)
+    known = get_args(SpeculativeConfig.model_fields["method"].annotation)
+    assert known == (*METHODS, "auto")  # one of the others
+    assert set(_PROPOSERS) | {name for name, each in METHODS.items() if each.drafter} == {*METHODS}
 
 
 # Where methods are named; and the parts of drafters, which have names of their own.

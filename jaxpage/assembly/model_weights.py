@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from jaxpage.assembly.compiling import load_model, shards_of_weights
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
+    LoadPlan,
     ModelFiles,
     Parameters,
     check_all_finite,
@@ -20,15 +22,24 @@ from jaxpage.settings.argument_checks import check_choice
 Mode = Literal["wait", "abort"]  # what happens to running requests
 
 
-def whole_weights(
-    files: ModelFiles, spec: EngineSpec, parameters: dict[Any, Any]
-) -> dict[Any, Any]:
-    """Returns the weights undivided, as the checkpoint has them."""
-    return (
-        joined(shards_of_weights(files, spec), parameters)
-        if spec.sharding.is_divided
-        else parameters
-    )
+def checkpoint_parts(
+    files: ModelFiles, spec: EngineSpec, parameters: Mapping[str, Any]
+) -> Iterator[tuple[LoadPlan, Any]]:
+    """Yields the weights that are in the model's checkpoint, undivided, and where they are in it.
+
+    A drafter in the checkpoint follows the model.
+
+    Args:
+        files: The model's files.
+        spec: The engine's specification.
+        parameters: The parameters of the steps: those of the model, and those of the drafter.
+    """
+    target = parameters["target"]
+    if spec.sharding.is_divided:
+        target = joined(shards_of_weights(files, spec), target)
+    yield files.plan, target
+    if plan := spec.described.drafting.plan_in_model:
+        yield plan, parameters["drafter"]
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
@@ -52,8 +63,10 @@ def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> No
         )
 
 
-def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> Any:
+def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> dict[str, Any]:
     """Loads weights for `Engine.replace_weights`; the device then holds the old ones, too.
+
+    A drafter that is in the model's checkpoint is replaced with it.
 
     Args:
         files: The model's files, with the other weights.
@@ -62,10 +75,16 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> A
 
     Raises:
         CheckpointError: The weights do not fit the model, or are not finite.
+        UnsupportedError: The weights of the drafter cannot be read from these.
     """
-    weights = load_model(files, spec, make_mesh(spec.layout.tensor_parallel_size))
+    drafting = spec.described.drafting.with_weights_of(files)
+    mesh = make_mesh(spec.layout.tensor_parallel_size)
+    weights = {"target": load_model(files, spec, mesh)}
+    if drafting.plan_in_model:
+        weights["drafter"] = drafting.load(spec.layout.dtype, mesh.put, progress=False)
     if finite:
-        check_all_finite(files, whole_weights(files, spec, weights))
+        for plan, part in checkpoint_parts(files, spec, weights):
+            check_all_finite(plan, part)
     return weights
 
 
@@ -90,7 +109,7 @@ def given_weights(
 
     Raises:
         ValueError: The mode is unknown.
-        UnsupportedError: Weights cannot be replaced; see `check_replaceable`.
+        UnsupportedError: Weights cannot be replaced; see `check_replaceable`, `weights_on_device`.
         CheckpointError: The weights do not fit the model, or are not finite.
     """
     check_choice("mode", mode, get_args(Mode))

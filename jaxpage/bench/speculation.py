@@ -22,7 +22,7 @@ from jaxpage.checkpoints import read_config, resolve_model
 from jaxpage.errors import UnsupportedError, UsageError
 from jaxpage.settings.engine_config import EngineConfig
 from jaxpage.settings.sampling_params import SamplingParams
-from jaxpage.settings.speculative_config import FIXED
+from jaxpage.settings.speculative_methods import METHODS, Method
 from jaxpage.tables import aligned
 
 NONE = "none"
@@ -256,7 +256,7 @@ def _ways(arguments: argparse.Namespace) -> list[Way]:
     ways = [
         (asked, number)
         for asked, number in ways
-        if number != "auto" or _method_and_model(asked)[0] not in FIXED
+        if number != "auto" or not METHODS.get(_method_and_model(asked)[0], Method()).is_fixed
     ]
     return [ALONE, *ways, CONTROL]
 

@@ -172,8 +172,7 @@ def model_weights(family: Family, spec: ModelSpec, rule: Rule | None = None) -> 
 
 def ignored_tensors(family: Family, spec: ModelSpec) -> tuple[str, ...]:
     """Returns globs over names of tensors that a checkpoint may have, and that are not loaded."""
-    heads = getattr(spec, "mtp_names", None)
-    return family.ignored if heads is None else (*family.ignored, *heads.globs)
+    return (*family.ignored, *getattr(spec, "ignored", ()))
 
 
 def abstract_model(

@@ -122,6 +122,11 @@ class RotaryDecoderSpec:
     mtp_names: MtpNames | None = None  # heads that the checkpoint may have after its last layer
     not_loaded: str = ""  # the other models in the checkpoint, for messages
 
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Returns globs over names of tensors that the checkpoint may have for others to read."""
+        return self.mtp_names.globs if self.mtp_names else ()
+
     def rope_of(self, layer_index: int) -> Rope | None:
         """Returns the rotation of a layer; None if it has none."""
         return self.rope_by_layer[layer_index] if self.rope_by_layer else self.rope
