@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from jaxpage import LLM, EngineConfig, SamplingParams
 from jaxpage.errors import ConfigError, UnsupportedError
+from jaxpage.models.registry import FAMILIES
 from jaxpage.settings.draft_settings import SuffixDecoding
 from jaxpage.settings.speculative_config import SpeculativeConfig
 from jaxpage.settings.speculative_methods import METHODS
@@ -35,7 +36,7 @@ from tests.support.engines import LLAMA, make_llm
 from tests.support.fake_device import make_group
 from tests.support.random_checkpoints import random_checkpoint
 from tests.support.scripted import draft_with
-from tests.support.sources import read_modules
+from tests.support.sources import WHEEL, read_modules
 from tests.support.synthetic import SyntheticProposer, rates_of
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
@@ -659,6 +660,22 @@ def test_only_speculation_and_settings_decide_by_the_name_of_a_method() -> None:
     found = {module.path for module in modules if decisions_by_method(module.tree)}
     field = "jaxpage/serving/wire/neutral.py"  # OpenAI's `suffix`
     assert {path for path in found if not path.startswith(HOMES)} == {field}
+
+
+def test_a_method_with_a_drafter_changes_four_files_of_others_at_most() -> None:
+    """MTP, with its own files and those of the families that have heads left out."""
+    families = {f"jaxpage/models/{name}.py" for name in FAMILIES.values()}
+    found = {
+        module.path
+        for module in read_modules(Path(__file__).parents[1], WHEEL)
+        if "mtp" in module.source.lower() and "mtp" not in module.path
+    }
+    assert found - families == {
+        "jaxpage/settings/speculative_methods.py",
+        "jaxpage/assembly/drafters.py",
+        "jaxpage/checkpoints/__init__.py",
+        "jaxpage/models/rotary_decoder.py",  # the spec of all of its families
+    }
 
 
 @pytest.mark.parametrize(
