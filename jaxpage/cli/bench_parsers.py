@@ -421,6 +421,13 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         metavar="N",
         help="measurements per start, of 512 tokens or more per engine; medians are shown; default: 6",
     )
+    _add_prompts(parser)
+    add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
+    _add_output(parser)
+    parser.set_defaults(run=lazily("commands", "bench_speculation"))
+
+
+def _add_prompts(parser: Parser) -> None:
     texts = parser.add_mutually_exclusive_group()
     texts.add_argument(
         "--text", metavar="FILE", help="text to take prompts from; default: random token ids"
@@ -432,7 +439,6 @@ def _add_bench_speculation(kinds: Commands[Parser]) -> None:
         metavar="NAME",
         help="tasks with twenty prompts each, measured one by one: summarise, edit (code), continue (tables), chat, translate",
     )
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0")
-    add_engine_flags(parser, without=("seed", "max_num_seqs", "enable_prefix_caching"))
-    _add_output(parser)
-    parser.set_defaults(run=lazily("commands", "bench_speculation"))
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the random token ids; default: 0"
+    )
