@@ -49,7 +49,7 @@ RECIPES = {
     "draft": Recipe(540, 5e-3, 511),
     "medusa": Recipe(240, 2e-2, 511),
     "eagle3": Recipe(240, 2e-2, 255),
-    "mtp": Recipe(240, 2e-2, 255, 196_608),
+    "mtp": Recipe(270, 2e-2, 255, 196_608),
 }
 
 
