@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from jaxpage.assembly.compiling import load_model, shards_of_weights
+from jaxpage.assembly.compiling import load_model, shards_of_weights, step_model
 from jaxpage.assembly.engine_spec import EngineSpec
 from jaxpage.checkpoints import (
     LoadPlan,
@@ -15,6 +15,7 @@ from jaxpage.checkpoints import (
     with_parameters,
 )
 from jaxpage.device.mesh import make_mesh
+from jaxpage.device.packing import pack_weights, unpacked_weights
 from jaxpage.errors import UnsupportedError
 from jaxpage.models.sharding import joined
 from jaxpage.settings.argument_checks import check_choice
@@ -25,21 +26,22 @@ Mode = Literal["wait", "abort"]  # what happens to running requests
 def checkpoint_parts(
     files: ModelFiles, spec: EngineSpec, parameters: Mapping[str, Any]
 ) -> Iterator[tuple[LoadPlan, Any]]:
-    """Yields the weights that are in the model's checkpoint, undivided, and where they are in it.
+    """Yields the weights of the model's checkpoint as it has them, and where each of them is.
 
-    A drafter in the checkpoint follows the model.
+    They are undivided and not in panels. A drafter in the checkpoint follows the model.
 
     Args:
         files: The model's files.
         spec: The engine's specification.
         parameters: The parameters of the steps: those of the model, and those of the drafter.
     """
-    target = parameters["target"]
+    target = unpacked_weights(parameters["target"], step_model(files, spec)[1])
     if spec.sharding.is_divided:
         target = joined(shards_of_weights(files, spec), target)
     yield files.plan, target
-    if plan := spec.described.drafting.plan_in_model:
-        yield plan, parameters["drafter"]
+    drafting = spec.described.drafting
+    if plan := drafting.plan_in_model:
+        yield plan, unpacked_weights(parameters["drafter"], drafting.packed(spec))
 
 
 def check_replaceable(model: ModelFiles, event_log: str | None, name: str) -> None:
@@ -82,6 +84,7 @@ def weights_on_device(files: ModelFiles, spec: EngineSpec, *, finite: bool) -> d
     weights = {"target": load_model(files, spec, mesh)}
     if drafting.plan_in_model:
         weights["drafter"] = drafting.load(spec.layout.dtype, mesh.put, progress=False)
+        pack_weights(weights["drafter"], drafting.packed(spec))
     if finite:
         for plan, part in checkpoint_parts(files, spec, weights):
             check_all_finite(plan, part)
